@@ -1,0 +1,331 @@
+"""The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
+
+Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch` requests in flight, through
+vLLM's own request queue and scheduler; accept figures from vLLM's own speculative-decoding counters.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec_cli import paths
+from selfspec_cli.config import ConfigError, HeadKind, Method, ModelConfig, RunConfig, gate_threshold, vocab_size
+from selfspec_cli.early_exit.artifact import find_head
+from selfspec_cli.early_exit.settings import SettingsError
+
+WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
+MIB = 2**20
+
+
+@dataclass
+class DraftCounts:
+    """Speculative decoding as vLLM counts it, over one stretch of work."""
+
+    rounds: int  # verify steps that had drafts, one a request
+    drafted: int  # tokens
+    accepted: int  # tokens
+    accepted_at: list[int]  # tokens accepted at draft position 1..k
+
+
+@dataclass
+class Generation:
+    """What one closed loop generated, and how fast."""
+
+    outputs: list[list[int]]  # token ids, in the order of the prompts
+    seconds: float  # wall time from the first request in to the last token out
+    ttft: list[float]  # seconds to the first token, one a request
+    itl: list[float]  # mean seconds between the tokens after the first, one a request
+    drafts: DraftCounts | None  # None for an engine that does not draft
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, all requests together."""
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+@dataclass
+class Engine:
+    """A live vLLM engine."""
+
+    llm: Any
+    cfg: RunConfig
+    num_layers: int
+    weights_mib: float  # the target's weights and whatever the arm holds beside them (an exit head)
+    draft_mib: float  # of these, what drafting adds
+    _requests: int = field(default=0, repr=False)
+
+    @property
+    def layer(self) -> int | None:
+        """The exit layer E in force; None for a baseline."""
+        if self.cfg.method is Method.baseline:
+            return None
+        return self.cfg.layer if self.cfg.layer is not None else self.num_layers // 2
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return int(self.llm.model_config.max_model_len)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
+        return int(self.llm.model_config.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+        return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate of a drafting engine between two rounds; nothing is reloaded."""
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The first worker's answer to one of `EarlyExitWorker`'s methods."""
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        output_len: int,
+        *,
+        batch: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Generation:
+        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time.
+
+        temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats.
+        """
+        from vllm import SamplingParams
+
+        before = self._counts()
+        core = self.llm.llm_engine
+        waiting = list(enumerate(prompts))[::-1]
+        numbers: dict[str, int] = {}
+        finished: dict[int, Any] = {}
+
+        def submit() -> None:
+            number, prompt = waiting.pop()
+            self._requests += 1
+            name = f"selfspec-{self._requests}"
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=output_len,
+                ignore_eos=True,
+                detokenize=False,
+                seed=seed + number if temperature > 0 else None,
+            )
+            numbers[name] = number
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+        start = time.perf_counter()
+        for _ in range(min(batch, len(waiting))):
+            submit()
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[numbers[output.request_id]] = output
+                    if waiting:
+                        submit()
+        seconds = time.perf_counter() - start
+        done = [finished[number] for number in range(len(prompts))]
+        return Generation(
+            outputs=[list(output.outputs[0].token_ids) for output in done],
+            seconds=seconds,
+            ttft=[output.metrics.first_token_latency for output in done],
+            itl=[_between_tokens(output) for output in done if len(output.outputs[0].token_ids) > 1],
+            drafts=self._drafted_since(before),
+        )
+
+    def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
+        """Sum of the log-probabilities (nats) of every token but the first of each window, and how many they are.
+
+        Of this engine's own predictive distribution: the target's, or the truncated model's with its head for `skip`.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": window} for window in windows]
+        total, count = 0.0, 0
+        for window, output in zip(windows, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
+            for token, scores in zip(window[1:], output.prompt_logprobs[1:], strict=True):
+                total += scores[token].logprob
+                count += 1
+        return total, count
+
+    def _counts(self) -> DraftCounts | None:
+        if self.cfg.method is not Method.layer_skip:
+            return None
+        values: dict[str, Any] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode"):
+                values[metric.name] = getattr(metric, "values", None) or metric.value
+        return DraftCounts(
+            rounds=int(values["vllm:spec_decode_num_drafts"]),
+            drafted=int(values["vllm:spec_decode_num_draft_tokens"]),
+            accepted=int(values["vllm:spec_decode_num_accepted_tokens"]),
+            accepted_at=[int(count) for count in values["vllm:spec_decode_num_accepted_tokens_per_pos"]],
+        )
+
+    def _drafted_since(self, before: DraftCounts | None) -> DraftCounts | None:
+        after = self._counts()
+        if before is None or after is None:
+            return None
+        return DraftCounts(
+            after.rounds - before.rounds,
+            after.drafted - before.drafted,
+            after.accepted - before.accepted,
+            [new - old for new, old in zip(after.accepted_at, before.accepted_at, strict=True)],
+        )
+
+
+def _between_tokens(output: Any) -> float:
+    times = output.metrics
+    return (times.last_token_ts - times.first_token_ts) / (len(output.outputs[0].token_ids) - 1)
+
+
+@contextmanager
+def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
+    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
+
+    Raises:
+        SettingsError, HeadError, ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
+            shut down again.
+    """
+    if cfg.engine.name == "cpu":
+        # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    llm = None
+    try:
+        llm = LLM(**{**llm_arguments(cfg), **extra})
+        weights = llm.collective_rpc("early_exit_weights")
+        layers = llm.collective_rpc("early_exit_layers")[0]
+        target = sum(share["target"] for share in weights) / MIB
+        draft = sum(share["draft"] for share in weights) / MIB
+        yield Engine(llm, cfg, layers, target + draft, draft)
+    except Exception as error:
+        raise _as_bad_input(error) from error
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        _free()
+
+
+def llm_arguments(cfg: RunConfig) -> dict[str, Any]:
+    """`cfg` as keyword arguments of `vllm.LLM`."""
+    engine, model = cfg.engine, cfg.model
+    arguments: dict[str, Any] = {
+        "model": model_path(model),
+        "tokenizer": model.tokenizer,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "load_format": model.load_format,
+        "trust_remote_code": model.trust_remote_code,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "enforce_eager": engine.enforce_eager,
+        "max_num_seqs": engine.max_num_seqs,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        "seed": cfg.seed,
+        "disable_log_stats": False,  # the counters of accepted drafts are log statistics
+        "worker_extension_cls": WORKER_EXTENSION,
+        "speculative_config": speculative_config(cfg),
+    }
+    optional = {
+        "max_model_len": model.max_model_len,
+        "hf_overrides": model.hf_overrides or None,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "kv_cache_memory_bytes": engine.kv_cache_gib and int(engine.kv_cache_gib * 2**30),
+        "enable_chunked_prefill": engine.enable_chunked_prefill,
+        "async_scheduling": engine.async_scheduling,
+    }
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    return arguments | engine.extra
+
+
+def speculative_config(cfg: RunConfig) -> dict[str, Any] | None:
+    """What `cfg` asks of vLLM's speculative decoding, as a user would write it; None for a baseline."""
+    if cfg.method is Method.baseline:
+        return None
+    spec: dict[str, Any] = {"method": cfg.method.value, "layer_skip": cfg.layer, "head_path": head_path(cfg)}
+    if cfg.method is Method.layer_skip:
+        spec |= {"num_speculative_tokens": cfg.k, "gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
+    return spec
+
+
+def head_path(cfg: RunConfig) -> str | None:
+    """The file of the exit head that `cfg` asks for; None for the lens over the full vocabulary.
+
+    Raises:
+        ConfigError: it has not been fitted yet.
+    """
+    if cfg.head.path is not None:
+        return cfg.head.path
+    if cfg.head.kind is HeadKind.lens and vocab_size(cfg) is None:
+        return None
+    layer = cfg.layer if cfg.layer is not None else count_layers(cfg.model) // 2
+    try:
+        return str(find_head(cfg.head_dir, layer, cfg.head.kind.value))
+    except SettingsError as error:
+        raise ConfigError(f"{error}; fit it with: selfspec fit-{cfg.head.kind.value} --layer {layer}") from error
+
+
+def model_path(model: ModelConfig) -> str:
+    """A folder or a Hugging Face id."""
+    return str(paths.reference_model_dir()) if model.path == "reference" else model.path
+
+
+def count_layers(model: ModelConfig) -> int:
+    """Decoder layers of a model, from its config alone."""
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model_path(model), model.trust_remote_code, model.revision)
+    return int(config.get_text_config().num_hidden_layers)
+
+
+def perplexity(log_likelihood: float, tokens: int) -> float:
+    """exp of the mean negative log-likelihood (nats) a token."""
+    return math.exp(-log_likelihood / tokens)
+
+
+def can_compile() -> bool:
+    """Whether a C++ compiler is at hand, which torch.compile needs on the CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+
+
+def _as_bad_input(error: Exception) -> Exception:
+    """vLLM wraps what its config checks raise; give bad input its own type back."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _free() -> None:
+    """Give the memory of a shut-down engine back before the next one starts."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    # In a parent of worker processes there is nothing to tear down, and that is fine.
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    if "torch" in sys.modules:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

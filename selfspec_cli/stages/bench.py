@@ -1,0 +1,98 @@
+"""Measure one arm on a live engine: speed, drafting, perplexity, and whether the output is the baseline's.
+
+Baseline and candidate go through this same function. Every repeat generates the same tokens from the same prompts, so
+the repeats differ in time only; the outputs that are compared are those of the last one.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from selfspec_cli import provenance, records
+from selfspec_cli.config import RunConfig
+from selfspec_cli.engine import Engine, Generation
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.records import AcceptRow, Baseline, BenchResult, Record
+from selfspec_cli.stages import quality, workload
+
+
+def run(cfg: RunConfig, engine: Engine, baseline: Baseline | None = None, progress: Progress = ignore) -> BenchResult:
+    """Warm up, time `cfg.repeats` repeats, score held-out text.
+
+    Args:
+        baseline: the baseline's row and outputs of the same model, workload and run; None measures the baseline.
+    """
+    prompts = workload.prompts(cfg, engine)
+    work = cfg.workload
+    repeats: list[Generation] = []
+    for number in range(cfg.warmup + cfg.repeats):
+        generation = engine.generate(
+            prompts, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed
+        )
+        if number >= cfg.warmup:
+            repeats.append(generation)
+        progress("repeats", number + 1, cfg.warmup + cfg.repeats)
+    record = records.identity(cfg, run_id="", layer=engine.layer, device=provenance.device())
+    record = _with_speed(record, repeats, baseline)
+    accept = _accept_row(record, repeats)
+    record = _with_drafting(record, accept)
+    outputs = repeats[-1].outputs
+    if baseline is not None:
+        record.outputs = len(outputs)
+        record.identical = sum(ours == theirs for ours, theirs in zip(outputs, baseline.outputs, strict=True))
+    if cfg.perplexity_tokens:
+        record.ppl = quality.perplexity(engine, cfg.perplexity_tokens, cfg.seed)
+        if baseline is not None and baseline.record.ppl is not None:
+            record.delta_ppl = record.ppl - baseline.record.ppl
+    record.peak_mem_mib, record.weights_mib = peak_memory_mib(), engine.weights_mib
+    return BenchResult(record, outputs, accept)
+
+
+def _with_speed(record: Record, repeats: Sequence[Generation], baseline: Baseline | None) -> Record:
+    speeds = [repeat.tokens_per_second for repeat in repeats]
+    median = statistics.median(speeds)
+    against = baseline.record.tok_s_median if baseline is not None else median
+    itl = [value for repeat in repeats for value in repeat.itl]
+    return replace(
+        record,
+        tok_s_median=median,
+        tok_s_min=min(speeds),
+        tok_s_max=max(speeds),
+        speedup=None if against is None else median / against,
+        ttft_ms=1000 * statistics.median(value for repeat in repeats for value in repeat.ttft),
+        itl_ms=1000 * statistics.median(itl) if itl else None,
+    )
+
+
+def _accept_row(record: Record, repeats: Sequence[Generation]) -> AcceptRow | None:
+    """vLLM's counters summed over the repeats; None for an arm that drafts nothing."""
+    counts = [repeat.drafts for repeat in repeats if repeat.drafts is not None]
+    if not counts:
+        return None
+    at = [sum(position) for position in zip(*(count.accepted_at for count in counts), strict=True)]
+    return replace(
+        records.accept_identity(record),
+        rounds=sum(count.rounds for count in counts),
+        drafted=sum(count.drafted for count in counts),
+        accepted=sum(count.accepted for count in counts),
+        accepted_at=" ".join(map(str, at)),
+    )
+
+
+def _with_drafting(record: Record, accept: AcceptRow | None) -> Record:
+    if accept is None or not accept.rounds or not accept.drafted or accept.accepted is None:
+        return record
+    return replace(
+        record,
+        accept_rate=accept.accepted / accept.drafted,
+        mean_accepted_len=1 + accept.accepted / accept.rounds,
+        drafted_per_round=accept.drafted / accept.rounds,
+    )
+
+
+def peak_memory_mib() -> float:
+    """Peak resident memory of this process so far, MiB (Linux counts it in KiB); it never falls between arms."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,21 @@
+"""Perplexity on held-out text, of whatever distribution an engine decodes from."""
+
+from __future__ import annotations
+
+from selfspec_cli import corpus
+from selfspec_cli.engine import Engine
+from selfspec_cli.engine import perplexity as from_log_likelihood
+
+WINDOW = 512  # tokens; long enough that most tokens have hundreds of tokens of context
+
+
+def perplexity(engine: Engine, tokens: int, seed: int) -> float:
+    """exp of the mean negative log-likelihood over about `tokens` held-out tokens.
+
+    Windows are drawn as for prompts and scored with a rolling context: every token but a window's first is predicted
+    once, from all tokens of its window before it (the definition of lm-evaluation-harness's rolling log-likelihood).
+    """
+    # One token less than the model takes, because scoring a window asks the engine for one more.
+    length = min(WINDOW, engine.max_model_len - 1, tokens + 1)
+    windows = corpus.token_windows(engine.encode, corpus.held_out_text(), length, max(1, tokens // (length - 1)), seed)
+    return from_log_likelihood(*engine.log_likelihood(windows))

@@ -1,0 +1,102 @@
+"""Binds an exit head to a loaded target: its lm_head as it is (quantised, scaled, soft-capped), or rows of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.heads import ExitHead, Lens, scatter_to_full
+from selfspec_cli.early_exit.settings import DraftSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class TargetHead:
+    """An exit head as the draft loop uses it: normed hidden states in, draft logits out."""
+
+    def __init__(self, head: ExitHead, target: nn.Module, vocab_size: int) -> None:
+        self.head = head
+        self.vocab_size = vocab_size
+        self._compute_logits = target.compute_logits
+        weight = plain_lm_head(target) if head.vocab_ids is not None or head.kind == "lsq" else None
+        # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
+        self._bound = head.bind(weight[:vocab_size]) if weight is not None else None
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the head's own weights."""
+        return self._bound if self._bound is not None else self.head
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> draft logits [n, V']."""
+        if self._bound is not None:
+            return self._bound.logits(x)
+        return self.head.logits(x, self._compute_logits)  # type: ignore[arg-type]
+
+    def to_full_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids [n] -> token ids [n]."""
+        return self.head.to_full_ids(draft_ids)
+
+    def to_full_logits(self, logits: Tensor) -> Tensor:
+        """Draft logits [n, V'] -> [n, V], -inf outside the draft vocabulary."""
+        ids = self.head.vocab_ids
+        return logits if ids is None else scatter_to_full(logits, ids, self.vocab_size)
+
+
+def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: VllmConfig) -> TargetHead:
+    """The head that `settings` names, checked against this model and exit layer.
+
+    Raises HeadError for a head of another model, layer or shape, or a file that cannot be read.
+    """
+    config = vllm_config.model_config
+    vocab_size = int(config.get_vocab_size())
+    head: ExitHead = Lens()
+    if settings.head_path is not None:
+        head, _ = load_head(
+            settings.head_path,
+            layer=settings.layer,
+            hidden=int(config.get_hidden_size()),
+            vocab_size=vocab_size,
+            fingerprint=fingerprint(target, vllm_config),
+        )
+        weight = embedding(target)
+        head = head.to(weight.device, config.dtype)
+    return TargetHead(head, target, vocab_size)
+
+
+def embedding(target: nn.Module) -> Tensor:
+    """The input embedding's weight, [vocabulary (padded), hidden]."""
+    from selfspec_cli.vllm_plugin.trunk import decoder_of
+
+    weight = decoder_of(target).embed_tokens.weight  # type: ignore[union-attr]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
+    """Names the loaded model: its shape, and a sample of its embedding (which no quantisation of vLLM's touches)."""
+    config = vllm_config.model_config
+    shape = config.hf_text_config.to_dict()
+    rows = embedding(target)[: int(config.get_vocab_size())]
+    return model_fingerprint(shape, [("embed_tokens.weight", rows.detach())])
+
+
+def plain_lm_head(target: nn.Module) -> Tensor | None:
+    """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else."""
+    model = target.get_language_model() if hasattr(target, "get_language_model") else target
+    lm_head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    weight = getattr(lm_head, "weight", None)
+    plain = (
+        isinstance(weight, Tensor)
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and getattr(lm_head, "bias", None) is None
+        and getattr(processor, "soft_cap", 0) is None
+        and getattr(processor, "scale", 0) == 1.0
+        and getattr(lm_head, "tp_size", 1) == 1
+    )
+    return weight.detach() if plain and isinstance(weight, Tensor) else None

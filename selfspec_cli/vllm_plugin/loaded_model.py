@@ -1,0 +1,52 @@
+"""What is done to a target right after it is loaded: cut it (method `skip`), or tap it (to fit exit heads)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
+from selfspec_cli.vllm_plugin.trunk import cut, decoder_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+Load = Callable[..., nn.Module]
+
+
+def after_loading(original: Load) -> Load:
+    """Replacement for `BaseModelLoader.load_model`."""
+
+    def load_model(self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any) -> nn.Module:
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        if model_config is not vllm_config.model_config:
+            return model  # somebody's draft model, not the target
+        settings = settings_of(vllm_config)
+        if settings is not None and not settings.verify:
+            decode_with_first_layers(model, settings, vllm_config)
+        if layers := collects(vllm_config):
+            from selfspec_cli.vllm_plugin.collect import tap
+
+            tap(model, layers)
+        return model
+
+    return load_model
+
+
+def decode_with_first_layers(model: nn.Module, settings: DraftSettings, vllm_config: VllmConfig) -> None:
+    """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
+
+    Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated
+    model's own too.
+    """
+    head = load_exit_head(settings, model, vllm_config)
+    cut(decoder_of(model), settings.layer)
+
+    def compute_logits(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return head.to_full_logits(head.logits(hidden_states))
+
+    model.compute_logits = compute_logits  # type: ignore[assignment]

@@ -1,0 +1,97 @@
+"""`speculative_config={"method": "layer_skip", ...}` as users write it -> a config that vLLM knows.
+
+vLLM sees its own method `draft_model`, whose draft is the target itself; that gives lookahead slots in the KV cache,
+the rejection sampler and the counters. Our own settings travel beside it in `additional_config`, which vLLM pickles to
+every worker and hashes into its compile cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, SettingsError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+SETTINGS_KEY = "selfspec"
+COLLECT_KEY = "selfspec_collect"
+WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
+
+Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "SpeculativeConfig | None"]
+
+
+def settings_of(vllm_config: VllmConfig) -> DraftSettings | None:
+    """The early-exit settings that a worker's configuration carries, None if it has none."""
+    data = _additional(vllm_config).get(SETTINGS_KEY)
+    return None if data is None else DraftSettings.from_dict(data)
+
+
+def collects(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Exit layers whose hidden states are to be collected; empty for an engine that only generates."""
+    return tuple(_additional(vllm_config).get(COLLECT_KEY, ()))
+
+
+def understand_layer_skip(original: Original) -> Original:
+    """Replacement for `EngineArgs.create_speculative_config`."""
+
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+    ) -> SpeculativeConfig | None:
+        # `vllm serve` accepts dashes in the keys of its JSON; so does the original.
+        spec = {key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
+        if spec.get("method") not in METHODS:
+            return original(self, target_model_config, target_parallel_config)
+        _refuse_parallelism(self)
+        settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=_vllm_keys())
+        self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
+        if not target_parallel_config.worker_extension_cls:
+            target_parallel_config.worker_extension_cls = WORKER_EXTENSION
+        self.speculative_config = _as_draft_model(spec, settings, target_model_config) if settings.verify else None
+        return original(self, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def _additional(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    config = vllm_config.additional_config
+    return config if isinstance(config, Mapping) else {}
+
+
+def _num_layers(model_config: ModelConfig) -> int:
+    return int(model_config.hf_text_config.num_hidden_layers)
+
+
+def _vllm_keys() -> set[str]:
+    from vllm.config import SpeculativeConfig
+
+    return {field.name for field in fields(SpeculativeConfig)}
+
+
+def _refuse_parallelism(args: EngineArgs) -> None:
+    """What no runner of ours can do is refused before anything starts."""
+    reasons = {
+        "pipeline_parallel_size": "draft and target share every layer, so all layers must be on one worker",
+        "data_parallel_size": "ranks would draft different numbers of steps and wait for each other",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name) > 1:
+            raise SettingsError(f"{name} = {getattr(args, name)} is not supported with early exit ({reason}); allowed: 1")
+    if args.enable_lora:
+        raise SettingsError("enable_lora = True is not supported with early exit: the draft would not see the adapter")
+
+
+def _as_draft_model(spec: dict[str, Any], settings: DraftSettings, target: ModelConfig) -> dict[str, Any]:
+    """vLLM's own keys, with the target as its own draft model."""
+    ours = set(USER_KEYS) - {"method", "num_speculative_tokens"}
+    kept = {key: value for key, value in spec.items() if key not in ours}
+    return {
+        **kept,
+        "method": "draft_model",
+        "model": target.model,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "quantization": target.quantization,
+    }

@@ -1,0 +1,129 @@
+"""The draft model: the target's own decoder, cut after E layers. No weight is copied, no architecture is named.
+
+About sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
+parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
+final norm. Attention layers find their KV cache by name, so the view shares that too.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from selfspec_cli.early_exit.settings import SettingsError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that loops over the decoder layers, inside a causal LM or a multimodal wrapper around one.
+
+    Raises SettingsError, naming the architecture, if its forward does not cut its own loop at `end_layer`.
+    """
+    if hasattr(model, "get_language_model"):
+        model = model.get_language_model()
+    decoder = getattr(model, "model", None)
+    if not isinstance(decoder, nn.Module) or not _cuts_at_end_layer(decoder):
+        raise SettingsError(
+            f"architecture {type(model).__name__} is not supported: its forward has no decoder loop over self.layers "
+            "that ends at self.end_layer (what vLLM's pipeline parallelism uses), so it cannot be run up to an exit layer"
+        )
+    return decoder
+
+
+def _cuts_at_end_layer(decoder: nn.Module) -> bool:
+    if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
+        return False
+    # The compile decorator replaces __call__, not forward, so this is the source that runs.
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(decoder).forward)))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "end_layer" for loop in loops for node in ast.walk(loop.iter)
+    )
+
+
+def cut(decoder: nn.Module, layers: int) -> None:
+    """Make `decoder` itself end after its first `layers` layers (method `skip`). Call before its first forward."""
+    decoder.end_layer = layers  # type: ignore[assignment]
+
+
+def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig) -> nn.Module:
+    """A module over `decoder`'s own parameters that runs its first `layers` layers and the final norm.
+
+    Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. It is compiled exactly
+    when the target is, as a function of its own.
+    """
+    trunk = _view(decoder, layers)
+    cut(trunk, layers)
+    if hasattr(trunk, "aux_hidden_state_layers"):
+        trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
+    if not getattr(trunk, "do_not_compile", True):
+        _compile_anew(trunk, layers, vllm_config)
+    return trunk
+
+
+def _view(decoder: nn.Module, layers: int) -> nn.Module:
+    """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own.
+
+    Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
+    whichever was compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either.
+    """
+    base = type(decoder)
+    forward = base.forward
+    name = f"{forward.__name__}_first_{layers}_layers"
+    code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
+    twin = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    twin.__kwdefaults__, twin.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
+    view_class = type(f"{base.__name__}First{layers}Layers", (base,), {"forward": twin, "__module__": base.__module__})
+    view = view_class.__new__(view_class)
+    view.__dict__.update(decoder.__dict__)
+    return view
+
+
+def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig) -> None:
+    """Give the view its own torch.compile wrapper instead of the target's."""
+    from vllm.compilation.backends import set_model_tag
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.config import set_current_vllm_config
+
+    config = copy.copy(vllm_config)
+    config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": layers}
+    tag = f"first_{layers}_layers"
+    state: dict[str, Any] = trunk.__dict__
+    state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
+    with set_model_tag(tag), set_current_vllm_config(config):
+        TorchCompileWithNoGuardsWrapper.__init__(trunk)  # type: ignore[arg-type]
+
+
+def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> set[str]:
+    """Names, as the KV cache knows them, of the attention modules in the first `layers` layers."""
+    modules = {id(module) for layer in trunk.layers[:layers] for module in layer.modules()}  # type: ignore[index]
+    context = vllm_config.compilation_config.static_forward_context
+    return {name for name, module in context.items() if id(module) in modules}
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes that `module`'s weights occupy: each storage once, each submodule once, however often it is shared.
+
+    vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
+    with the size that it had.
+    """
+    storages: dict[int, int] = {}
+    packed = 0
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        for tensor in own:
+            if tensor.device.type != "meta" and tensor.numel():
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        weight = getattr(part, "weight", None)
+        if hasattr(part, "cpu_linear") and isinstance(weight, torch.Tensor) and not weight.numel():
+            packed += part.output_size_per_partition * part.input_size_per_partition * weight.itemsize  # type: ignore
+    return sum(storages.values()) + packed

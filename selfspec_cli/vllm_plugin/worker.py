@@ -1,0 +1,59 @@
+"""Calls from the driver into live workers, and the moment at which a worker's own patches are applied.
+
+`EarlyExitWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so each method can be called by name:
+`llm.collective_rpc("early_exit_set_gate", args=("maxp", 0.4))`, also through a server. Plain values in, plain values
+out: they cross process borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from selfspec_cli.vllm_plugin import compat
+
+
+def patch_before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Replacement for `WorkerWrapperBase.init_device`: patches what the worker needs, if it needs anything."""
+
+    def init_device(self: Any) -> None:
+        from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
+
+        if settings_of(self.vllm_config) is not None or collects(self.vllm_config):
+            compat.apply("worker")
+        original(self)
+
+    return init_device
+
+
+class EarlyExitWorker:
+    """Methods added to vLLM's worker. `self` is that worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def early_exit_set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate between two rounds. Raises SettingsError for a bad gate or threshold."""
+        self.model_runner.drafter.gate.set(kind, threshold)
+
+    def early_exit_counters(self) -> dict[str, Any] | None:
+        """What drafting did since the engine started; None for an engine that does not draft."""
+        counters = getattr(getattr(self.model_runner, "drafter", None), "counters", None)
+        return counters.snapshot() if counters is not None else None
+
+    def early_exit_weights(self) -> dict[str, int]:
+        """Bytes of the target's weights, and of what drafting holds beside them (the exit head)."""
+        from torch import nn
+
+        from selfspec_cli.vllm_plugin.trunk import weight_bytes
+
+        target = self.model_runner.get_model()
+        drafter = getattr(self.model_runner, "drafter", None)
+        own = weight_bytes(target)
+        if drafter is None:
+            return {"target": own, "draft": 0}
+        return {"target": own, "draft": weight_bytes(nn.ModuleList([target, *drafter.modules()])) - own}
+
+    def early_exit_layers(self) -> int:
+        """Number of decoder layers of the loaded model."""
+        return int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)

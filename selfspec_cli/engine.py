@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli import paths
@@ -279,9 +280,14 @@ def head_path(cfg: RunConfig) -> str | None:
         return None
     layer = cfg.layer if cfg.layer is not None else count_layers(cfg.model) // 2
     try:
-        return str(find_head(cfg.head_dir, layer, cfg.head.kind.value))
+        return str(find_head(head_folder(cfg), layer, cfg.head.kind.value))
     except SettingsError as error:
         raise ConfigError(f"{error}; fit it with: selfspec fit-{cfg.head.kind.value} --layer {layer}") from error
+
+
+def head_folder(cfg: RunConfig) -> Path:
+    """Where heads fitted on this model are kept: a folder a model, because their file names say only layer and kind."""
+    return Path(cfg.head_dir) / cfg.model.name.replace("/", "--")
 
 
 def model_path(model: ModelConfig) -> str:

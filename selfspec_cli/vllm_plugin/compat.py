@@ -59,6 +59,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V1 runner takes its proposer from a registry",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.model_runner:init_speculator",
+        replacement=f"{_HERE}.v2_speculator:init_with_early_exit",
+        stage="worker",
+        reason="the V2 runner picks its speculator by the method's name",
+        unneeded_when="the V2 runner takes its speculator from a registry",
+    ),
+    Patch(
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
         replacement=f"{_HERE}.loaded_model:after_loading",
         stage="worker",

@@ -57,3 +57,31 @@ class EarlyExitWorker:
     def early_exit_layers(self) -> int:
         """Number of decoder layers of the loaded model."""
         return int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+    # ---- fitting ------------------------------------------------------------------------------------------------
+
+    def early_exit_collect(self, plans: list[dict[str, Any]], pairs: dict[str, int]) -> None:
+        """Begin to collect for these head plans (`collect.HeadPlan`), so many pairs for fit, validate and test."""
+        from selfspec_cli.vllm_plugin.collect import Collector, HeadPlan
+
+        tap = self.model_runner.get_model().early_exit_tap
+        vocab_size = int(self.vllm_config.model_config.get_vocab_size())
+        planned = [HeadPlan(**plan) for plan in plans]
+        tap.collector = Collector(tap.model, tap.layers, planned, vocab_size, pairs)  # type: ignore[arg-type]
+
+    def early_exit_collect_mode(self, mode: str) -> None:
+        """What the forward passes from now on are for: fit, validate or test."""
+        self.model_runner.get_model().early_exit_tap.collector.mode = mode
+
+    def early_exit_collected(self) -> dict[str, int]:
+        """Pairs so far, by mode."""
+        return dict(self.model_runner.get_model().early_exit_tap.collector.seen)
+
+    def early_exit_fit(self, folder: str, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """Solve every planned head at every layer and save it under `folder`; the lens is evaluated with them.
+
+        about: what the metadata say of the data (corpus, versions). Returns one plain report a head.
+        """
+        from selfspec_cli.vllm_plugin.fitted import save_all
+
+        return save_all(self.model_runner.get_model(), self.vllm_config, folder, about)

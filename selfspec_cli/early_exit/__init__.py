@@ -1,0 +1,18 @@
+"""Early-exit self-speculation, the method itself: torch, safetensors and the standard library, nothing else.
+
+One line per room:
+
+    settings.py      what a user may ask for, checked: exit layer, draft length, head, gate, threshold
+    gate_rules.py    the gates as data (names, directions, ranges, defaults); no torch
+    gates.py         gate statistics as pure functions of the draft logits
+    calibration.py   fits the calibrated gate's map from logged drafts
+    heads.py         exit heads: lens, least squares, translator; draft vocabularies
+    artifact.py      heads on disk: safetensors with metadata, safe import of older .pt files
+    fingerprint.py   a short stable name for a model
+    fitting.py       streaming least squares for heads, in closed form
+    evaluation.py    agreement with the full model on held-out data; choice of the ridge
+    training.py      an optional epoch of KL training for a translator
+    cost_model.py    what a draft costs and what it returns
+
+Nothing is imported here, so that `settings` stays importable without paying for torch.
+"""

@@ -1,0 +1,278 @@
+"""Exit heads on disk: safetensors with metadata, and a safe import of older .pt files.
+
+A file is the head's tensors (weight, or down and up; bias; vocab_ids) and flat string metadata: "format",
+"format_version" and one JSON value per field of `HeadMetadata`. A head fitted on another model is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, check_vocab_ids
+
+__all__ = [
+    "HeadMetadata",
+    "LoadedHead",
+    "find_head",
+    "head_filename",
+    "load_head",
+    "model_fingerprint",
+    "read_metadata",
+    "save_head",
+]
+
+FORMAT = "selfspec-exit-head"
+FORMAT_VERSION = 1
+SUFFIX = ".safetensors"
+
+_LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
+
+
+@dataclass(frozen=True)
+class HeadMetadata:
+    """What is known about a fitted head; a missing value is None, never 0.
+
+    kind: lens, lsq or translator. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
+    translator. fingerprint: of the model (`model_fingerprint`). target: what was fitted to (next_token, argmax,
+    final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the relative ridge. fit: fit
+    statistics. versions: of torch, vllm and so on.
+    """
+
+    kind: str
+    layer: int
+    hidden: int
+    vocab_size: int
+    rank: int | None = None
+    fingerprint: str | None = None
+    target: str | None = None
+    corpus: str | None = None
+    pairs: int | None = None
+    ridge: float | None = None
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class LoadedHead(NamedTuple):
+    """What `load_head` returns: head, metadata = load_head(path)."""
+
+    head: ExitHead
+    metadata: HeadMetadata
+
+
+def head_filename(kind: str, layer: int, rank: int | None = None, draft_vocab: int | None = None) -> str:
+    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors."""
+    parts = [f"layer{layer}", kind, f"r{rank}" if rank else "", f"v{draft_vocab}" if draft_vocab else ""]
+    return "_".join(part for part in parts if part) + SUFFIX
+
+
+def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
+    """Writes the head; the file is there whole or not at all (temporary file, fsync, os.replace).
+
+    Creates the directory. Raises HeadError when head and metadata disagree, OSError when the disk does not oblige.
+    """
+    target = Path(path)
+    if target.suffix != SUFFIX:
+        raise HeadError(f"a head is saved as {SUFFIX}, not {target.name!r}")
+    tensors = _unshared(head.state_dict())
+    _check_tensors(target, tensors, metadata)
+    header = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
+    header |= {item.name: json.dumps(getattr(metadata, item.name)) for item in fields(metadata)}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=header)
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide the head from other users
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, target)
+    except BaseException:  # KeyboardInterrupt too: an interrupted save leaves nothing behind
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def load_head(
+    path: str | os.PathLike[str],
+    *,
+    layer: int | None = None,
+    hidden: int | None = None,
+    vocab_size: int | None = None,
+    fingerprint: str | None = None,
+) -> LoadedHead:
+    """Reads a head from .safetensors or a legacy .pt, or from a directory of heads (then `layer` picks it).
+
+    layer, hidden, vocab_size, fingerprint: what the model at hand needs; each is checked if given. A file that knows no
+    fingerprint (a legacy .pt) passes that check. Tensors arrive on the CPU in the dtype they were saved in. Raises
+    HeadError for a missing, truncated or foreign file, or a head fitted on another model, layer or shape.
+    """
+    file = Path(path)
+    if file.is_dir():
+        if layer is None:
+            raise HeadError(f"{file} is a directory of heads; name a file in it, or a layer")
+        file = find_head(file, layer)
+    if not file.is_file():
+        raise HeadError(f"head {file} does not exist")
+    if file.suffix == ".pt":
+        loaded = _load_legacy(file)
+    elif file.suffix == SUFFIX:
+        loaded = _load_safetensors(file)
+    else:
+        raise HeadError(f"head {file}: suffix {file.suffix!r} is not known; allowed: {SUFFIX}, .pt")
+    found = loaded.metadata
+    wanted = {"layer": layer, "hidden": hidden, "vocab_size": vocab_size, "fingerprint": fingerprint}
+    for name, want in wanted.items():
+        got = getattr(found, name)
+        if want is None or got is None or got == want:
+            continue
+        if name == "layer":
+            raise HeadError(f"head {file} is for layer {got}; layer {want} is asked for")
+        raise HeadError(f"head {file} was fitted on another model: its {name} is {got}, this model's is {want}")
+    return loaded
+
+
+def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
+    """The metadata of a .safetensors head, without its tensors. Raises HeadError as `load_head` does."""
+    file = Path(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+    except FileNotFoundError as error:
+        raise HeadError(f"head {file} does not exist") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise HeadError(f"head {file} is truncated or no safetensors file: {error}") from error
+    if header.get("format") != FORMAT:
+        raise HeadError(f"{file} is a safetensors file but no exit head; its format is {header.get('format')!r}")
+    if header.get("format_version") != str(FORMAT_VERSION):
+        raise HeadError(f"head {file} has format version {header.get('format_version')}; this selfspec reads "
+                        f"{FORMAT_VERSION}")  # fmt: skip
+    try:
+        return HeadMetadata(**{item.name: json.loads(header[item.name]) for item in fields(HeadMetadata)})
+    except (KeyError, ValueError) as error:
+        raise HeadError(f"head {file} has damaged metadata: {error}") from error
+
+
+def find_head(directory: str | os.PathLike[str], layer: int, kind: str | None = None) -> Path:
+    """The one head for `layer` (and `kind`) in a directory, by metadata; legacy .pt files by their name.
+
+    Raises HeadError when there is none (listing what is there) or more than one.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise HeadError(f"directory of heads {root} does not exist")
+    seen: list[tuple[int, str, Path]] = []
+    unreadable: list[str] = []
+    for file in sorted(root.iterdir()):
+        if file.suffix == SUFFIX:
+            try:
+                metadata = read_metadata(file)
+                seen.append((metadata.layer, metadata.kind, file))
+            except HeadError as error:
+                unreadable.append(str(error))
+        elif (old := _legacy_layer(file)) is not None:
+            seen.append((old, "lsq", file))
+    fits = [file for at, what, file in seen if at == layer and kind in (None, what)]
+    if len(fits) == 1:
+        return fits[0]
+    asked = f"layer {layer}" + (f", kind {kind}" if kind else "")
+    if fits:
+        raise HeadError(f"{root} has {len(fits)} heads for {asked}; name one: {', '.join(f.name for f in fits)}")
+    there = ", ".join(f"{what} at layer {at}" for at, what, _ in seen) or "no head"
+    raise HeadError("; ".join([f"{root} has no head for {asked}; it has {there}", *unreadable]))
+
+
+def _load_safetensors(file: Path) -> LoadedHead:
+    metadata = read_metadata(file)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
+    _check_tensors(file, tensors, metadata)
+    ids = tensors.get("vocab_ids")
+    if metadata.kind == "lens":
+        return LoadedHead(Lens(ids), metadata)
+    if metadata.kind == "lsq":
+        return LoadedHead(LeastSquares(tensors["weight"], tensors.get("bias"), ids), metadata)
+    low = {name: tensors.get(name) for name in ("down", "up", "bias")}
+    return LoadedHead(Translator(tensors.get("weight"), **low, vocab_ids=ids), metadata)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors, each in memory of its own: safetensors refuses two views of one tensor."""
+    taken: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        place = own.untyped_storage().data_ptr()
+        result[name] = own.clone() if place in taken else own
+        taken.add(place)
+    return result
+
+
+def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMetadata) -> None:
+    """Tensors against metadata: exactly the expected names and shapes, and token ids inside the vocabulary."""
+    ids = tensors.get("vocab_ids")
+    if ids is not None:
+        check_vocab_ids(ids, metadata.vocab_size)
+    rows, hidden, rank = metadata.vocab_size if ids is None else len(ids), metadata.hidden, metadata.rank
+    expected: dict[str, tuple[int, ...]] = {}
+    if metadata.kind == "lsq":
+        expected = {"weight": (rows, hidden), "bias": (rows,)}
+    elif metadata.kind == "translator":
+        inner = {"weight": (hidden, hidden)} if rank is None else {"down": (rank, hidden), "up": (hidden, rank)}
+        expected = {**inner, "bias": (hidden,)}
+    elif metadata.kind != "lens":
+        raise HeadError(f"head {file}: kind {metadata.kind!r} is not known; allowed: lens, lsq, translator")
+    present = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name != "vocab_ids"}
+    optional = {} if "bias" in present else {"bias"}
+    wanted = {name: shape for name, shape in expected.items() if name not in optional}
+    if present != wanted:
+        raise HeadError(f"head {file}: a {metadata.kind} head of this model has tensors {wanted}, the file {present}")
+
+
+def _legacy_layer(file: Path) -> int | None:
+    matches = [match for pattern in _LEGACY_NAMES if (match := pattern.match(file.name))]
+    return int(matches[0].group(1)) if matches else None
+
+
+def _load_legacy(file: Path) -> LoadedHead:
+    """ee_layer{N}_lsq.pt or h{N}.pt: {"weight": [V, hidden]}, with an optional "bias" [V], or the bare weight."""
+    layer = _legacy_layer(file)
+    if layer is None:
+        raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")
+    try:
+        data = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise HeadError(f"head {file} holds something other than tensors, or is corrupt; not loaded") from error
+    except Exception as error:  # torch.load raises many types for a damaged file; all mean the same to the user
+        raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
+    tensors = {"weight": data} if isinstance(data, Tensor) else data
+    if not isinstance(tensors, dict) or not {"weight"} <= set(tensors) <= {"weight", "bias"}:
+        raise HeadError(f"head {file} must hold a weight [vocab, hidden], and a bias [vocab] at most")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise HeadError(f"head {file}: {name!r} is no tensor of floating point numbers; not loaded")
+    head = LeastSquares(tensors["weight"], tensors.get("bias"))
+    vocab_size, hidden = head.weight.shape
+    return LoadedHead(head, HeadMetadata("lsq", layer, hidden, vocab_size))
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,262 @@
+"""Head files: what is saved comes back, and what should not be loaded is not."""
+
+import dataclasses
+import os
+import pathlib
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from selfspec_cli.early_exit import artifact
+from selfspec_cli.early_exit.artifact import (
+    HeadMetadata,
+    find_head,
+    head_filename,
+    load_head,
+    model_fingerprint,
+    read_metadata,
+    save_head,
+)
+from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
+
+HIDDEN, VOCAB = 4, 9
+IDS = torch.tensor([0, 2, 8])
+W, SQUARE = torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN, HIDDEN)
+META = HeadMetadata(
+    "lsq", 3, HIDDEN, VOCAB, fingerprint="abc", target="next_token", corpus="stdlib", pairs=100, ridge=1e-3,
+    fit={"residual": 0.25}, versions={"torch": "2"},
+)  # fmt: skip
+HEADS = {
+    "lens": (Lens(IDS), dataclasses.replace(META, kind="lens")),
+    "lsq": (LeastSquares(W), META),
+    "lsq bias": (LeastSquares(W, torch.randn(VOCAB)), META),
+    "lsq small": (with_draft_vocabulary(LeastSquares(W, torch.randn(VOCAB)), IDS), META),
+    "translator": (Translator(SQUARE), dataclasses.replace(META, kind="translator")),
+    "low rank": (
+        Translator(down=SQUARE[:2], up=SQUARE[:, :2], bias=SQUARE[0], vocab_ids=IDS),
+        dataclasses.replace(META, kind="translator", rank=2),
+    ),
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save_head(tmp_path / "layer3_lsq.safetensors", LeastSquares(W), META)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_round_trip(name, dtype, tmp_path):
+    head, metadata = HEADS[name]
+    head = type(head).to(head, dtype)
+    path = save_head(tmp_path / "new" / "head.safetensors", head, metadata)
+    loaded = load_head(path, layer=3, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="abc")
+    assert loaded.metadata == metadata == read_metadata(path)
+    assert type(loaded.head) is type(head)
+    assert loaded.head.rank == metadata.rank
+    before, after = head.state_dict(), loaded.head.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    head.to(torch.float32)
+
+
+def test_file_is_readable_by_others_and_alone(saved):
+    assert saved.stat().st_mode & 0o777 == 0o666 & ~artifact._umask()
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+@pytest.mark.parametrize("failure", [OSError("disk"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ["replace", "save_file"])
+def test_an_interrupted_save_leaves_nothing_new(failure, where, saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def fail(tensors, path, *rest, **more):
+        if where == "save_file":
+            pathlib.Path(path).write_bytes(b"half")
+        raise failure
+
+    monkeypatch.setattr(*((os, "replace", fail) if where == "replace" else (artifact, "save_file", fail)))
+    for name in (saved.name, "other.safetensors"):
+        with pytest.raises(type(failure)):
+            save_head(saved.parent / name, LeastSquares(-W), META)
+    assert list(saved.parent.iterdir()) == [saved]
+    assert saved.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("want", "words"),
+    [
+        ({"fingerprint": "xyz"}, "another model: its fingerprint is abc, this model's is xyz"),
+        ({"layer": 4}, "for layer 3; layer 4"),
+        ({"hidden": 8}, "another model: its hidden is 4"),
+        ({"vocab_size": 10}, "another model: its vocab_size is 9"),
+    ],
+)
+def test_a_head_for_another_model_is_refused(saved, want, words):
+    with pytest.raises(HeadError, match=words):
+        load_head(saved, **want)
+
+
+def test_every_truncation_is_refused(saved):
+    whole = saved.read_bytes()
+    for length in {0, 1, 7, 8, 20, len(whole) // 2, len(whole) - 1}:
+        saved.write_bytes(whole[:length])
+        with pytest.raises(HeadError, match="truncated"):
+            load_head(saved)
+
+
+def test_foreign_and_missing_files(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(HeadError, match="does not exist"):
+        load_head(path)
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(HeadError, match="truncated or no safetensors"):
+        load_head(path)
+    save_file({"weight": W}, path)
+    with pytest.raises(HeadError, match="no exit head"):
+        load_head(path)
+    save_file({"weight": W}, path, metadata={"format": artifact.FORMAT, "format_version": "99"})
+    with pytest.raises(HeadError, match="version 99"):
+        load_head(path)
+    save_file({"weight": W}, path, metadata={"format": artifact.FORMAT, "format_version": "1", "kind": "lsq"})
+    with pytest.raises(HeadError, match="damaged metadata"):
+        load_head(path)
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(HeadError, match="suffix"):
+        load_head(tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "lens"}, {"kind": "translator"}, {"hidden": 5}, {"vocab_size": 10}, {"kind": "len"}]
+)
+def test_metadata_must_match_the_tensors(change, tmp_path):
+    with pytest.raises(HeadError):
+        save_head(tmp_path / "x.safetensors", LeastSquares(W), dataclasses.replace(META, **change))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_vocabulary_outside_the_model_is_refused(tmp_path):
+    with pytest.raises(HeadError, match="out of range"):
+        save_head(tmp_path / "x.safetensors", Lens(torch.tensor([9])), dataclasses.replace(META, kind="lens"))
+
+
+@pytest.mark.parametrize("name", ["ee_layer7_lsq.pt", "h7.pt"])
+@pytest.mark.parametrize("bare", [True, False])
+def test_legacy_files(name, bare, tmp_path):
+    torch.save(W if bare else {"weight": W}, tmp_path / name)
+    head, metadata = load_head(tmp_path / name, layer=7, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="unknown to it")
+    assert torch.equal(head.weight, W)
+    assert metadata == HeadMetadata("lsq", 7, HIDDEN, VOCAB)
+    with pytest.raises(HeadError, match="layer 7"):
+        load_head(tmp_path / name, layer=6)
+
+
+class Marker:
+    """Would leave a file behind if it were ever unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+def test_pickled_objects_are_refused_unopened(tmp_path):
+    ran = tmp_path / "ran"
+    torch.save({"weight": Marker(ran)}, tmp_path / "h7.pt")
+    with pytest.raises(HeadError, match="other than tensors"):
+        load_head(tmp_path / "h7.pt")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"weight": W, "note": "text"}, {"weight": [1.0]}, {"w": W}, [W], "text", {"weight": W.long()}, {"weight": W[0]},
+        {"weight": W, "bias": W},
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_legacy_files_hold_tensors_only(data, tmp_path):
+    torch.save(data, tmp_path / "h7.pt")
+    with pytest.raises(HeadError):
+        load_head(tmp_path / "h7.pt")
+
+
+def test_damaged_or_nameless_legacy_files(tmp_path):
+    torch.save({"weight": W}, tmp_path / "h7.pt")
+    whole = (tmp_path / "h7.pt").read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 30):
+        (tmp_path / "h7.pt").write_bytes(whole[:length])
+        with pytest.raises(HeadError, match="corrupt"):
+            load_head(tmp_path / "h7.pt")
+    torch.save({"weight": W}, tmp_path / "head.pt")
+    with pytest.raises(HeadError, match="read from the name"):
+        load_head(tmp_path / "head.pt")
+
+
+def test_a_directory_of_heads(tmp_path):
+    for layer in (2, 4):
+        save_head(tmp_path / head_filename("lsq", layer), LeastSquares(W), dataclasses.replace(META, layer=layer))
+    lens = dataclasses.replace(META, kind="lens", layer=4)
+    save_head(tmp_path / head_filename("lens", 4, draft_vocab=3), Lens(IDS), lens)
+    torch.save(W, tmp_path / "h6.pt")
+    (tmp_path / "note.txt").write_text("")
+    assert find_head(tmp_path, 2).name == "layer2_lsq.safetensors"
+    assert find_head(tmp_path, 4, "lens").name == "layer4_lens_v3.safetensors"
+    assert find_head(tmp_path, 6).name == "h6.pt"
+    assert load_head(tmp_path, layer=2).metadata.layer == 2
+    with pytest.raises(HeadError, match="2 heads for layer 4"):
+        find_head(tmp_path, 4)
+    with pytest.raises(HeadError, match=r"no head for layer 5; it has .*lsq at layer 2"):
+        find_head(tmp_path, 5)
+    with pytest.raises(HeadError, match="or a layer"):
+        load_head(tmp_path)
+    with pytest.raises(HeadError, match="does not exist"):
+        find_head(tmp_path / "no", 4)
+    (tmp_path / "bad.safetensors").write_bytes(b"x")
+    with pytest.raises(HeadError, match="truncated"):
+        find_head(tmp_path, 5)
+
+
+def test_head_filenames():
+    assert head_filename("translator", 12, rank=64, draft_vocab=4096) == "layer12_translator_r64_v4096.safetensors"
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+    "torch_dtype": "bfloat16",
+}
+
+
+def weights(seed=0, dtype=torch.bfloat16, rows=300):
+    generator = torch.Generator().manual_seed(seed)
+    embedding, norm = torch.randn(300, 96, generator=generator), torch.randn(96, generator=generator)
+    embedding = torch.cat([embedding, torch.zeros(rows - 300, 96)])
+    return [("embed", embedding.to(dtype)), ("norm", norm.to(dtype))]
+
+
+def test_fingerprint_does_not_depend_on_how_the_model_is_served():
+    name = model_fingerprint(CONFIG, weights())
+    assert len(name) == 16
+    in_fp32 = [(key, tensor.float()) for key, tensor in weights()]
+    assert model_fingerprint(CONFIG, in_fp32) == name
+    assert model_fingerprint(CONFIG, weights(dtype=torch.float32)) == name
+    assert model_fingerprint(CONFIG, weights(rows=320)) == name  # a padded vocabulary
+    assert model_fingerprint({**CONFIG, "torch_dtype": "float32"}, weights()[::-1]) == name
+    assert model_fingerprint({"model_type": "llama", "text_config": CONFIG}, weights()) == name
+
+
+def test_fingerprint_tells_models_apart():
+    names = {
+        model_fingerprint(CONFIG, weights()),
+        model_fingerprint(CONFIG, weights(seed=1)),
+        model_fingerprint({**CONFIG, "num_hidden_layers": 3}, weights()),
+        model_fingerprint(CONFIG, weights()[:1]),
+        model_fingerprint(CONFIG, []),
+    }
+    assert len(names) == 5

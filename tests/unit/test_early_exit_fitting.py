@@ -1,0 +1,296 @@
+"""Closed forms against numpy.linalg.lstsq, streams against one piece, and the ends of every dial."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
+from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq, fit_translator, translator_target
+from selfspec_cli.early_exit.heads import Lens, Translator, with_draft_vocabulary
+from selfspec_cli.early_exit.training import train_kl
+
+N, HIDDEN, VOCAB = 300, 8, 13
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(N, HIDDEN, generator=GENERATOR, dtype=torch.float64) @ torch.diag(
+    torch.logspace(-1, 1, HIDDEN).double()
+)
+X = X + torch.linspace(-2, 2, HIDDEN).double()  # means far from 0, as hidden states have them
+MAP = torch.randn(HIDDEN, HIDDEN, generator=GENERATOR, dtype=torch.float64)
+Z = X + X @ MAP.T + 0.3 + 0.1 * torch.randn(N, HIDDEN, generator=GENERATOR, dtype=torch.float64)
+IDS = torch.randint(0, VOCAB, (N,), generator=GENERATOR)
+ONE_HOT = torch.nn.functional.one_hot(IDS, VOCAB).double()
+LM_HEAD = torch.randn(VOCAB, HIDDEN, generator=GENERATOR, dtype=torch.float64)
+
+
+def lm_head(z):
+    return z @ LM_HEAD.to(z.dtype).T
+
+
+def equations(target, bias=False, x=X, chunk=N):
+    outputs = target.shape[1] if target.is_floating_point() else VOCAB
+    sums = NormalEquations(HIDDEN, outputs, bias=bias)
+    for start in range(0, len(x), chunk):
+        sums.update(x[start : start + chunk], target[start : start + chunk])
+    return sums
+
+
+def lstsq(x, y, bias, ridge=0.0):
+    """Ridge regression as numpy would have it: rows sqrt(lambda) I appended, a column of ones for the bias."""
+    x, y = x.numpy(), y.numpy()
+    centred = x - x.mean(0) if bias else x
+    strength = math.sqrt(ridge * (centred**2).sum(0).mean())
+    rows = np.hstack([strength * np.eye(HIDDEN), np.zeros((HIDDEN, int(bias)))])
+    a = np.vstack([np.hstack([x, np.ones((len(x), int(bias)))]), rows])
+    b = np.vstack([y, np.zeros((HIDDEN, y.shape[1]))])
+    solution = np.linalg.lstsq(a, b, rcond=None)[0]
+    weight, intercept = solution[:HIDDEN].T, solution[HIDDEN] if bias else 0.0
+    return weight, intercept, ((y - x @ weight.T - intercept) ** 2).mean(0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("kind", ["tokens", "dense"])
+def test_closed_form_is_numpys(kind, ridge, bias):
+    target, y = (IDS, ONE_HOT) if kind == "tokens" else (translator_target(X, Z), Z - X)
+    weight, intercept, report = equations(target, bias).solve(ridge)
+    want, want_intercept, want_residual = lstsq(X, y, bias, ridge)
+    np.testing.assert_allclose(weight.numpy(), want, rtol=1e-6, atol=1e-9)
+    if bias:
+        np.testing.assert_allclose(intercept.numpy(), want_intercept, rtol=1e-6, atol=1e-9)
+    else:
+        assert intercept is None
+    np.testing.assert_allclose(report.residual_per_target.numpy(), want_residual, rtol=1e-6, atol=1e-9)
+    assert report.residual == pytest.approx(want_residual.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_condition_and_baseline(bias):
+    x = X - X.mean(0) if bias else X
+    y = ONE_HOT - ONE_HOT.mean(0) if bias else ONE_HOT
+    report = equations(IDS, bias).solve()[2]
+    assert report.condition == pytest.approx(np.linalg.cond((x.T @ x).numpy()), rel=1e-6)
+    assert report.baseline == pytest.approx(y.square().mean().item(), rel=1e-9)
+    assert 0 < report.explained < 1
+    shifted = equations(IDS, bias).solve(0.5)[2]
+    moment = x.T @ x
+    regularised = moment + 0.5 * moment.diagonal().mean() * torch.eye(HIDDEN)
+    assert shifted.condition == pytest.approx(np.linalg.cond(regularised.numpy()), rel=1e-6)
+
+
+def test_report_is_json():
+    report = equations(IDS).solve(1e-3)[2].to_dict()
+    assert report["pairs"] == N
+    assert report["ridge"] == 1e-3
+    assert all(value is None or isinstance(value, (int, float)) for value in report.values())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 299])
+@pytest.mark.parametrize("target", [IDS, Z - X], ids=["tokens", "dense"])
+def test_a_stream_is_one_piece(target, chunk):
+    whole, parts = equations(target, True).solve(1e-3), equations(target, True, chunk=chunk).solve(1e-3)
+    torch.testing.assert_close(parts[0], whole[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(parts[1], whole[1], rtol=1e-9, atol=1e-12)
+
+
+def test_large_updates_are_cut_into_blocks(monkeypatch):
+    whole = equations(IDS).solve()[0]
+    monkeypatch.setattr("selfspec_cli.early_exit.fitting._BLOCK_VALUES", 5 * HIDDEN)
+    torch.testing.assert_close(equations(IDS).solve()[0], whole, rtol=1e-9, atol=1e-12)
+
+
+def test_solving_between_updates_changes_nothing():
+    sums = equations(IDS[:150], x=X[:150])
+    sums.solve()
+    sums.update(X[150:], IDS[150:])
+    weight, _, report = sums.solve()
+    want = equations(IDS).solve()
+    torch.testing.assert_close(weight, want[0])
+    assert report.condition == pytest.approx(want[2].condition)
+
+
+def test_inputs_are_left_as_they_were():
+    x, z = X.clone(), Z.clone()
+    equations(z, x=x)
+    assert torch.equal(x, X)
+    assert torch.equal(z, Z)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_full_rank_is_the_full_solution(bias):
+    sums = equations(Z - X, bias)
+    full, intercept, report = sums.solve(1e-2)
+    down, up, low_intercept, low_report = sums.solve_low_rank(HIDDEN, 1e-2)
+    torch.testing.assert_close(up @ down, full, rtol=1e-8, atol=1e-8)
+    if bias:
+        torch.testing.assert_close(low_intercept, intercept, rtol=1e-8, atol=1e-8)
+    assert low_report.residual == pytest.approx(report.residual, rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_low_rank_is_the_best_fit_of_its_rank(rank):
+    """Reduced-rank regression by its definition: the SVD of the fitted values, and no nearby weight does better."""
+    sums = equations(Z - X)
+    down, up, _, report = sums.solve_low_rank(rank)
+    full = sums.solve()[0]
+    _, _, right = torch.linalg.svd(X @ full.T, full_matrices=False)
+    torch.testing.assert_close(up @ down, right[:rank].T @ right[:rank] @ full, rtol=1e-7, atol=1e-7)
+
+    def loss(d, u):
+        return (Z - X - X @ (u @ d).T).square().mean().item()
+
+    assert report.residual == pytest.approx(loss(down, up), rel=1e-6)
+    assert report.residual > sums.solve()[2].residual
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        step = 1e-3 * torch.randn(rank, HIDDEN, generator=generator, dtype=torch.float64)
+        other = 1e-3 * torch.randn(HIDDEN, rank, generator=generator, dtype=torch.float64)
+        assert loss(down + step, up + other) > report.residual
+    assert (sum(t.numel() for t in (down, up))) == 2 * HIDDEN * rank
+
+
+def test_a_map_of_low_rank_is_found_exactly():
+    true = MAP[:, :2] @ MAP[:2, :]
+    down, up, _, report = equations(X @ true.T).solve_low_rank(2)
+    torch.testing.assert_close(up @ down, true, rtol=1e-7, atol=1e-7)
+    assert report.residual < 1e-12
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_an_infinite_ridge_is_the_lens(rank):
+    head, _ = fit_translator(equations(translator_target(X, Z)), 1e12, rank)
+    torch.testing.assert_close(head.logits(X.float(), lm_head), Lens().logits(X.float(), lm_head))
+    shifted, _ = fit_translator(equations(translator_target(X, Z), bias=True), 1e12, rank)
+    torch.testing.assert_close(shifted.transform(X.float()), (X + (Z - X).mean(0)).float())
+
+
+def test_translator_beats_the_lens_and_lsq_maps_to_tokens():
+    head, report = fit_translator(equations(translator_target(X, Z), bias=True))
+    error = (head.transform(X.float()) - Z).square().mean().item()
+    assert error == pytest.approx(report.residual, rel=1e-4)
+    assert error < 0.02 < (X - Z).square().mean()
+    ids = lm_head(Z).argmax(-1)
+    lsq, _ = fit_lsq(equations(ids, bias=True))
+    assert lsq.weight.shape == (VOCAB, HIDDEN)
+    lens_share, lsq_share, translator_share = agreement([Lens(), lsq, head], [(X.float(), ids)], lm_head)
+    assert translator_share > 0.9
+    assert translator_share > lens_share
+    assert lsq_share > 0.3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_states_are_named_by_token(bad):
+    for column in (0, 1):
+        pair = [X.clone(), Z.clone()]
+        pair[column][123, 4] = bad
+        sums = equations(Z[:100], x=X[:100])
+        before = sums.solve()[0]
+        with pytest.raises(FitError, match=rf"token 123 .* {bad}"):
+            sums.update(pair[0][100:], pair[1][100:])
+        assert sums.count == 100
+        assert torch.equal(sums.solve()[0], before)
+
+
+def test_large_finite_states_are_not_refused():
+    sums = NormalEquations(2, 3)
+    sums.update(torch.full((4, 2), 3e38), torch.zeros(4, dtype=torch.int64))
+    assert sums.count == 4
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_foreign_token_ids_are_named(wrong):
+    ids = IDS.clone()
+    ids[42] = wrong
+    with pytest.raises(FitError, match=f"target {wrong} of token 42 .* 0 to {VOCAB - 1}"):
+        equations(ids)
+
+
+def test_shapes_that_do_not_fit():
+    sums = NormalEquations(HIDDEN, VOCAB)
+    for x, y in ((X[:, :3], IDS), (X, IDS[:3]), (X, Z), (X[0], IDS[:1])):
+        with pytest.raises(FitError, match="shape"):
+            sums.update(x, y)
+    with pytest.raises(FitError, match="width 13"):
+        fit_translator(equations(IDS), 1.0)
+    for rank in (0, HIDDEN + 1):
+        with pytest.raises(FitError, match="1 to 8"):
+            equations(Z).solve_low_rank(rank)
+
+
+@pytest.mark.parametrize(("pairs", "bias"), [(HIDDEN - 1, False), (HIDDEN, True), (0, False)])
+def test_too_few_pairs_need_a_ridge(pairs, bias):
+    sums = equations(IDS[:pairs], bias, x=X[:pairs])
+    with pytest.raises(FitError, match=f"{pairs} pairs are fewer than the {HIDDEN + bias} unknowns"):
+        sums.solve()
+    if pairs:
+        assert torch.isfinite(sums.solve(1e-6)[0]).all()
+
+
+def test_states_that_do_not_span_need_a_ridge():
+    flat = X.clone()
+    flat[:, 1] = flat[:, 0]
+    with pytest.raises(FitError, match="ridge"):
+        equations(IDS, x=flat).solve()
+    assert torch.isfinite(equations(IDS, x=flat).solve(1e-6)[0]).all()
+
+
+@pytest.mark.parametrize("ridge", [-1.0, math.nan, math.inf])
+def test_bad_ridges(ridge):
+    with pytest.raises(FitError, match="ridge"):
+        equations(IDS).solve(ridge)
+
+
+def test_bfloat16_states_are_summed_in_fp64():
+    low = X.bfloat16()
+    torch.testing.assert_close(equations(IDS, x=low).solve()[0], equations(IDS, x=low.double()).solve()[0])
+
+
+def test_choose_ridge_takes_the_best_on_held_out_data():
+    x, target = X[:20].float(), lm_head(Z).argmax(-1)  # few pairs: hardly any ridge overfits, a huge one underfits
+    sums = equations(translator_target(X[:20], Z[:20]), x=x)
+    held_out = [(X[20:160].float(), target[20:160]), (X[160:].float(), target[160:])]
+    choice = choose_ridge(lambda ridge: fit_translator(sums, ridge), iter(held_out), lm_head, (0.0, 1e-6, 1e-3, 1e3))
+    assert set(choice.scores) == {0.0, 1e-6, 1e-3, 1e3}
+    assert choice.scores[choice.ridge] == max(choice.scores.values()) > choice.scores[1e3]
+    assert choice.report.ridge == choice.ridge
+    assert agreement([choice.head], held_out, lm_head)[0] == choice.scores[choice.ridge]
+
+
+def test_choose_ridge_passes_over_ridges_too_small_for_the_data():
+    sums = equations(translator_target(X[:5], Z[:5]), x=X[:5])
+    batches = [(X.float(), IDS)]
+    choice = choose_ridge(lambda ridge: fit_translator(sums, ridge), batches, lm_head, (0.0, 0.1))
+    assert list(choice.scores) == [0.1]
+    with pytest.raises(FitError, match="fewer"):
+        choose_ridge(lambda ridge: fit_translator(sums, ridge), batches, lm_head, (0.0,))
+    with pytest.raises(FitError, match="held-out"):
+        choose_ridge(lambda ridge: fit_translator(sums, ridge), [], lm_head, (0.1,))
+
+
+def test_ties_between_ridges_go_to_the_larger():
+    sums = equations(translator_target(X, Z))
+    never = [(X.float(), torch.full((N,), -1))]
+    assert choose_ridge(lambda ridge: fit_translator(sums, ridge), never, lm_head, (0.1, 1.0, 0.5)).ridge == 1.0
+
+
+def test_agreement_counts_full_ids():
+    ids = torch.tensor([2, 5, 7])
+    small = with_draft_vocabulary(Lens(), ids)
+    target = ids[lm_head(X)[:, ids].argmax(-1)]
+    assert agreement([small], [(X, target)], lm_head) == [1.0]
+
+
+@pytest.mark.parametrize("vocab_ids", [None, torch.tensor([0, 3, 7])], ids=["full", "small"])
+def test_kl_training_improves_and_leaves_its_input_alone(vocab_ids):
+    zero = torch.zeros(2, HIDDEN)
+    start = Translator(down=MAP[:2].float(), up=zero.T, vocab_ids=vocab_ids)
+    batches = [(X.float(), Z.float())] * 15
+    trained, losses = train_kl(start, batches, lm_head, learning_rate=0.1)
+    assert losses[-1] < 0.7 * losses[0]
+    assert torch.equal(start.up, zero.T)
+    assert not any(p.requires_grad for p in trained.parameters())
+    with pytest.raises(FitError, match="no pairs"):
+        train_kl(start, [], lm_head)
+    with pytest.raises(FitError, match="batch 0"):
+        train_kl(start, [(X.float() * math.inf, Z.float())], lm_head)

@@ -1,0 +1,156 @@
+"""Exit heads: each against a matrix written out, with and without a draft vocabulary."""
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit.heads import (
+    HeadError,
+    LeastSquares,
+    Lens,
+    Translator,
+    bytes_per_step,
+    check_vocab_ids,
+    most_frequent_ids,
+    scatter_to_full,
+    with_draft_vocabulary,
+)
+
+HIDDEN, VOCAB, RANK = 6, 11, 2
+IDS = torch.tensor([1, 4, 5, 9])
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def rand(*shape):
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+X, LM_HEAD, LM_BIAS = rand(3, HIDDEN), rand(VOCAB, HIDDEN), rand(VOCAB)
+W, BIAS = rand(VOCAB, HIDDEN), rand(VOCAB)
+FULL, DOWN, UP, SHIFT = rand(HIDDEN, HIDDEN), rand(RANK, HIDDEN), rand(HIDDEN, RANK), rand(HIDDEN)
+
+HEADS = {
+    "lens": (Lens(), X @ LM_HEAD.T),
+    "lsq": (LeastSquares(W), X @ W.T),
+    "lsq with bias": (LeastSquares(W, BIAS), X @ W.T + BIAS),
+    "translator": (Translator(FULL), (X + X @ FULL.T) @ LM_HEAD.T),
+    "translator with bias": (Translator(FULL, bias=SHIFT), (X + X @ FULL.T + SHIFT) @ LM_HEAD.T),
+    "low rank": (Translator(down=DOWN, up=UP, bias=SHIFT), (X + X @ (UP @ DOWN).T + SHIFT) @ LM_HEAD.T),
+}
+
+
+def lm_head(z):
+    return z @ LM_HEAD.T
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_by_callable_and_bound(name):
+    head, want = HEADS[name]
+    torch.testing.assert_close(head.logits(X, lm_head), want)
+    torch.testing.assert_close(head.bind(LM_HEAD).logits(X), want)
+    ids = torch.tensor([0, 3])
+    assert torch.equal(head.to_full_ids(ids), ids)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_draft_vocabulary_keeps_the_columns(name):
+    head, want = HEADS[name]
+    small = with_draft_vocabulary(head, IDS)
+    torch.testing.assert_close(small.logits(X, lm_head), want[:, IDS])
+    bound = small.bind(LM_HEAD)
+    torch.testing.assert_close(bound.logits(X), want[:, IDS])
+    assert bound.weight.shape == (len(IDS), HIDDEN)
+    assert bound.to_full_ids(torch.tensor([[0, 3]])).tolist() == [[1, 9]]
+    with pytest.raises(HeadError, match="already"):
+        with_draft_vocabulary(small, IDS)
+
+
+def test_a_bias_of_the_lm_head_is_gathered_too():
+    want = X @ LM_HEAD.T + LM_BIAS
+    torch.testing.assert_close(Lens().bind(LM_HEAD, LM_BIAS).logits(X), want)
+    torch.testing.assert_close(Lens(IDS).bind(LM_HEAD, LM_BIAS).logits(X), want[:, IDS])
+
+
+def test_binding_shares_the_models_weight():
+    assert Lens().bind(LM_HEAD).weight is LM_HEAD
+
+
+def test_a_quantised_lm_head_needs_only_to_be_callable():
+    torch.testing.assert_close(Lens(IDS).logits(X, lambda z: lm_head(z).half()), lm_head(X).half()[:, IDS])
+
+
+def test_scatter_to_full_is_the_lossless_distribution():
+    draft = rand(3, len(IDS))
+    full = scatter_to_full(draft, IDS, VOCAB)
+    outside = [i for i in range(VOCAB) if i not in IDS]
+    assert (full[:, outside] == -torch.inf).all()
+    torch.testing.assert_close(full.softmax(-1)[:, IDS], draft.softmax(-1))
+    assert torch.equal(full.argmax(-1), IDS[draft.argmax(-1)])
+
+
+def test_to_casts_weights_and_leaves_ids():
+    head = LeastSquares(W[IDS], vocab_ids=IDS).to(torch.bfloat16)
+    assert head.weight.dtype == torch.bfloat16
+    assert head.vocab_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("ids", [None, IDS], ids=["full", "small"])
+def test_bytes_are_those_of_the_tensors_read(name, ids):
+    head = HEADS[name][0] if ids is None else with_draft_vocabulary(HEADS[name][0], ids)
+    own = sum(p.numel() for p in head.parameters())
+    projection = 0 if head.kind == "lsq" else (VOCAB if ids is None else len(ids)) * HIDDEN
+    assert head.bytes_per_step(HIDDEN, VOCAB) == 2 * (own + projection)
+
+
+def test_a_rank_15_translator_at_hidden_5120_has_150_thousand_parameters():
+    extra = bytes_per_step("translator", 5120, 1000, 15, itemsize=1) - bytes_per_step("lens", 5120, 1000, itemsize=1)
+    assert extra == 153_600
+    with pytest.raises(HeadError, match="lens, lsq, translator"):
+        bytes_per_step("len", 8, 8)
+
+
+def test_most_frequent_ids():
+    assert most_frequent_ids(torch.tensor([5, 1, 7, 5, 0]), 3).tolist() == [0, 2, 3]
+    assert most_frequent_ids(torch.zeros(5), 2).tolist() == [0, 1]
+    for size in (0, 6):
+        with pytest.raises(HeadError, match="1 to 5"):
+            most_frequent_ids(torch.ones(5), size)
+
+
+@pytest.mark.parametrize(
+    ("ids", "word"),
+    [
+        (torch.tensor([0, 11]), "11 is out of range; allowed: 0 to 10"),
+        (torch.tensor([-1, 3]), "-1 is out of range"),
+        (torch.tensor([3, 3]), "ascending"),
+        (torch.tensor([4, 3]), "ascending"),
+        (torch.arange(12), "larger than the vocabulary of 11"),
+        (torch.tensor([], dtype=torch.int64), "empty"),
+        (torch.tensor([1.0]), "token ids"),
+        (torch.zeros(1, 1, dtype=torch.int64), "token ids"),
+    ],
+)
+def test_bad_draft_vocabularies(ids, word):
+    with pytest.raises(HeadError, match=word):
+        check_vocab_ids(ids, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LeastSquares(W[0]),
+        lambda: LeastSquares(W, BIAS[:3]),
+        lambda: LeastSquares(W, vocab_ids=IDS),
+        lambda: Translator(),
+        lambda: Translator(FULL, down=DOWN, up=UP),
+        lambda: Translator(FULL, down=DOWN),
+        lambda: Translator(down=DOWN),
+        lambda: Translator(down=DOWN, up=UP.T),
+        lambda: Translator(W),
+        lambda: Translator(FULL, bias=BIAS),
+        lambda: Lens(torch.tensor([0, VOCAB])).bind(LM_HEAD),
+    ],
+)
+def test_shapes_that_do_not_fit(make):
+    with pytest.raises(HeadError):
+        make()

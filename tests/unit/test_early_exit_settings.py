@@ -1,0 +1,191 @@
+"""Settings: what users write is read, and what they must not write is refused with a helpful message."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.settings import (
+    DraftSettings,
+    SettingsError,
+    calibration_from_dict,
+    check_threshold,
+    closest,
+    warnings_for,
+)
+
+CALIBRATION = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
+
+
+def test_defaults_are_half_the_layers_and_five_tokens():
+    assert DraftSettings.from_user({}, 12) == DraftSettings(layer=6, num_speculative_tokens=5)
+
+
+def test_every_key_is_read():
+    spec = {
+        "method": "layer_skip",
+        "layer_skip": 3,
+        "num_speculative_tokens": 7,
+        "lsq_head_path": "heads/a.safetensors",
+        "gate": "maxp",
+        "tau": 0.25,
+    }
+    expected = DraftSettings(3, 7, "heads/a.safetensors", "maxp", 0.25, True)
+    assert DraftSettings.from_user(spec, 12) == expected
+
+
+def test_alias_and_missing_values():
+    read = DraftSettings.from_user({"head_path": "a.pt", "tau": None, "gate": None, "layer_skip": None}, 4)
+    assert read == DraftSettings(layer=2, head_path="a.pt")
+
+
+def test_skip_does_not_verify():
+    assert DraftSettings.from_user({"method": "skip", "layer_skip": 1}, 4).verify is False
+
+
+def test_a_gate_without_threshold_gets_its_default():
+    for name, rule in GATE_RULES.items():
+        spec = {"gate": name, "calibration": CALIBRATION if name == "calibrated" else None}
+        assert DraftSettings.from_user(spec, 4).threshold == rule.default
+
+
+def test_passthrough_keys_belong_to_vllm():
+    DraftSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
+    with pytest.raises(SettingsError, match="max_model_len"):
+        DraftSettings.from_user({"max_model_len": 128}, 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"layer_skp": 3}, ["'layer_skp'", "did you mean 'layer_skip'?"]),
+        ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
+        ({"gate": "varh"}, ["gate 'varh'", "none, maxp, varH", "did you mean 'varH'?"]),
+        ({"gate": 3}, ["gate 3"]),
+        ({"layer_skip": 12}, ["layer_skip = 12", "1 to 11", "12 layers"]),
+        ({"layer_skip": 0}, ["layer_skip = 0", "1 to 11"]),
+        ({"layer_skip": -1}, ["layer_skip = -1"]),
+        ({"layer_skip": True}, ["layer_skip = True", "bool"]),
+        ({"layer_skip": "4"}, ["layer_skip = '4'", "str"]),
+        ({"layer_skip": 4.0}, ["layer_skip = 4.0", "float"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens = 0", "1 or more"]),
+        ({"num_speculative_tokens": False}, ["num_speculative_tokens = False"]),
+        ({"gate": "maxp", "tau": 1.5}, ["tau = 1.5", "from 0 to 1"]),
+        ({"gate": "maxp", "tau": -0.1}, ["tau = -0.1"]),
+        ({"gate": "maxp", "tau": "0.5"}, ["tau = '0.5'", "number"]),
+        ({"gate": "maxp", "tau": True}, ["tau = True", "number"]),
+        ({"gate": "maxp", "tau": float("nan")}, ["finite"]),
+        ({"gate": "varH", "tau_v": -1}, ["tau_v = -1", "at least 0"]),
+        ({"gate": "varH", "tau": 0.5}, ["tau = 0.5", "not used by gate 'varH'", "tau_v", "maxp"]),
+        ({"gate": "maxp", "tau_v": 4}, ["tau_v = 4", "not used by gate 'maxp'", "varH"]),
+        ({"tau": 0.5}, ["tau = 0.5", "'none'", "maxp"]),
+        ({"gate": "maxp", "tau": 0.5, "threshold": 0.5}, ["tau and threshold", "one"]),
+        ({"lsq_head_path": "a", "head_path": "b"}, ["'a'", "'b'"]),
+        ({"head_path": 3}, ["head_path = 3"]),
+        ({"method": "skip", "gate": "maxp"}, ["'maxp'", "skip"]),
+        ({"gate": "calibrated"}, ["calibration"]),
+        ({"gate": "maxp", "calibration": CALIBRATION}, ["calibration", "'maxp'"]),
+    ],
+)
+def test_bad_input_is_refused_by_name(spec, words):
+    with pytest.raises(SettingsError) as caught:
+        DraftSettings.from_user(spec, 12)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_model_of_one_layer_has_no_exit():
+    with pytest.raises(SettingsError, match="no exit layer"):
+        DraftSettings.from_user({}, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DraftSettings(3),
+        DraftSettings(3, 1, "x.pt", "varH", 4.5),
+        DraftSettings(1, verify=False),
+        DraftSettings(3, gate="calibrated", threshold=0.5, calibration=calibration_from_dict(CALIBRATION)),
+    ],
+)
+def test_json_round_trip(settings):
+    assert DraftSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+
+
+@pytest.mark.parametrize("data", [{}, {"layer": 0}, {"layer": 3, "gate": "x"}, {"layer": 3, "lyer": 1},
+                                  {"layer": 3, "verify": 1}, {"layer": 3, "threshold": 0.5}])  # fmt: skip
+def test_from_dict_refuses_what_to_dict_cannot_have_written(data):
+    with pytest.raises(SettingsError):
+        DraftSettings.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("gate", "threshold", "word"),
+    [
+        ("maxp", 0.0, "never closes"),
+        ("maxp", 1.0, "never opens"),
+        ("varH", 1e6, "never closes"),
+        ("varH", 0.0, "never opens"),
+        ("entropy", 20.0, "never closes"),
+        ("entropy", 0.0, "never opens"),
+        ("margin", 0.0, "never closes"),
+        ("survival", 0.0, "never closes"),
+        ("adaedl", 1.0, "never opens"),
+    ],
+)
+def test_extreme_thresholds_are_named(gate, threshold, word):
+    (warning,) = warnings_for(DraftSettings(3, gate=gate, threshold=threshold))
+    assert word in warning
+    assert repr(gate) in warning
+
+
+@pytest.mark.parametrize("gate", [name for name in GATE_RULES if name != "calibrated"])
+def test_default_thresholds_are_not_extreme(gate):
+    assert warnings_for(DraftSettings(3, gate=gate, threshold=GATE_RULES[gate].default), vocab_size=4096) == []
+
+
+def test_bounds_follow_the_vocabulary_and_the_calibration():
+    entropy = DraftSettings(3, gate="entropy", threshold=9.0)
+    assert warnings_for(entropy, vocab_size=128_256) == []
+    assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
+    assert warnings_for(DraftSettings(3, gate="adaedl", threshold=0.0)) == []  # the bound goes below 0
+    calibration = calibration_from_dict(CALIBRATION)
+    low, high = (DraftSettings(3, gate="calibrated", threshold=t, calibration=calibration) for t in (0.1, 0.95))
+    assert "never closes" in warnings_for(low)[0]
+    assert "never opens" in warnings_for(high)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"feature": "margn"}, "did you mean 'margin'"),
+        ({"xs": [0.5, 0.5]}, "ascend"),
+        ({"ps": [0.9, 0.2]}, "rising"),
+        ({"feature": "entropy"}, "falling"),
+        ({"ps": [0.2, 1.2]}, "between 0 and 1"),
+        ({"ps": [0.2]}, "as many"),
+        ({"xs": "ab"}, "list of finite numbers"),
+        ({"knots": 3}, "'knots'"),
+    ],
+)
+def test_bad_calibrations(change, word):
+    with pytest.raises(SettingsError, match=word):
+        calibration_from_dict({**CALIBRATION, **change})
+
+
+def test_thresholds_for_a_live_engine():
+    assert check_threshold("maxp", 1) == 1.0
+    assert check_threshold("none", None) is None
+    with pytest.raises(SettingsError, match="'nne'"):
+        check_threshold("nne", None)
+
+
+def test_closest_says_nothing_when_nothing_is_near():
+    assert "did you mean" not in closest("zzzz", ["none", "maxp"])
+
+
+def test_settings_do_not_import_torch():
+    code = "import sys, selfspec_cli.early_exit.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,169 @@
+"""Text to train, fit and measure on: the Python sources that come with every interpreter.
+
+Standard-library modules named in HELD_OUT are kept away from all training and fitting, so that figures
+measured on them are held-out figures on any machine, with nothing to download. Standard library only.
+"""
+
+import hashlib
+import os
+import random
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+HELD_OUT: tuple[str, ...] = (
+    "argparse", "calendar", "cmd", "configparser", "csv", "dataclasses", "difflib", "doctest", "fractions", "ftplib",
+    "gettext", "heapq", "http.cookiejar", "imaplib", "ipaddress", "json.decoder", "logging.handlers", "mailbox",
+    "optparse", "pickle", "plistlib", "pprint", "shlex", "smtplib", "statistics", "tarfile", "textwrap", "turtle",
+    "typing", "unittest.mock",
+)  # fmt: skip
+_HELD_OUT_TAILS = [tuple(f"{name.replace('.', '/')}.py".split("/")) for name in HELD_OUT]
+NOT_FOR_FITTING = frozenset(
+    {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3",
+     "pydoc_data", "ensurepip"}
+)  # fmt: skip
+
+WINDOW_LINES = 8
+MIN_WINDOW_CHARS = 120  # windows of closing brackets and `else:` lines occur everywhere and prove nothing
+MAX_SHARED_SHARE = 0.05
+MAX_SHARED_WINDOWS = 50  # a held-out module pasted into a much larger file stays below the share
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _held_out_paths() -> list[tuple[str, Path]]:
+    """(module name, source file) of the held-out modules this interpreter has, in the order of HELD_OUT."""
+    found = []
+    for name in HELD_OUT:
+        stem = _stdlib() / name.replace(".", "/")
+        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if path.is_file():
+                found.append((name, path))
+                break
+    if not found:
+        raise FileNotFoundError(
+            f"none of the held-out modules ({', '.join(HELD_OUT)}) has a .py source under {_stdlib()}: "
+            "this Python seems to be installed without its standard-library sources"
+        )
+    return found
+
+
+def held_out_files() -> list[Path]:
+    """Source files of the held-out modules, without importing them; a single missing module is left out.
+
+    Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
+    """
+    return [path for _, path in _held_out_paths()]
+
+
+def held_out_text() -> list[tuple[str, str]]:
+    """(module name, source text) of every held-out module found, in the order of HELD_OUT; errors as held_out_files."""
+    return [(name, path.read_text(encoding="utf-8")) for name, path in _held_out_paths()]
+
+
+def fitting_text() -> list[tuple[str, str]]:
+    """(module name, source text) of the other standard-library modules, sorted by name, for fitting exit heads.
+
+    Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share
+    text with a held-out module. Raises FileNotFoundError as held_out_files does.
+    """
+    held_out = fingerprints(text for _, text in held_out_text())
+    texts = []
+    for folder, inner, files in os.walk(_stdlib()):
+        inner[:] = [name for name in inner if name not in NOT_FOR_FITTING]
+        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if not named_like_held_out(path) and not is_contaminated(text, held_out):
+                texts.append((".".join(path.relative_to(_stdlib()).with_suffix("").parts), text))
+    return sorted(texts)
+
+
+def named_like_held_out(path: Path) -> bool:
+    """Whether a file is called like a held-out module (`argparse.py`, `json/decoder.py`), wherever it lies."""
+    return any(path.parts[-len(tail) :] == tail for tail in _HELD_OUT_TAILS)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def _windows(text: str) -> list[bytes]:
+    """Digests of all runs of WINDOW_LINES non-blank lines, whitespace-normalised, and of the whole text (last)."""
+    lines = [line for line in (" ".join(raw.split()) for raw in text.splitlines()) if line]
+    runs = ("\n".join(lines[i : i + WINDOW_LINES]) for i in range(len(lines) - WINDOW_LINES + 1))
+    return [_digest(run) for run in runs if len(run) >= MIN_WINDOW_CHARS] + [_digest("\n".join(lines))]
+
+
+def fingerprints(texts: Iterable[str]) -> set[bytes]:
+    """The 8-byte digests by which is_contaminated recognises copies of these texts."""
+    return {digest for text in texts for digest in _windows(text)}
+
+
+def is_contaminated(text: str, fingerprints: set[bytes]) -> bool:
+    """Whether `text` repeats fingerprinted text: the whole of it, or more than a small share of its 8-line windows.
+
+    The share is MAX_SHARED_SHARE of the text's own windows, or MAX_SHARED_WINDOWS of them if that is fewer.
+    """
+    *windows, whole = _windows(text)
+    shared = sum(digest in fingerprints for digest in windows)
+    return whole in fingerprints or shared > min(MAX_SHARED_SHARE * len(windows), MAX_SHARED_WINDOWS)
+
+
+def token_windows(
+    encode: Callable[[str], list[int]], texts: list[tuple[str, str]], length: int, count: int, seed: int
+) -> list[list[int]]:
+    """Draw `count` windows of exactly `length` token ids from (name, text) pairs, the same ones for the same seed.
+
+    Each window begins at a line start that is not blank; no two begin at the same line, though they may overlap.
+    Texts take turns, so that a long module does not crowd out a short one. `encode` maps text to token ids
+    without special tokens. Raises ValueError if `length` or `count` is below 1 or the texts hold too few windows.
+    """
+    if length < 1 or count < 1:
+        raise ValueError(f"length and count must be at least 1, got length={length}, count={count}")
+    draw = random.Random(seed)
+    turns = [(text, _line_starts(text)) for _, text in texts]
+    draw.shuffle(turns)
+    for _, starts in turns:
+        draw.shuffle(starts)
+    windows: list[list[int]] = []
+    while turns:
+        for text, starts in turns:
+            window = None
+            while starts and window is None:
+                window = _window_at(encode, text, starts.pop(), length)
+            if window is not None:
+                windows.append(window)
+            if len(windows) == count:
+                return windows
+        turns = [turn for turn in turns if turn[1]]
+    raise ValueError(
+        f"not enough text for {count} windows of {length} tokens: "
+        f"{len(texts)} texts ({sum(len(text) for _, text in texts):,} characters) hold {len(windows)}"
+    )
+
+
+def _line_starts(text: str) -> list[int]:
+    starts, position = [], 0
+    for line in text.splitlines(keepends=True):
+        if line.strip():
+            starts.append(position)
+        position += len(line)
+    return starts
+
+
+def _window_at(encode: Callable[[str], list[int]], text: str, start: int, length: int) -> list[int] | None:
+    """The first `length` token ids from `start` on, or None if the text ends before."""
+    reach = 6 * length
+    while True:
+        ids = encode(text[start : start + reach])
+        # A cut changes the tokens next to it, so the ids in use must end well before the cut.
+        if len(ids) >= length + 16 or (start + reach >= len(text) and len(ids) >= length):
+            return ids[:length]
+        if start + reach >= len(text):
+            return None
+        reach *= 2

@@ -28,9 +28,10 @@ class TargetHead:
         self._bound = head.bind(weight[:vocab_size]) if weight is not None else None
 
     @property
-    def module(self) -> nn.Module:
-        """What holds the head's own weights."""
-        return self._bound if self._bound is not None else self.head
+    def tensors(self) -> list[Tensor]:
+        """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
+        bound = [self._bound.weight] if self._bound is not None else []
+        return [*self.head.parameters(), *self.head.buffers(), *bound]
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""

@@ -12,6 +12,7 @@ import copy
 import inspect
 import textwrap
 import types
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,11 +44,14 @@ def _cuts_at_end_layer(decoder: nn.Module) -> bool:
     if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
         return False
     # The compile decorator replaces __call__, not forward, so this is the source that runs.
-    tree = ast.parse(textwrap.dedent(inspect.getsource(type(decoder).forward)))
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "end_layer" for loop in loops for node in ast.walk(loop.iter)
-    )
+    for kind in (kind for kind in type(decoder).__mro__ if "forward" in vars(kind)):
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))))
+        loops = [part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node.iter)]
+        if any(isinstance(part, ast.Attribute) and part.attr == "end_layer" for part in loops):
+            return True
+        if not any(isinstance(node, ast.Call) and ast.unparse(node.func) == "super().forward" for node in nodes):
+            return False  # a forward of its own; one that only passes on (Mistral's) is judged by what it passes on to
+    return False
 
 
 def cut(decoder: nn.Module, layers: int) -> None:
@@ -110,20 +114,24 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> s
     return {name for name, module in context.items() if id(module) in modules}
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes that `module`'s weights occupy: each storage once, each submodule once, however often it is shared.
+def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once.
 
     vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
     with the size that it had.
     """
-    storages: dict[int, int] = {}
-    packed = 0
-    for part in module.modules():
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        for tensor in own:
-            if tensor.device.type != "meta" and tensor.numel():
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        weight = getattr(part, "weight", None)
-        if hasattr(part, "cpu_linear") and isinstance(weight, torch.Tensor) and not weight.numel():
-            packed += part.output_size_per_partition * part.input_size_per_partition * weight.itemsize  # type: ignore
-    return sum(storages.values()) + packed
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    own = [tensor for part in parts for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*own, *tensors]
+        if tensor.device.type != "meta" and tensor.numel()
+    }
+    return sum(storages.values()) + sum(_packed_bytes(part) for part in parts)
+
+
+def _packed_bytes(part: Any) -> int:
+    weight = getattr(part, "weight", None)
+    if not hasattr(part, "cpu_linear") or not isinstance(weight, torch.Tensor) or weight.numel():
+        return 0
+    return int(part.output_size_per_partition * part.input_size_per_partition * weight.itemsize)

@@ -102,10 +102,6 @@ class _EarlyExit(DraftModelProposer):
         self.runner.effective_drafter_max_model_len = self.max_model_len + self.num_speculative_tokens
         self._last_useful = self.max_model_len - 1  # a token drafted from there would have no place in the model
 
-    def modules(self) -> list[nn.Module]:
-        """Everything with weights that drafting uses."""
-        return [self.model, self.head.module]
-
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:

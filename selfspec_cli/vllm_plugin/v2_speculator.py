@@ -78,10 +78,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """The base class's hook for loading weights; `load_model` above needs none."""
         raise NotImplementedError("early exit has no draft model of its own")
 
-    def modules(self) -> list[nn.Module]:
-        """Everything with weights that drafting uses."""
-        return [self.model, self.head.module]
-
     def set_attn(
         self,
         model_state: ModelState,

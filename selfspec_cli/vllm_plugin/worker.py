@@ -43,16 +43,15 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head)."""
-        from torch import nn
-
         from selfspec_cli.vllm_plugin.trunk import weight_bytes
 
-        target = self.model_runner.get_model()
-        drafter = getattr(self.model_runner, "drafter", None)
-        own = weight_bytes(target)
-        if drafter is None:
-            return {"target": own, "draft": 0}
-        return {"target": own, "draft": weight_bytes(nn.ModuleList([target, *drafter.modules()])) - own}
+        runner = self.model_runner
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        target = weight_bytes([runner.get_model()])
+        if not hasattr(drafter, "head"):
+            return {"target": target, "draft": 0}
+        both = weight_bytes([runner.get_model(), drafter.model], drafter.head.tensors)
+        return {"target": target, "draft": both - target}
 
     def early_exit_layers(self) -> int:
         """Number of decoder layers of the loaded model."""

@@ -15,13 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from selfspec_cli import paths
 from selfspec_cli.config import ConfigError, HeadKind, Method, ModelConfig, RunConfig, gate_threshold, vocab_size
 from selfspec_cli.early_exit.artifact import find_head
 from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.paths import head_folder, model_path
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 MIB = 2**20
@@ -283,16 +282,6 @@ def head_path(cfg: RunConfig) -> str | None:
         return str(find_head(head_folder(cfg), layer, cfg.head.kind.value))
     except SettingsError as error:
         raise ConfigError(f"{error}; fit it with: selfspec fit-{cfg.head.kind.value} --layer {layer}") from error
-
-
-def head_folder(cfg: RunConfig) -> Path:
-    """Where heads fitted on this model are kept: a folder a model, because their file names say only layer and kind."""
-    return Path(cfg.head_dir) / cfg.model.name.replace("/", "--")
-
-
-def model_path(model: ModelConfig) -> str:
-    """A folder or a Hugging Face id."""
-    return str(paths.reference_model_dir()) if model.path == "reference" else model.path
 
 
 def count_layers(model: ModelConfig) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 from selfspec_cli import corpus, provenance
 from selfspec_cli.config import ConfigError, Method, RunConfig
-from selfspec_cli.engine import Engine, count_layers, head_folder, open_engine
+from selfspec_cli.engine import Engine, count_layers, open_engine
+from selfspec_cli.paths import head_folder
 from selfspec_cli.progress import Progress, ignore
 
 WINDOW = 512  # tokens a prompt
@@ -69,9 +70,7 @@ def run(
     return FitResult(reports, solved - start, collected - ready, solved - collected)
 
 
-def _stream(
-    engine: Engine, mode: str, texts: list[tuple[str, str]], pairs: int, seed: int, progress: Progress
-) -> None:
+def _stream(engine: Engine, mode: str, texts: list[tuple[str, str]], pairs: int, seed: int, progress: Progress) -> None:
     """Run prompts through the model until the worker has `pairs` pairs for `mode`."""
     engine.call("early_exit_collect_mode", mode)
     length = min(WINDOW, engine.max_model_len - 1)

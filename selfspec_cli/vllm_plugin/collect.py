@@ -55,7 +55,7 @@ class FittedHead:
 class Tap:
     """Receives (token ids, positions, final hidden states, exit hidden states) of each forward pass."""
 
-    model: nn.Module
+    model: Any
     layers: tuple[int, ...]
     collector: Collector | None = None
 
@@ -78,10 +78,10 @@ class Tap:
                 f"architecture {type(self.model).__name__} cannot be fitted: vLLM does not give out its inner hidden "
                 "states (it has no set_aux_hidden_state_layers)"
             )
-        self.model.set_aux_hidden_state_layers(self.layers)  # type: ignore[operator]
+        self.model.set_aux_hidden_state_layers(self.layers)
         self._forward = self.model.forward
-        self.model.forward = self.forward  # type: ignore[method-assign]
-        self.model.early_exit_tap = self  # type: ignore[assignment]
+        self.model.forward = self.forward
+        self.model.early_exit_tap = self
 
 
 def tap(model: nn.Module, layers: Sequence[int]) -> None:

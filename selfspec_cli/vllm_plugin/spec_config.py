@@ -79,7 +79,8 @@ def _refuse_parallelism(args: EngineArgs) -> None:
     }
     for name, reason in reasons.items():
         if getattr(args, name) > 1:
-            raise SettingsError(f"{name} = {getattr(args, name)} is not supported with early exit ({reason}); allowed: 1")
+            value = getattr(args, name)
+            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1")
     if args.enable_lora:
         raise SettingsError("enable_lora = True is not supported with early exit: the draft would not see the adapter")
 

@@ -24,23 +24,27 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+def language_model(model: Any) -> nn.Module:
+    """The causal LM inside a multimodal wrapper; a causal LM is its own."""
+    return model.get_language_model() if hasattr(model, "get_language_model") else model
+
+
 def decoder_of(model: nn.Module) -> nn.Module:
     """The module that loops over the decoder layers, inside a causal LM or a multimodal wrapper around one.
 
     Raises SettingsError, naming the architecture, if its forward does not cut its own loop at `end_layer`.
     """
-    if hasattr(model, "get_language_model"):
-        model = model.get_language_model()
+    model = language_model(model)
     decoder = getattr(model, "model", None)
     if not isinstance(decoder, nn.Module) or not _cuts_at_end_layer(decoder):
         raise SettingsError(
-            f"architecture {type(model).__name__} is not supported: its forward has no decoder loop over self.layers "
-            "that ends at self.end_layer (what vLLM's pipeline parallelism uses), so it cannot be run up to an exit layer"
+            f"architecture {type(model).__name__} is not supported: its forward has no loop over self.layers that ends "
+            "at self.end_layer (what vLLM's pipeline parallelism uses), so it cannot be run up to an exit layer"
         )
     return decoder
 
 
-def _cuts_at_end_layer(decoder: nn.Module) -> bool:
+def _cuts_at_end_layer(decoder: Any) -> bool:
     if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
         return False
     # The compile decorator replaces __call__, not forward, so this is the source that runs.
@@ -80,14 +84,15 @@ def _view(decoder: nn.Module, layers: int) -> nn.Module:
     Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
     whichever was compiled first. The name enters vLLM's cache key, so depths do not share an artifact on disk either.
     """
-    base = type(decoder)
+    base: Any = type(decoder)
     forward = base.forward
     name = f"{forward.__name__}_first_{layers}_layers"
     code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
     twin = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
     twin.__kwdefaults__, twin.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
-    view_class = type(f"{base.__name__}First{layers}Layers", (base,), {"forward": twin, "__module__": base.__module__})
-    view = view_class.__new__(view_class)
+    members = {"forward": twin, "__module__": base.__module__}
+    view_class = type(f"{base.__name__}First{layers}Layers", (base,), members)
+    view: nn.Module = object.__new__(view_class)
     view.__dict__.update(decoder.__dict__)
     return view
 
@@ -104,7 +109,7 @@ def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig) -> Non
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
     with set_model_tag(tag), set_current_vllm_config(config):
-        TorchCompileWithNoGuardsWrapper.__init__(trunk)  # type: ignore[arg-type]
+        TorchCompileWithNoGuardsWrapper.__init__(trunk)
 
 
 def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> set[str]:

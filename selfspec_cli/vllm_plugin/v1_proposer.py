@@ -41,7 +41,7 @@ def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelPropos
     A subclass, because the runner also uses the name in isinstance checks.
     """
 
-    class DraftModelOrEarlyExit(original):  # type: ignore[valid-type, misc]
+    class DraftModelOrEarlyExit(original):
         def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
             early_exit = settings_of(vllm_config) is not None
             return object.__new__(EarlyExitProposer if early_exit else cls)
@@ -196,11 +196,9 @@ class _EarlyExit(DraftModelProposer):
         return state
 
     def _forward(self, state: _Round) -> Tensor:
-        """One draft step: tokens [n] at positions [n] through the first E layers -> normed hidden states [n, hidden]."""
+        """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
         metadata, slots = self._attention_metadata(state)
-        with set_forward_context(
-            metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots
-        ):
+        with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, state.positions, None)
 
     def _attention_metadata(self, state: _Round) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -61,7 +61,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if settings.gate != "none":
             raise SettingsError(f"gate {settings.gate!r} is not supported by vLLM's V2 model runner yet; allowed: none")
         self.settings = settings
-        self.hidden_states = self.hidden_states[:0]  # the base class feeds hidden states back; nothing does here
+        self.hidden_states: Tensor = torch.empty(
+            0, device=device
+        )  # the base class feeds hidden states back; nothing does here
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
         self._warm = False
 

@@ -46,7 +46,7 @@ class EarlyExitWorker:
         from selfspec_cli.vllm_plugin.trunk import weight_bytes
 
         runner = self.model_runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
         target = weight_bytes([runner.get_model()])
         if not hasattr(drafter, "head"):
             return {"target": target, "draft": 0}

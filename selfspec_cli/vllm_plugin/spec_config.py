@@ -1,8 +1,11 @@
 """`speculative_config={"method": "layer_skip", ...}` as users write it -> a config that vLLM knows.
 
 vLLM sees its own method `draft_model`, whose draft is the target itself; that gives lookahead slots in the KV cache,
-the rejection sampler and the counters. Our own settings travel beside it in `additional_config`, which vLLM pickles to
-every worker and hashes into its compile cache.
+the rejection sampler and the counters. Our own settings must reach the workers too, which get a pickled configuration:
+
+- Method `layer_skip` verifies with the very code that a plain engine compiles, so its settings stay out of what vLLM
+  hashes into its compile cache: they ride on the draft model's own Hugging Face config.
+- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is hashed.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "Speculativ
 
 def settings_of(vllm_config: VllmConfig) -> DraftSettings | None:
     """The early-exit settings that a worker's configuration carries, None if it has none."""
-    data = _additional(vllm_config).get(SETTINGS_KEY)
+    spec = vllm_config.speculative_config
+    if spec is None:
+        data = _additional(vllm_config).get(SETTINGS_KEY)
+    else:
+        data = getattr(getattr(spec.draft_model_config, "hf_config", None), SETTINGS_KEY, None)
     return None if data is None else DraftSettings.from_dict(data)
 
 
@@ -47,11 +54,17 @@ def understand_layer_skip(original: Original) -> Original:
             return original(self, target_model_config, target_parallel_config)
         _refuse_parallelism(self)
         settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=_vllm_keys())
-        self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
         if not target_parallel_config.worker_extension_cls:
             target_parallel_config.worker_extension_cls = WORKER_EXTENSION
-        self.speculative_config = _as_draft_model(spec, settings, target_model_config) if settings.verify else None
-        return original(self, target_model_config, target_parallel_config)
+        if not settings.verify:
+            self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
+            self.speculative_config = None
+            return None
+        self.speculative_config = _as_draft_model(spec, settings, target_model_config)
+        config = original(self, target_model_config, target_parallel_config)
+        assert config is not None
+        setattr(config.draft_model_config.hf_config, SETTINGS_KEY, settings.to_dict())
+        return config
 
     return create_speculative_config
 

@@ -104,6 +104,7 @@ def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig) -> Non
     from vllm.config import set_current_vllm_config
 
     config = copy.copy(vllm_config)
+    # Two depths of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": layers}
     tag = f"first_{layers}_layers"
     state: dict[str, Any] = trunk.__dict__

@@ -1,0 +1,216 @@
+"""The command line: words in, exit codes out. Every command is a few lines; the work is in stages/.
+
+Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from selfspec_cli import __version__, output, paths, records
+from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, run_key
+from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
+from selfspec_cli.progress import bars
+from selfspec_cli.stages import doctor as doctor_stage
+from selfspec_cli.stages import preflight
+from selfspec_cli.stages import report as report_stage
+from selfspec_cli.stages import sweep as sweep_stage
+
+app = typer.Typer(
+    name="selfspec",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Early-exit self-speculative decoding inside vLLM, measured.",
+    epilog="Try: selfspec sweep gate=varH tau_v=4,5,6",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=4"),
+]
+Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run; start no engine.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Start from a dumped config, such as results/runs/KEY/config.yaml."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"selfspec {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+
+
+@app.callback()
+def main(version: Version = False) -> None:
+    """Early-exit self-speculative decoding inside vLLM, measured."""
+
+
+@app.command(epilog="Example: selfspec doctor model=/models/llama3")
+def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say whether a run could work here: versions, device, patched vLLM names, model, compiler."""
+    with guard(as_json, debug):
+        cfg = _one(overrides, None)
+        with only_stderr():
+            checks = doctor_stage.run(cfg, _patches)
+        fine = doctor_stage.could_run(checks)
+        if as_json:
+            emit({"ok": fine, "checks": [asdict(check) for check in checks]})
+        else:
+            output.show_checks(checks)
+            say("A run could work here." if fine else "A run could not work here.", "bold")
+        raise typer.Exit(0 if fine else 1)
+
+
+@app.command(epilog="Example: selfspec bench gate=maxp tau=0.35 layer=4 k=5")
+def bench(
+    overrides: Overrides = None,
+    config: Config = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Measure one arm, and the baseline that it is compared with."""
+    with guard(as_json, debug):
+        _measure([_one(overrides, config)], again=True, as_json=as_json, dry_run=dry_run)
+
+
+@app.command(epilog="Examples: selfspec sweep gate=varH tau_v=4,5,6   ·   selfspec sweep experiment=m3_maxp layer=4")
+def sweep(
+    overrides: Overrides = None,
+    config: Config = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure finished points once more.")] = False,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
+    with guard(as_json, debug):
+        from selfspec_cli.compose import compose_runs
+
+        runs = compose_runs(None, overrides or [], config=config)
+        _measure(runs, again=again, as_json=as_json, dry_run=dry_run)
+
+
+@app.command("fit-lsq", epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12")
+def fit_lsq(
+    layer: Annotated[list[int], typer.Option("--layer", help="Exit layer E, after which the head reads; repeatable.")],
+    overrides: Overrides = None,
+    pairs: Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, next token) pairs to fit.")] = 50_000,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit least-squares exit heads by running the model in vLLM; head=lsq finds them in head_dir."""
+    with guard(as_json, debug):
+        for one_layer in layer:
+            cfg = _one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
+            preflight.check(cfg)
+        if dry_run:
+            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(paths.head_folder(cfg))}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        from selfspec_cli.stages import fit
+
+        with only_stderr(), bars() as progress:
+            fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
+        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+
+
+@app.command(epilog="Example: selfspec report --results results --out results")
+def report(
+    results: Annotated[Path, typer.Option("--results", help="Folder that holds summary.csv.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; --results.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
+    with guard(as_json, debug):
+        made = report_stage.run(results, out or results)
+        warn(made.warnings)
+        if as_json:
+            emit({"rows": rows_document(made.rows), "chart": made.chart, "page": made.page, "warnings": made.warnings})
+            return
+        from selfspec_cli.report import table
+
+        table.show(made.rows, Console())
+        say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
+
+
+def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
+    from selfspec_cli.compose import compose_runs
+
+    return compose_runs(None, overrides or [], sweep=False, config=config)[0]
+
+
+def _patches() -> list[tuple[str, bool, str]]:
+    from selfspec_cli.vllm_plugin import compat
+
+    return [(name, found, reason) for name, found, reason in compat.check()]
+
+
+def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool) -> None:
+    """Plan, measure, show; the exit code says how it went."""
+    for cfg in runs:
+        preflight.check(cfg)
+    folder = Path(sweep_stage.results_dir(runs))
+    summary = folder / records.SUMMARY
+    if dry_run:
+        plan = sweep_stage.plan(runs, () if again else records.finished(summary))
+        return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
+    result = _sweep(runs, again)
+    wanted = {run_key(cfg) for cfg in runs} | {run_key(baseline_of(cfg)) for cfg in runs}
+    rows = [row for row in records.read(summary, records.Record)[0] if row.key in wanted]
+    warn(result.warnings)
+    failed = len(result.failed)
+    counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
+    if as_json:
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows)})
+    else:
+        from selfspec_cli.report import table
+
+        table.show(rows, Console())
+        say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
+    raise typer.Exit(result.exit_code)
+
+
+def _sweep(runs: list[RunConfig], again: bool) -> sweep_stage.SweepResult:
+    """The sweep on real engines, with progress bars and the tracker."""
+    from selfspec_cli.report import figure
+    from selfspec_cli.stages.bench import run as bench_one
+    from selfspec_cli.tracking import open_tracker
+
+    run_id = records.new_run_id()
+    with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
+        result = sweep_stage.run(
+            runs,
+            open_engine=_open_engine,
+            bench=bench_one,
+            progress=progress,
+            tracker=tracker,
+            again=again,
+            run_id=run_id,
+        )
+        if runs[0].tracker.kind is not TrackerKind.none:
+            chart = figure.draw(result.rows, Path(runs[0].results_dir) / report_stage.CHART)
+            if chart is not None:
+                tracker.chart(chart)
+    return result
+
+
+def _open_engine(cfg: RunConfig) -> Any:
+    """Imports vLLM when the first engine starts, and not before."""
+    from selfspec_cli.engine import open_engine
+
+    return open_engine(cfg)

@@ -1,0 +1,328 @@
+"""The schema of one run: every knob that a user can turn, its unit and its only default.
+
+Plain dataclasses, importable in milliseconds and without Hydra: compose.py registers them as Hydra's schema, and
+everything past compose.py gets real instances of them. Rules that keep OmegaConf able to read them: not frozen, `Enum`
+instead of `Literal`, `str` for paths. An enum's member is named like its value, because OmegaConf looks members up
+by name and users type the value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+DRAFT_LENGTH = 5  # k where neither the user nor the model says
+KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
+
+
+class ConfigError(ValueError):
+    """Bad input from the user. The command line shows its text, without a traceback, and exits with 2."""
+
+
+class Method(StrEnum):
+    """What is measured: the model alone, early-exit self-speculation, or its first E layers without verification."""
+
+    baseline = "baseline"
+    layer_skip = "layer_skip"
+    skip = "skip"
+
+
+class GateKind(StrEnum):
+    """When to stop drafting. `none` never stops before k."""
+
+    none = "none"
+    maxp = "maxp"
+    varH = "varH"
+
+
+class HeadKind(StrEnum):
+    """What turns the exit layer's hidden state into logits."""
+
+    lens = "lens"
+    lsq = "lsq"
+    translator = "translator"
+
+
+class TrackerKind(StrEnum):
+    """Where rows go besides results/summary.csv."""
+
+    none = "none"
+    wandb = "wandb"
+
+
+@dataclass
+class ModelConfig:
+    """Which weights, and how vLLM loads them."""
+
+    name: str = "reference"  # what the rows and the figures call it
+    path: str = "reference"  # a folder or a Hugging Face id; "reference" is the embedded model
+    tokenizer: str | None = None  # None: the one beside the weights
+    revision: str | None = None
+    dtype: str = "float32"  # auto, float32, bfloat16, float16; on a CPU float32 is what makes two outputs comparable
+    quantization: str | None = None
+    load_format: str = "auto"  # "dummy" measures speed without the weights
+    max_model_len: int | None = None  # tokens; None: the model's own limit
+    trust_remote_code: bool = False
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    tensor_parallel_size: int = 1
+    exit_layer: int | None = 3  # E where `layer` is not given: what measured best for this model; None: half of it
+    draft_length: int | None = 4  # likewise k; None: 5
+    pipeline_parallel_size: int = 1  # only 1 is accepted: the draft's layers and the target's must share a worker
+
+
+@dataclass
+class GateConfig:
+    """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold` of the run."""
+
+    kind: GateKind = GateKind.none
+
+
+@dataclass
+class HeadConfig:
+    """The exit head. Without a path it is looked up in `head_dir` by model, layer and kind."""
+
+    kind: HeadKind = HeadKind.lens
+    path: str | None = None
+
+
+@dataclass
+class WorkloadConfig:
+    """What is generated. Every request has exactly these lengths, so that rows compare."""
+
+    name: str = "headline"
+    input_len: int = 32  # prompt tokens a request
+    output_len: int = 128  # generated tokens a request, end-of-text ignored
+    num_prompts: int = 8  # requests a repeat
+    batch: int = 1  # requests in flight at once
+    temperature: float = 0.0  # 0 is greedy
+    prompts: str = "heldout"  # "heldout" (library code not trained on), "random" (token ids), or a text file
+
+
+@dataclass
+class EngineConfig:
+    """vLLM's engine, apart from the model and the method."""
+
+    name: str = "cpu"
+    enforce_eager: bool = False  # True: no torch.compile, no CUDA graphs
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None  # fraction of GPU memory
+    kv_cache_gib: float | None = 1.0  # GiB of KV cache on the CPU; None: vLLM decides
+    enable_prefix_caching: bool = False  # off: a repeat must not be served from the one before
+    enable_chunked_prefill: bool | None = None
+    async_scheduling: bool | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # any other argument of vllm.LLM, by its name
+
+
+@dataclass
+class TrackerConfig:
+    """An experiment tracker; Weights & Biases runs offline where there is no key."""
+
+    kind: TrackerKind = TrackerKind.none
+    project: str = "selfspec"
+    entity: str | None = None
+
+
+@dataclass
+class RunConfig:
+    """One measured point."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    method: Method = Method.layer_skip
+    layer: int | None = None  # exit layer E: layers 0..E-1 draft; None: the model's, see `resolved`
+    k: int | None = None  # draft tokens a round, at most; None: the model's, see `resolved`
+    tau: float = 0.35  # maxp: go on while max p >= tau
+    tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
+    threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
+    vocab: str = "full"  # draft vocabulary: "full", or so many of the most frequent tokens
+    seed: int = 0  # of prompts and of sampling
+    repeats: int = 5  # timed repeats
+    warmup: int = 1  # repeats thrown away first
+    perplexity_tokens: int = 4096  # held-out tokens scored; 0: perplexity is not measured
+    results_dir: str = "results"
+    head_dir: str = "ee_head"
+
+
+# The groups of Hydra and the choice each begins with. The choice of that name holds exactly the schema's defaults
+# (a test compares them).
+GROUPS: dict[str, str] = {
+    "model": "reference",
+    "gate": "none",
+    "head": "lens",
+    "workload": "headline",
+    "engine": "cpu",
+    "tracker": "none",
+}
+
+
+def gate_threshold(cfg: RunConfig) -> float | None:
+    """The threshold that the chosen gate uses; None for the gate `none` and for a gate that was given none."""
+    kind = cfg.gate.kind
+    if kind is GateKind.none:
+        return None
+    if cfg.threshold is not None:
+        return cfg.threshold
+    return {GateKind.maxp: cfg.tau, GateKind.varH: cfg.tau_v}.get(kind)
+
+
+def resolved(cfg: RunConfig) -> RunConfig:
+    """`cfg` with its own `layer` and `k` in place of those that its model brings along."""
+    layer = cfg.model.exit_layer if cfg.layer is None else cfg.layer
+    k = (cfg.model.draft_length or DRAFT_LENGTH) if cfg.k is None else cfg.k
+    return replace(cfg, layer=layer, k=k)
+
+
+def vocab_size(cfg: RunConfig) -> int | None:
+    """Tokens in the draft vocabulary; None for the full one."""
+    return None if cfg.vocab == "full" else int(cfg.vocab)
+
+
+def baseline_of(cfg: RunConfig) -> RunConfig:
+    """The baseline that `cfg` is compared with: same model, workload, engine and seed, no method."""
+    default = RunConfig()
+    return replace(
+        cfg,
+        method=Method.baseline,
+        gate=GateConfig(),
+        head=HeadConfig(),
+        layer=None,
+        k=default.k,
+        tau=default.tau,
+        tau_v=default.tau_v,
+        threshold=None,
+        vocab=default.vocab,
+    )
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """A config as nested dicts of YAML's own types (enums by value)."""
+    return json.loads(json.dumps(asdict(value)))
+
+
+def dump(cfg: RunConfig) -> str:
+    """`cfg` as YAML; `compose.load_config` reads it back to an equal config."""
+    import yaml
+
+    return yaml.safe_dump(to_plain(cfg), sort_keys=False, allow_unicode=True)
+
+
+def method_settings(cfg: RunConfig) -> dict[str, Any]:
+    """Only those method knobs that can change what this run does; a knob that has no effect is not in it."""
+    settings: dict[str, Any] = {"method": cfg.method.value}
+    if cfg.method is Method.baseline:
+        return settings
+    settings |= {"layer": cfg.layer, "head": to_plain(cfg.head), "vocab": cfg.vocab}
+    if not cfg.head.path:
+        settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
+    if cfg.method is Method.layer_skip:
+        settings |= {"k": cfg.k}
+    return settings
+
+
+def _model_facts(model: ModelConfig) -> dict[str, Any]:
+    """What of a model's config reaches the engine; `resolved` has put the rest into `layer` and `k`."""
+    return {key: value for key, value in to_plain(model).items() if key not in ("exit_layer", "draft_length")}
+
+
+def engine_key(cfg: RunConfig) -> str:
+    """Runs with equal keys can share one live engine; gate, threshold, workload and seed are no part of it."""
+    facts = {"model": _model_facts(cfg.model), "engine": to_plain(cfg.engine), **method_settings(cfg)}
+    if cfg.model.load_format == "dummy":
+        facts["seed"] = cfg.seed  # the weights themselves depend on it
+    return _digest(facts)
+
+
+def run_key(cfg: RunConfig) -> str:
+    """Names what `cfg` measures: equal for two configs exactly when no knob that has an effect differs."""
+    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("model", "engine", "workload")}
+    facts |= method_settings(cfg)
+    if cfg.method is Method.layer_skip:
+        facts |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
+    measuring = ("seed", "repeats", "warmup", "perplexity_tokens")
+    return _digest(facts | {name: getattr(cfg, name) for name in measuring})
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
+
+
+def validate(cfg: RunConfig) -> None:
+    """Refuse values that cannot mean anything, before an engine starts.
+
+    What only the loaded model can tell (E < L, the head's shape) is the engine's to refuse.
+
+    Raises:
+        ConfigError: naming the key, the value and what is allowed.
+    """
+    at_least = [
+        ("repeats", cfg.repeats, 3),
+        ("warmup", cfg.warmup, 0),
+        ("seed", cfg.seed, 0),
+        ("perplexity_tokens", cfg.perplexity_tokens, 0),
+        ("tau_v", cfg.tau_v, 0),
+        ("model.tensor_parallel_size", cfg.model.tensor_parallel_size, 1),
+        ("engine.max_num_seqs", cfg.engine.max_num_seqs, 1),
+        *((f"workload.{name}", getattr(cfg.workload, name), 1) for name in _COUNTS),
+        ("workload.temperature", cfg.workload.temperature, 0),
+    ]
+    at_least += [(key, value, 1) for key, value in (("layer", cfg.layer), ("k", cfg.k)) if value is not None]
+    for key, value, least in at_least:
+        if not value >= least:  # written so that NaN is refused too
+            raise ConfigError(f"{key}={value}: must be at least {least}")
+    if not 0 <= cfg.tau <= 1:
+        raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
+    _validate_threshold(cfg)
+    _validate_engine(cfg)
+    if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab):
+        raise ConfigError(f'vocab={cfg.vocab}: must be "full" or a number of tokens, 1 or more')
+    prompts = cfg.workload.prompts
+    if prompts not in ("heldout", "random") and not Path(prompts).is_file():
+        raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')
+
+
+_COUNTS = ("input_len", "output_len", "num_prompts", "batch")
+
+
+def _validate_threshold(cfg: RunConfig) -> None:
+    value, kind = cfg.threshold, cfg.gate.kind
+    if value is None:
+        return
+    if kind is GateKind.maxp and not 0 <= value <= 1:
+        raise ConfigError(f"threshold={value}: the gate maxp compares a probability, must lie in [0, 1]")
+    if kind is GateKind.varH and not value >= 0:
+        raise ConfigError(f"threshold={value}: the gate varH compares a variance, must be at least 0")
+
+
+def _validate_engine(cfg: RunConfig) -> None:
+    extra = cfg.engine.extra.get("pipeline_parallel_size", 1)
+    for key, value in (
+        ("model.pipeline_parallel_size", cfg.model.pipeline_parallel_size),
+        ("engine.extra.pipeline_parallel_size", extra),
+    ):
+        if value != 1:
+            raise ConfigError(
+                f"{key}={value}: pipeline parallelism is not supported, the draft and the target share every layer "
+                "in one worker; use model.tensor_parallel_size"
+            )
+    if cfg.workload.batch > cfg.engine.max_num_seqs:
+        raise ConfigError(
+            f"workload.batch={cfg.workload.batch}: the engine runs engine.max_num_seqs={cfg.engine.max_num_seqs} "
+            "requests at once; raise that too"
+        )
+    share = cfg.engine.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(f"engine.gpu_memory_utilization={share}: a fraction, must lie in (0, 1]")
+    cache = cfg.engine.kv_cache_gib
+    if cache is not None and not cache > 0:
+        raise ConfigError(f"engine.kv_cache_gib={cache}: GiB, must be more than 0")

@@ -1,0 +1,133 @@
+"""What a user sees: one JSON line or a table, a plan, or an error that fits on a screen."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from selfspec_cli.config import ConfigError, RunConfig, run_key
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.records import Record, identity
+from selfspec_cli.report.rows import group_title, label
+from selfspec_cli.stages.doctor import Check
+from selfspec_cli.stages.sweep import Plan
+
+POINT = ("arm", "model", "E", "k", "head", "vocab", "gate", "threshold", "batch", "input_len", "output_len", "seed")
+BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
+
+
+@contextmanager
+def guard(as_json: bool, debug: bool) -> Iterator[None]:
+    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (ConfigError, SettingsError) as error:
+        _fail(error, str(error), BAD_INPUT, as_json, debug)
+    except KeyboardInterrupt as error:
+        kept = "interrupted; rows measured so far are kept, and the same command goes on from there"
+        _fail(error, kept, INTERRUPTED, as_json, debug)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        hint = "" if debug else "\nThe same command with --debug shows the traceback."
+        _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
+
+
+def _shortened(text: str, lines: int = 12, width: int = 2000) -> str:
+    """The beginning and the end of a long message, where its point usually is."""
+    parts = text[:width].splitlines()
+    return "\n".join(parts if len(parts) <= lines else [*parts[: lines // 2], "...", *parts[-lines // 2 :]])
+
+
+def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("selfspec: ", "bold red"), message))
+    if as_json:
+        emit({"error": message, "exit_code": code})
+    raise typer.Exit(code) from error
+
+
+@contextmanager
+def only_stderr() -> Iterator[None]:
+    """What Python code prints goes to stderr: stdout is for results."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def emit(document: dict[str, Any]) -> None:
+    """One JSON document on one line, the last of stdout."""
+    print(json.dumps(document, default=str), flush=True)
+
+
+def say(text: str = "", style: str = "") -> None:
+    """A line for people, on stdout."""
+    Console(soft_wrap=True).print(Text(text, style=style))
+
+
+def warn(messages: list[str]) -> None:
+    """Lines for people that are not results, on stderr."""
+    for message in messages:
+        Console(stderr=True, soft_wrap=True).print(Text(f"warning: {message}", style="yellow"))
+
+
+def point(cfg: RunConfig) -> dict[str, Any]:
+    """A point of a plan: what would be measured."""
+    row = identity(cfg, run_id="")
+    return {"key": run_key(cfg)} | {name: getattr(row, name) for name in POINT}
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: engines in the order in which they would start, each with its points."""
+    engines = [
+        [point(cfg) for cfg in group] for family in plan.families for group in [family.baselines, *family.groups]
+    ]
+    return {"dry_run": True, "engines": engines, "skipped": [point(cfg) for cfg in plan.skipped]}
+
+
+def show_plan(plan: Plan) -> None:
+    """A plan for people."""
+    groups = [group for family in plan.families for group in [family.baselines, *family.groups]]
+    points = sum(map(len, groups))
+    say(f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped", "bold")
+    for number, group in enumerate(groups, start=1):
+        say(f"engine {number}: {group[0].model.path} on {group[0].engine.name}")
+        for cfg in group:
+            row = identity(cfg, run_id="")
+            say(f"  {label(row):<40} {group_title(row)}  [{run_key(cfg)}]")
+
+
+def show_checks(checks: list[Check]) -> None:
+    """The doctor's lines."""
+    for check in checks:
+        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("    ", "")}[check.ok]
+        Console(soft_wrap=True).print(Text.assemble((mark, style), f" {check.name:<22} {check.detail}"))
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    """Name and value pairs."""
+    for name, value in facts.items():
+        say(f"{name:<8} {value}")
+
+
+def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
+    """Fitted heads beside the lens of their layer; agreement is with the whole model's argmax on held-out text."""
+    for head in reports:
+        agreement = f"{head['agreement']:.1%}" if head.get("agreement") is not None else "not tested"
+        say(f"layer {head['layer']:<4} {head['kind']:<11} agreement {agreement:<11} {head.get('path', '(no fit)')}")
+    say(f"{seconds:.1f} s in all", "bold")
+
+
+def rows_document(rows: list[Record]) -> list[dict[str, Any]]:
+    """Rows as JSON; what was not measured is null."""
+    return [asdict(row) for row in rows]

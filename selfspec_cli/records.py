@@ -1,0 +1,304 @@
+"""Results on disk: one row an arm in summary.csv, one in accept.tsv, appended so that nothing is ever lost.
+
+`Record` IS the header of summary.csv and `AcceptRow` that of accept.tsv. A value that was not measured is an empty
+cell (`None`), never 0. Several processes may append at once; a line cut short by a crash spoils only itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from selfspec_cli.config import KEY_LENGTH, ConfigError, Method, RunConfig, gate_threshold, run_key
+
+SUMMARY = "summary.csv"
+ACCEPT = "accept.tsv"
+OK = "ok"
+
+
+@dataclass
+class Record:
+    """One arm, measured. Times are wall time; tok/s counts generated tokens only."""
+
+    run_id: str  # the command that measured it; speedups compare rows of one run_id
+    time: str  # ISO 8601, with the offset from UTC
+    arm: str  # baseline, layer_skip, skip
+    model: str
+    E: int | None = None  # exit layer
+    k: int | None = None  # draft tokens a round, at most
+    head: str | None = None
+    vocab: str | None = None  # draft vocabulary
+    gate: str | None = None
+    threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
+    workload: str | None = None
+    batch: int | None = None  # requests in flight
+    input_len: int | None = None  # tokens
+    output_len: int | None = None  # tokens
+    temperature: float | None = None
+    seed: int | None = None
+    repeats: int | None = None
+    tok_s_median: float | None = None  # generated tokens a second, all requests together
+    tok_s_min: float | None = None
+    tok_s_max: float | None = None
+    speedup: float | None = None  # tok_s_median over the baseline's of the same model, workload and run
+    accept_rate: float | None = None  # accepted draft tokens / drafted
+    mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
+    drafted_per_round: float | None = None
+    ttft_ms: float | None = None  # time to first token, median
+    itl_ms: float | None = None  # time between tokens after the first, median
+    ppl: float | None = None  # of the arm's own predictive distribution on held-out text
+    delta_ppl: float | None = None  # ppl minus the baseline's
+    identical: int | None = None  # outputs equal to the baseline's, token for token
+    outputs: int | None = None  # outputs compared
+    peak_mem_mib: float | None = None
+    weights_mib: float | None = None
+    device: str | None = None
+    status: str = OK  # "ok", or "failed: reason"
+    key: str = ""  # config.run_key; last, and of fixed length, so that a torn line is seen
+
+
+@dataclass
+class AcceptRow:
+    """vLLM's own speculative-decoding counters for one arm, summed over the timed repeats."""
+
+    run_id: str
+    arm: str
+    model: str
+    E: int | None = None
+    k: int | None = None
+    head: str | None = None
+    gate: str | None = None
+    threshold: float | None = None
+    batch: int | None = None
+    rounds: int | None = None  # verify steps that had drafts
+    drafted: int | None = None  # tokens
+    accepted: int | None = None  # tokens
+    accepted_at: str | None = None  # tokens accepted at position 1..k, separated by spaces
+    key: str = ""
+
+
+@dataclass
+class Baseline:
+    """What a candidate is compared with: the baseline's row, and its output token ids, one list a request."""
+
+    record: Record
+    outputs: list[list[int]]
+
+
+@dataclass
+class BenchResult:
+    """One arm, measured: its row, its output token ids, and its drafting counters (None where nothing drafts)."""
+
+    record: Record
+    outputs: list[list[int]]
+    accept: AcceptRow | None = None
+
+
+Row = TypeVar("Row", Record, AcceptRow)
+
+
+def new_run_id() -> str:
+    """Names one run of one command; sorts by time."""
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+def now() -> str:
+    """The time of a row: ISO 8601 to the second, with the offset from UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str | None = None) -> Record:
+    """A row that says what `cfg` measures, with no measurement in it yet.
+
+    Args:
+        layer: the exit layer that the engine chose, where `cfg.layer` is None.
+    """
+    record = Record(run_id=run_id, time=now(), arm=cfg.method.value, model=cfg.model.name, key=run_key(cfg))
+    record.device = device
+    work = cfg.workload
+    record.workload, record.batch = work.name, work.batch
+    record.input_len, record.output_len, record.temperature = work.input_len, work.output_len, work.temperature
+    record.seed, record.repeats = cfg.seed, cfg.repeats
+    if cfg.method is not Method.baseline:
+        record.E = cfg.layer if cfg.layer is not None else layer
+        record.head, record.vocab = cfg.head.kind.value, cfg.vocab
+    if cfg.method is Method.layer_skip:
+        record.k, record.gate, record.threshold = cfg.k, cfg.gate.kind.value, gate_threshold(cfg)
+    return record
+
+
+def accept_identity(record: Record) -> AcceptRow:
+    """An accept.tsv row for the arm of `record`, without counters yet."""
+    return AcceptRow(**{name: getattr(record, name) for name in header(AcceptRow) if hasattr(record, name)})
+
+
+def failed(record: Record, error: BaseException, prefix: str = "") -> Record:
+    """`record` marked as failed, the reason on one line."""
+    reason = prefix + (" ".join(str(error).split()) or type(error).__name__)
+    record.status = f"failed: {reason[:300]}"
+    return record
+
+
+def header(kind: type) -> list[str]:
+    """The column names, in order."""
+    return [column.name for column in fields(kind)]
+
+
+def append(path: str | os.PathLike[str], row: Record | AcceptRow) -> None:
+    """Append one whole line under a file lock and wait until it is on disk; writes the header of a new file.
+
+    Raises:
+        ConfigError: the file has another header; it is left as it is.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        start = _check_header(path, type(row))
+        if start == _format(header(type(row)), path):
+            os.ftruncate(handle, 0)  # empty, or a header cut short by a crash
+        os.write(handle, (start + _line(row, path)).encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)  # drops the lock
+
+
+def check_header(path: str | os.PathLike[str], kind: type) -> None:
+    """Refuse a file that `append` would refuse; one that is missing or empty is fine.
+
+    Raises:
+        ConfigError: the file has another header.
+    """
+    _check_header(Path(path), kind)
+
+
+def _check_header(path: Path, kind: type) -> str:
+    """What must be written before the next line: the header, the end of a torn line, or nothing."""
+    expected = _format(header(kind), path)
+    text = path.read_bytes() if path.exists() else b""
+    if not text:
+        return expected
+    first, newline, _ = text.partition(b"\n")
+    found = first.decode("utf-8", "replace").rstrip("\r")
+    if not newline and found + "\n" != expected and expected.startswith(found):
+        return expected
+    if found + "\n" != expected:
+        raise ConfigError(_header_message(path, found, kind))
+    return "" if text.endswith(b"\n") else "\n"
+
+
+def _header_message(path: Path, found: str, kind: type) -> str:
+    old, new = set(next(csv.reader([found], delimiter=_delimiter(path)))), set(header(kind))
+    parts = [f"{path} has another header than this version of selfspec writes."]
+    parts += [f"  missing columns: {', '.join(sorted(new - old))}"] if new - old else []
+    parts += [f"  unknown columns: {', '.join(sorted(old - new))}"] if old - new else []
+    parts += ["  the columns are in another order"] if old == new else []
+    return "\n".join([*parts, "Nothing was written. Move that file away, or choose another folder: results_dir=NAME"])
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
+def _line(row: Record | AcceptRow, path: Path) -> str:
+    return _format([_cell(getattr(row, name)) for name in header(type(row))], path)
+
+
+def _format(cells: list[str], path: Path) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, delimiter=_delimiter(path), lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(str(value).split())  # a newline inside a cell would break whole-line appends
+
+
+def read(path: str | os.PathLike[str], kind: type[Row]) -> tuple[list[Row], list[str]]:
+    """All rows of a file that are whole, and a warning for each line that is not.
+
+    Raises:
+        ConfigError: the file has another header.
+    """
+    path = Path(path)
+    if not path.exists():
+        return [], []
+    _check_header(path, kind)
+    parsers, rows = _parsers(kind), list[Row]()
+    warnings: list[str] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip() or line + "\n" == _format(header(kind), path):
+            continue
+        try:
+            rows.append(_parse(next(csv.reader([line], delimiter=_delimiter(path))), kind, parsers))
+        except ValueError as error:
+            warnings.append(f"{path}:{number}: skipped, {error}")
+    return rows, warnings
+
+
+def _parse(cells: list[str], kind: type[Row], parsers: dict[str, Callable[[str], Any]]) -> Row:
+    names = header(kind)
+    if len(cells) != len(names):
+        raise ValueError(f"{len(cells)} cells where {len(names)} belong (a line cut short?)")
+    if not re.fullmatch(rf"[0-9a-f]{{{KEY_LENGTH}}}", cells[-1]):
+        raise ValueError("the run key at its end is not whole (a line cut short?)")
+    return kind(**{name: parsers[name](cell) for name, cell in zip(names, cells, strict=True)})
+
+
+def _parsers(kind: type) -> dict[str, Callable[[str], Any]]:
+    def optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda cell: None if cell == "" else parse(cell)
+
+    parsers: dict[str, Callable[[str], Any]] = {}
+    for name, hint in get_type_hints(kind).items():
+        options = [option for option in get_args(hint) if option is not type(None)]
+        parsers[name] = optional(options[0]) if options else hint
+    return parsers
+
+
+def finished(path: str | os.PathLike[str]) -> set[str]:
+    """Run keys that summary.csv holds an ok row for."""
+    rows, _ = read(path, Record)
+    return {row.key for row in rows if row.status == OK}
+
+
+@contextmanager
+def sweep_lock(results_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a results folder for one command; the lock ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another live process holds it; the message names its pid.
+    """
+    path = Path(results_dir) / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(handle, 32).decode().strip() or "unknown"
+            raise ConfigError(
+                f"another selfspec command (pid {pid}) is writing to {results_dir}; wait for it, or choose another "
+                "folder: results_dir=NAME"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(handle)

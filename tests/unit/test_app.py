@@ -1,0 +1,226 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from selfspec_cli import records
+from selfspec_cli.app import app
+from selfspec_cli.config import Method
+from selfspec_cli.records import BenchResult, Record
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path, monkeypatch):
+    """A folder that looks like a model of eight layers; the test runs beside it."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"num_hidden_layers": 8}')
+    return f"model={folder}"
+
+
+def call(*words):
+    return CliRunner().invoke(app, words)
+
+
+def document(result):
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def stand_in(monkeypatch, name, function):
+    """Put a module in the place of one that imports vLLM."""
+    module = ModuleType(name)
+    setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, name, module)
+    package, _, leaf = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+
+
+@dataclass
+class Engine:
+    cfg: object
+
+    def set_gate(self, kind, threshold):
+        pass
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Stand-ins for selfspec_cli.engine and stages.bench, so that no vLLM is imported; the engines opened."""
+    opened = []
+
+    @contextmanager
+    def open_engine(cfg):
+        print("noise from a library")
+        opened.append(cfg)
+        yield Engine(cfg)
+
+    def run(cfg, engine, baseline, progress):
+        if cfg.tau_v == 6 and cfg.method is not Method.baseline:
+            raise RuntimeError("boom")
+        row = records.identity(cfg, "", layer=4)
+        return BenchResult(replace(row, tok_s_median=100.0, speedup=1.0), [[1]])
+
+    stand_in(monkeypatch, "selfspec_cli.engine", open_engine)
+    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    return opened
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "report"])
+def test_every_command_has_help_with_an_example(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert f"selfspec {command}" in result.stdout.split("Example")[-1]
+    assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["bench", "sweep", "fit-lsq"])
+def test_what_starts_an_engine_has_a_dry_run(command):
+    assert "--dry-run" in call(command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("swep",), "sweep"),
+        (("sweep", "--jsn"), "--json"),
+        (("sweep", "gate=varh"), "'varH'"),
+        (("sweep", "tua=1"), "'tau'"),
+        (("bench", "k=0"), "k=0"),
+        (("bench", "tau=1.5"), "[0, 1]"),
+        (("bench", "tau_v=-1"), "tau_v=-1"),
+        (("bench", "layer=0"), "layer=0"),
+        (("bench", "layer=8"), "1..7"),
+        (("bench", "k=1,2"), "selfspec sweep"),
+        (("bench", "model=/not/there"), "/not/there"),
+        (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
+        (("bench", "head=lsq", "head.path=gone.safetensors"), "gone.safetensors"),
+        (("bench", "model.pipeline_parallel_size=2"), "pipeline parallelism"),
+        (("fit-lsq", "--layer", "8"), "1..7"),
+        (("report", "--results", "nothing"), "no rows"),
+    ],
+)
+def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
+    given = words if words[0] in ("swep", "report") or any("model" in word for word in words) else (*words, model)
+    result = call(*given)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+    assert len(result.stderr.splitlines()) < 15
+
+
+def test_bad_input_with_json_ends_in_a_document():
+    assert document(call("bench", "k=0", "--json")) == {"error": "k=0: must be at least 1", "exit_code": 2}
+
+
+def test_debug_shows_the_traceback():
+    assert "Traceback" in call("bench", "k=0", "--debug").stderr
+
+
+def test_a_dry_run_names_engines_and_points_and_starts_none(engines, model):
+    result = call("sweep", "gate=varH", "tau_v=4,5,6", model, "--dry-run", "--json")
+    assert result.exit_code == 0
+    assert [[point["threshold"] for point in points] for points in document(result)["engines"]] == [[None], [4, 5, 6]]
+    text = call("sweep", "gate=varH", "tau_v=4,5,6", model, "--dry-run").stdout
+    assert "2 engine(s), 4 point(s)" in text
+    assert engines == []
+    assert not os.path.exists("results")
+
+
+def test_a_sweep_measures_and_shows(engines, model):
+    result = call("sweep", "gate=varH", "tau_v=4,5", model)
+    assert result.exit_code == 0, result.output
+    assert "3 measured, 0 skipped, 0 failed" in result.stdout
+    assert "varH ≤ 4" in result.stdout
+    assert "noise" not in result.stdout
+    assert len(engines) == 2
+
+
+def test_a_sweep_in_json_ends_in_one_document(engines, model):
+    found = document(call("sweep", "gate=varH", "tau_v=4,5", model, "--json"))
+    assert (found["measured"], found["failed"], len(found["rows"])) == (3, 0, 3)
+    assert set(found["rows"][0]) == set(records.header(Record))
+
+
+def test_a_failed_point_exits_with_1_and_is_shown(engines, model):
+    result = call("sweep", "gate=varH", "tau_v=5,6", model)
+    assert result.exit_code == 1
+    assert "failed: boom" in result.stdout
+    assert "2 measured, 0 skipped, 1 failed" in result.stdout
+
+
+def test_bench_measures_again_what_is_finished(engines, model):
+    assert call("bench", model).exit_code == 0
+    assert call("bench", model).exit_code == 0
+    assert len(engines) == 4
+    assert "0 measured, 1 skipped" in call("sweep", model).stdout
+
+
+def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model):
+    asked = {}
+
+    @dataclass
+    class Fitted:
+        reports: list
+        seconds: float
+
+    def run(cfg, *, layers, pairs, progress):
+        asked.update(layers=layers, pairs=pairs, path=cfg.model.path)
+        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25)
+
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
+    result = call("fit-lsq", "--layer", "2", "--layer", "4", "--pairs", "100", model)
+    assert result.exit_code == 0, result.output
+    assert asked == {"layers": [2, 4], "pairs": 100, "path": model.partition("=")[2]}
+    assert "50.0%" in result.stdout
+    assert document(call("fit-lsq", "--layer", "2", model, "--json"))["reports"][0]["path"] == "heads/a"
+    asked.clear()
+    assert document(call("fit-lsq", "--layer", "2", model, "--json", "--dry-run"))["layers"] == [2]
+    assert asked == {}
+
+
+def test_an_interrupt_exits_with_130(engines, model, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["selfspec_cli.stages.bench"], "run", interrupt)
+    result = call("sweep", model)
+    assert result.exit_code == signal.SIGINT + 128
+    assert "the same command goes on" in result.stderr
+
+
+def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
+    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_: 1 / 0)
+    result = call("sweep", model)
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert "--debug" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_help_and_report_load_neither_torch_nor_vllm(tmp_path):
+    records.append(tmp_path / "results" / "summary.csv", Record("r", "2026-11-21", "baseline", "m", key="0" * 12))
+    code = (
+        "import sys; from selfspec_cli.app import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as done: assert not done.code, done.code\n"
+        "assert not {'torch', 'vllm', 'transformers', 'hydra', 'wandb'} & set(sys.modules)\n"
+    )
+    for words in (["--help"], ["report", "--json"]):
+        subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, cwd=tmp_path)
+
+
+def test_what_c_libraries_print_stays_out_of_stdout():
+    code = (
+        "import os, sys; from selfspec_cli.__main__ import reserve_stdout\n"
+        "reserve_stdout(); os.write(1, b'noise'); print('result')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"result\n", b"noise")

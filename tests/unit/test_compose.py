@@ -1,0 +1,217 @@
+import pytest
+
+from selfspec_cli import paths
+from selfspec_cli.compose import choices, compose_runs, experiment_files, load_config
+from selfspec_cli.config import GROUPS, ConfigError, GateKind, HeadKind, Method, RunConfig, dump, resolved
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test runs in a folder of its own, as a user of the wheel would."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def one(*overrides):
+    (cfg,) = compose_runs(None, overrides)
+    return cfg
+
+
+def refusal(*overrides, **options):
+    with pytest.raises(ConfigError) as caught:
+        compose_runs(None, overrides, **options)
+    return str(caught.value)
+
+
+def test_without_overrides_every_default_is_the_schemas():
+    assert one() == resolved(RunConfig())
+
+
+def test_every_packaged_choice_composes_and_is_named_after_its_file():
+    for group in GROUPS:
+        assert GROUPS[group] in choices(group)
+        for name in choices(group):
+            part = getattr(one(f"{group}={name}"), group)
+            assert name in (getattr(part, "name", None), getattr(part, "kind", None))
+
+
+def test_comma_lists_are_points_in_order():
+    runs = compose_runs(None, ["gate=varH", "tau_v=4,5,6"])
+    assert [(cfg.gate.kind, cfg.tau_v) for cfg in runs] == [(GateKind.varH, tau) for tau in (4, 5, 6)]
+
+
+def test_lists_of_groups_and_values_multiply():
+    runs = compose_runs(None, ["head=lens,lsq", "layer=4,8,12"])
+    assert [(cfg.head.kind, cfg.layer) for cfg in runs] == [
+        (head, layer) for head in (HeadKind.lens, HeadKind.lsq) for layer in (4, 8, 12)
+    ]
+
+
+def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
+    assert [cfg.layer for cfg in compose_runs(None, ["layer=range(4,13,4)"])] == [4, 8, 12]
+    taus = [cfg.tau for cfg in compose_runs(None, ["gate=maxp", "tau=range(0.2,0.5,0.1)"])]
+    assert taus[:3] == [0.2, 0.3, 0.4]
+
+
+def test_points_that_measure_the_same_are_one():
+    assert len(compose_runs(None, ["gate=none,maxp", "tau=0.3,0.4"])) == 3  # none has no tau
+
+
+def test_the_users_override_replaces_the_experiments():
+    runs = compose_runs("m4_varh", ["tau_v=7", "k=3"])
+    assert [(cfg.gate.kind, cfg.tau_v, cfg.k) for cfg in runs] == [(GateKind.varH, 7, 3)]
+    assert compose_runs(None, ["experiment=m4_varh", "tau_v=7", "k=3"]) == runs
+
+
+def test_published_experiments_are_the_promised_grids():
+    grid = {name: compose_runs(name) for name in experiment_files()}
+    assert [cfg.tau for cfg in grid["m3_maxp"]] == [0.30, 0.35, 0.40]
+    assert [cfg.tau_v for cfg in grid["m4_varh"]] == [4, 5, 6]
+    assert {cfg.method for cfg in grid["m1_skip"]} == {Method.skip}
+    assert len({cfg.layer for cfg in grid["m1_skip"]}) > 1
+    assert {cfg.head.kind for cfg in grid["m2_lsq"]} == {HeadKind.lsq}
+    assert [cfg.method for cfg in grid["m0_baseline"]] == [Method.baseline]
+    assert "m0_sanity" in grid
+
+
+def test_the_header_of_an_experiment_is_its_command():
+    for name, file in experiment_files().items():
+        assert f"selfspec sweep experiment={name}" in file.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("tua=0.3", "'tau'"),
+        ("gate=varh", "'varH'"),
+        ("gate.knd=maxp", "'gate.kind'"),
+        ("model=refrence", "'reference'"),
+        ("method=layerskip", "'layer_skip'"),
+        ("workload.outputlen=3", "'workload.output_len'"),
+        ("experiment=m4_varH", "'m4_varh'"),
+        ("head=lens,lzq", "'lsq'"),
+    ],
+)
+def test_a_misspelling_names_the_nearest(override, nearest):
+    message = refusal(override)
+    assert f"did you mean {nearest}" in message
+    assert "allowed:" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["k=five", "k=0", "tau=1.5", "tau=interval(0,1)", "~k", "k", "k.x=3", "hydra.run.dir=x", "gate@x=none",
+     "engine.enforce_eager=maybe", "model=[a]", "k=", "=3"],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_in_a_line_or_two(override):
+    message = refusal(override)
+    assert len(message.splitlines()) <= 3
+    assert "Traceback" not in message
+
+
+def test_one_point_commands_refuse_lists():
+    assert "selfspec sweep" in refusal("k=1,2", sweep=False)
+    assert "selfspec sweep" in refusal("experiment=m4_varh", sweep=False)
+    assert "selfspec sweep" in refusal("experiment=m0_sanity,m0_baseline", sweep=False)
+
+
+def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
+    (elsewhere / "my model's").mkdir()
+    cfg = one(f"model='{elsewhere}/my model\\'s'")
+    assert (cfg.model.path, cfg.model.name) == (f"{elsewhere}/my model's", "my model's")
+    cfg = one("model=someone/Some-Model-7B", "model.dtype=float32")
+    assert (cfg.model.path, cfg.model.name, cfg.model.dtype) == ("someone/Some-Model-7B", "Some-Model-7B", "float32")
+    paths_ = [cfg.model.path for cfg in compose_runs(None, ["model=reference,someone/x"])]
+    assert paths_ == ["reference", "someone/x"]
+
+
+def test_free_form_arguments_of_vllm_need_no_plus():
+    cfg = one("engine.extra.block_size=32", "model.hf_overrides={num_hidden_layers: 4, rope: {a: 1.5}}")
+    assert cfg.engine.extra == {"block_size": 32}
+    assert cfg.model.hf_overrides == {"num_hidden_layers": 4, "rope": {"a": 1.5}}
+    assert type(cfg.engine.extra) is dict
+    assert type(cfg.model.hf_overrides["rope"]) is dict
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
+        ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
+        ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "tau=1e-7"],
+    ],
+)
+def test_a_dumped_config_reloads_to_the_identical_config(overrides, elsewhere):
+    (cfg,) = compose_runs(None, overrides)
+    file = elsewhere / "config.yaml"
+    file.write_text(dump(cfg))
+    assert load_config(file) == cfg
+    assert compose_runs(None, [], config=file) == [cfg]
+
+
+def test_overrides_apply_on_top_of_a_dumped_config(elsewhere):
+    file = elsewhere / "config.yaml"
+    file.write_text(dump(one("model=llama3_8b", "gate=varH", "layer=4")))
+    (cfg,) = compose_runs(None, ["model=reference", "k=3"], config=file)
+    assert cfg == one("gate=varH", "layer=4", "k=3")
+
+
+def test_a_dumped_config_with_an_unknown_key_is_refused(elsewhere):
+    file = elsewhere / "config.yaml"
+    file.write_text("tua: 3\n")
+    assert "tua" in refusal(config=file)
+    assert "cannot read" in refusal(config=elsewhere / "missing.yaml")
+
+
+def write(folder, name, text):
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_the_users_conf_adds_and_replaces_choices(elsewhere):
+    write(elsewhere, "conf/gate/mine.yaml", "kind: maxp\n")
+    write(elsewhere, "conf/workload/headline.yaml", "name: headline\ninput_len: 7\n")
+    runs = compose_runs(None, ["gate=mine,varH"])
+    assert [(cfg.gate.kind, cfg.workload.input_len) for cfg in runs] == [(GateKind.maxp, 7), (GateKind.varH, 7)]
+    assert "mine" in refusal("gate=mone")
+
+
+def test_the_users_experiments_add_and_replace(elsewhere):
+    write(elsewhere, "experiments/own.yaml", "overrides: [gate=maxp, 'tau=0.1,0.2']\n")
+    write(elsewhere, "experiments/m4_varh.yaml", "overrides: [gate=varH, tau_v=9]\n")
+    assert [cfg.tau for cfg in compose_runs("own")] == [0.1, 0.2]
+    assert [cfg.tau_v for cfg in compose_runs("m4_varh")] == [9]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("knd: maxp\n", "'kind'"), ("kind: maxq\n", "maxq"), ("kind: [maxp\n", "bad.yaml")],
+)
+def test_a_bad_choice_of_the_users_is_named(elsewhere, text, named):
+    write(elsewhere, "conf/gate/bad.yaml", text)
+    assert named in refusal("gate=bad")
+
+
+@pytest.mark.parametrize("text", ["- a\n", "overrides: gate=varH\n", "overides: []\noverrides: []\n", "overrides: [\n"])
+def test_an_experiment_of_another_shape_is_refused(elsewhere, text):
+    write(elsewhere, "experiments/bad.yaml", text)
+    assert "bad.yaml" in refusal("experiment=bad")
+
+
+def test_from_a_wheel_the_packaged_data_is_found(elsewhere, monkeypatch):
+    write(elsewhere, "wheel/conf/gate/none.yaml", "kind: none\n")
+    monkeypatch.setattr(paths, "data_dir", lambda: elsewhere / "wheel")
+    assert choices("gate") == ["none"]
+    assert refusal("gate=varH,none").endswith("allowed: none")
+
+
+def test_nan_is_refused_as_a_threshold():
+    assert "tau=nan" in refusal("gate=maxp", "tau=nan")
+
+
+def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_schema():
+    assert (one().layer, one().k) == (3, 4)
+    assert (one("layer=6", "k=2").layer, one("layer=6", "k=2").k) == (6, 2)
+    assert (one("model=llama3_8b").layer, one("model=llama3_8b").k) == (None, 5)

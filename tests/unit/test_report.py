@@ -1,0 +1,134 @@
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from selfspec_cli import records
+from selfspec_cli.config import ConfigError
+from selfspec_cli.records import Record
+from selfspec_cli.report import figure, page, rows, table
+from selfspec_cli.stages import report
+
+BASE = Record(run_id="r", time="2026-11-21T00:00:00+0000", arm="baseline", model="m", workload="headline", batch=1,
+              input_len=32, output_len=128, temperature=0.0, repeats=5, tok_s_median=100.0, tok_s_min=90.0,
+              tok_s_max=105.0, speedup=1.0, device="a machine", key="0" * 12)  # fmt: skip
+ARM = replace(BASE, arm="layer_skip", E=4, k=5, head="lens", vocab="full", gate="varH", threshold=5.0,
+              tok_s_median=150.0, tok_s_min=140.0, tok_s_max=160.0, speedup=1.5, accept_rate=0.625,
+              identical=31, outputs=32, key="1" * 12)  # fmt: skip
+FAILED = replace(ARM, threshold=6.0, tok_s_median=None, tok_s_min=None, tok_s_max=None, speedup=None,
+                 accept_rate=None, status="failed: <no> memory", key="2" * 12)  # fmt: skip
+
+
+def printed(shown):
+    file = StringIO()
+    table.show(shown, Console(file=file))
+    return file.getvalue()
+
+
+def test_the_table_has_the_figures_and_the_target():
+    text = printed([BASE, ARM])
+    (line,) = [line for line in text.splitlines() if "varH ≤ 5" in line and "E=4" in line and "140" in line]
+    for figure_ in ("150.0 (140–160)", "1.50x", "62%", "31/32", "2.05x, 50%"):
+        assert figure_ in line
+    assert "Fastest verified arm: 1.50x" in text
+
+
+def test_a_failed_arm_is_named_with_its_reason():
+    assert "varH ≤ 6: failed: <no> memory" in printed([BASE, FAILED])
+
+
+def test_what_was_not_measured_is_blank_and_not_zero():
+    bare = replace(ARM, accept_rate=None, identical=None, ppl=None, tok_s_min=None)
+    cells = dict(zip([name for name, _, _ in table.COLUMNS], table.cells(bare), strict=True))
+    assert (cells["accept"], cells["same"], cells["PPL"], cells["tok/s"]) == ("", "", "", "150.0")
+    zero = replace(ARM, accept_rate=0.0, identical=0)
+    assert table.cells(zero)[4] == "0%"
+    assert table.cells(zero)[-1] == "0/32"
+
+
+def test_the_last_measurement_of_a_key_wins_and_a_failure_never_hides_one():
+    newer, broken = replace(ARM, speedup=1.6), replace(ARM, status="failed: x")
+    assert rows.latest([ARM, newer]) == [newer]
+    assert rows.latest([ARM, broken]) == [ARM]
+    assert rows.latest([broken, ARM]) == [ARM]
+
+
+def test_rows_of_other_workloads_and_machines_stand_apart():
+    other = [replace(BASE, batch=4), replace(BASE, device="another"), replace(BASE, model="n")]
+    assert len(rows.groups([ARM, BASE, *other])) == 4
+    assert [row.arm for row in rows.groups([ARM, BASE])[0][1]] == ["baseline", "layer_skip"]
+
+
+@pytest.mark.parametrize(
+    ("row", "speedup", "accept"),
+    [
+        (replace(ARM, gate="varH", threshold=5.0), 2.05, 0.50),
+        (replace(ARM, gate="maxp", threshold=0.35), 1.8, 0.40),
+        (replace(ARM, arm="skip", head="lsq", E=12), 1.525, 0.37),
+    ],
+)
+def test_the_targets_are_the_promised_ones(row, speedup, accept):
+    target = rows.target_for(row)
+    assert target.speedup == pytest.approx(speedup)
+    assert target.accept_rate == accept
+
+
+@pytest.mark.parametrize(
+    "row", [BASE, replace(ARM, threshold=4.0), replace(ARM, gate="maxp"), replace(ARM, arm="skip", head="lens", E=12)]
+)
+def test_other_arms_have_no_target(row):
+    assert rows.target_for(row) is None
+
+
+def test_the_span_is_relative_to_the_baseline():
+    assert rows.span(ARM) == pytest.approx((1.4, 1.6))
+    assert rows.span(replace(ARM, tok_s_min=None)) is None
+
+
+def test_skip_is_never_the_fastest_verified_arm():
+    fast = replace(ARM, arm="skip", speedup=9.0)
+    assert "1.50x" in rows.headline([BASE, ARM, fast])
+    assert "No verified arm" in rows.headline([BASE, fast, FAILED])
+
+
+def test_the_chart_is_a_png_and_nothing_without_a_speedup(tmp_path):
+    path = figure.draw([BASE, ARM, FAILED, replace(BASE, batch=4, key="3" * 12)], tmp_path / "deep" / "chart.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert figure.draw([FAILED], tmp_path / "none.png") is None
+
+
+def test_the_page_is_self_contained_and_escapes(tmp_path):
+    png = figure.draw([BASE, ARM], tmp_path / "chart.png")
+    text = page.html([BASE, ARM, FAILED], png, {"machine": "<b>"})
+    assert not re.search(r"""(src|href)=["'](?!data:)|https?://|@import|url\(""", text)
+    assert "data:image/png;base64," in text
+    assert "&lt;no&gt; memory" in text
+    assert "<b>" not in text
+    assert 'class="best"' in text
+    assert "2.05x" in text
+
+
+def test_the_stage_writes_chart_and_page(tmp_path):
+    for row in (BASE, ARM, FAILED):
+        records.append(tmp_path / "in" / "summary.csv", row)
+    made = report.run(tmp_path / "in", tmp_path / "out")
+    assert made.chart == tmp_path / "out" / "speedup.png"
+    assert made.page.read_text().count("<tr") > 4
+    assert len(made.rows) == 3
+
+
+def test_no_rows_say_how_to_make_some(tmp_path):
+    with pytest.raises(ConfigError, match="selfspec sweep"):
+        report.run(tmp_path, tmp_path)
+
+
+def test_provenance_comes_from_the_runs_folder(tmp_path):
+    assert report.provenance_of(ARM, tmp_path) == {"machine": "a machine", "date": "2026-11-21"}
+    folder = tmp_path / "runs" / ARM.key
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"versions": {"vllm": "0.32.0"}, "git": {"revision": "abc", "dirty": true}}')
+    facts = report.provenance_of(ARM, tmp_path)
+    assert facts["versions"] == "vllm 0.32.0"
+    assert facts["git revision"] == "abc with changes"

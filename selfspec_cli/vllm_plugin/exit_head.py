@@ -34,6 +34,16 @@ class TargetHead:
         bound = [self._bound.weight] if self._bound is not None else []
         return [*self.head.parameters(), *self.head.buffers(), *bound]
 
+    @property
+    def vocab_ids(self) -> Tensor | None:
+        """Draft id -> token id, int64 [V']; None for the full vocabulary."""
+        return self.head.vocab_ids
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """V', the columns of the draft logits."""
+        return self.vocab_size if self.vocab_ids is None else len(self.vocab_ids)
+
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""
         if self._bound is not None:

@@ -48,7 +48,8 @@ def _cuts_at_end_layer(decoder: Any) -> bool:
     if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
         return False
     # The compile decorator replaces __call__, not forward, so this is the source that runs.
-    for kind in (kind for kind in type(decoder).__mro__ if "forward" in vars(kind)):
+    classes: Any = type(decoder).__mro__
+    for kind in (kind for kind in classes if "forward" in vars(kind)):
         nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))))
         loops = [part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node.iter)]
         if any(isinstance(part, ast.Attribute) and part.attr == "end_layer" for part in loops):

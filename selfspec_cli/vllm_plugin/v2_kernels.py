@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
@@ -95,8 +96,22 @@ def begin_round(
 
 
 @triton.jit
+def _block_maxima(logits, logits_stride, vocab_size, values, indices, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=-float("inf"))
+    place = row * tl.num_programs(1) + block
+    tl.store(values + place, tl.max(scores.to(tl.float32), axis=0))
+    tl.store(indices + place, block * BLOCK + tl.argmax(scores.to(tl.float32), axis=0))
+
+
+@triton.jit
 def _next_step(
     tokens,
+    values,
+    indices,
+    blocks,
+    vocab_ids,
     step_ptr,
     draft_tokens,
     draft_tokens_stride,
@@ -105,11 +120,21 @@ def _next_step(
     seq_lens,
     sample_positions,
     max_model_len,
+    GREEDY: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
     seq_len = tl.load(seq_lens + row)
     if seq_len > 0:
-        token = tl.load(tokens + row)
+        if GREEDY:
+            block = tl.arange(0, BLOCKS)
+            maxima = tl.load(values + row * blocks + block, mask=block < blocks, other=-float("inf"))
+            token = tl.load(indices + row * blocks + tl.argmax(maxima, axis=0)).to(tl.int64)
+            if MAPPED:
+                token = tl.load(vocab_ids + token)
+        else:
+            token = tl.load(tokens + row)
         tl.store(draft_tokens + row * draft_tokens_stride + tl.load(step_ptr), token)
         tl.store(input_ids + row, token.to(tl.int32))
         # At the model's end the last position is written again and again; the verify pass overwrites it.
@@ -119,25 +144,67 @@ def _next_step(
         tl.store(seq_lens + row, tl.minimum(seq_len + 1, max_model_len))
 
 
-def next_step(
-    tokens: Tensor,
-    step: Tensor,
-    draft_tokens: Tensor,
-    buffers: InputBuffers,
-    sample_positions: Tensor,
-    num_reqs: int,
-    max_model_len: int,
-) -> None:
-    """Store the drafted tokens [rows] in column `step` (a device scalar) and make them the next step's inputs."""
-    kernel: Any = _next_step
-    kernel[(num_reqs,)](
-        tokens,
-        step,
-        draft_tokens,
-        draft_tokens.stride(0),
-        buffers.input_ids,
-        buffers.positions,
-        buffers.seq_lens,
-        sample_positions,
-        max_model_len,
-    )
+class NextStep:
+    """Ends a draft step: picks the tokens, stores them, and makes them the inputs of the step after.
+
+    Greedy tokens come straight from the logits, in two small kernels over the whole device; PyTorch's argmax gives a
+    row of 128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids:
+    int64 [V'], draft id -> token id, or None.
+    """
+
+    _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
+
+    def __init__(self, max_rows: int, vocab_size: int, vocab_ids: Tensor | None, device: torch.device) -> None:
+        self.vocab_size, self.vocab_ids = vocab_size, vocab_ids
+        self.blocks = -(-vocab_size // self._BLOCK)
+        self.values = torch.empty(max_rows, self.blocks, dtype=torch.float32, device=device)
+        self.indices = torch.empty(max_rows, self.blocks, dtype=torch.int32, device=device)
+
+    def greedy(
+        self, logits: Tensor, step: Tensor, draft_tokens: Tensor, buffers: InputBuffers, positions: Tensor, limit: int
+    ) -> None:
+        """The most likely token of each row. logits: [rows, V'].
+
+        step: device scalar, the column of draft_tokens [max rows, k] to write. positions: of the sampling keys,
+        int64 [max rows]. limit: tokens that the model has room for.
+        """
+        _block_maxima[(logits.shape[0], self.blocks)](
+            logits, logits.stride(0), self.vocab_size, self.values, self.indices, BLOCK=self._BLOCK
+        )
+        self._store(logits.shape[0], logits, True, step, draft_tokens, buffers, positions, limit)
+
+    def given(
+        self, tokens: Tensor, step: Tensor, draft_tokens: Tensor, buffers: InputBuffers, positions: Tensor, limit: int
+    ) -> None:
+        """Tokens already drawn, int64 [rows], as ids of the full vocabulary; the rest as for `greedy`."""
+        self._store(tokens.shape[0], tokens, False, step, draft_tokens, buffers, positions, limit)
+
+    def _store(
+        self,
+        rows: int,
+        tokens: Tensor,
+        greedy: bool,
+        step: Tensor,
+        draft_tokens: Tensor,
+        buffers: InputBuffers,
+        positions: Tensor,
+        limit: int,
+    ) -> None:
+        _next_step[(rows,)](
+            tokens,
+            self.values,
+            self.indices,
+            self.blocks,
+            self.indices if self.vocab_ids is None else self.vocab_ids,
+            step,
+            draft_tokens,
+            draft_tokens.stride(0),
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            positions,
+            limit,
+            GREEDY=greedy,
+            MAPPED=self.vocab_ids is not None,
+            BLOCKS=triton.next_power_of_2(self.blocks),
+        )

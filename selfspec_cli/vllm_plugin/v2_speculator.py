@@ -18,6 +18,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
@@ -25,7 +26,7 @@ from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
-from selfspec_cli.vllm_plugin.v2_kernels import begin_round, next_step
+from selfspec_cli.vllm_plugin.v2_kernels import NextStep, begin_round
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +76,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)
+        self.next_step = NextStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The base class's hook for loading weights; `load_model` above needs none."""
@@ -281,40 +283,24 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
         ):
             hidden = self.model(buffers.input_ids[:num_tokens_padded], buffers.positions[:num_tokens_padded], None)
-        tokens = self.sample_draft(
-            hidden[:num_reqs],
-            self.sample_src_positions[:num_reqs],
+        logits = self.head.logits(hidden[:num_reqs])
+        outputs = (self.current_draft_step, self.draft_tokens, buffers, self.sample_src_positions, self.max_model_len)
+        if self.draft_logits is None:
+            self.next_step.greedy(logits, *outputs)
+        else:
+            self.next_step.given(self._draw(self.head.to_full_logits(logits), num_reqs), *outputs)
+
+    def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
+        """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""
+        return gumbel_sample(
+            logits,
             self.idx_mapping[:num_reqs],
             self.temperature,
             self.seeds,
-            self.current_draft_step,
-            self.draft_logits,
+            self.sample_src_positions[:num_reqs],
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=self.draft_logits,
+            logits_cache_col=self.current_draft_step,
+            use_fp64=self.use_fp64_gumbel,
         )
-        next_step(
-            tokens, self.current_draft_step, self.draft_tokens, buffers, self.sample_src_positions, num_reqs,
-            self.max_model_len,
-        )  # fmt: skip
-
-    # ---- the exit head ------------------------------------------------------------------------------------------
-
-    def sample_draft(
-        self,
-        hidden_states: Tensor,
-        sample_src_positions: Tensor,
-        idx_mapping: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        draft_step: Tensor,
-        draft_logits: Tensor | None,
-        spec_step_idx: int = 0,
-    ) -> Tensor:
-        """Hidden states [n, hidden] -> token ids [n]; probabilistic drafts keep their logits for the verifier."""
-        if draft_logits is None:
-            return self.head.to_full_ids(self.head.logits(hidden_states).argmax(dim=-1))
-        return super().sample_draft(
-            hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits
-        )
-
-    def compute_draft_logits(self, hidden_states: Tensor, spec_step_idx: int) -> Tensor:
-        """Draft logits over the full vocabulary, [n, V]."""
-        return self.head.to_full_logits(self.head.logits(hidden_states))

@@ -20,6 +20,7 @@ LAYERS = 8
 VOCAB = 256
 MAX_LEN = 512
 FIRST, DECAY = 4.0, 0.72  # std of the first layer's contribution (the embedding's is 1), and of each next relative to it
+SHARPNESS = 3.0  # std of the logits: some predictions are sure, some are not, so gates have something to tell apart
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(tiny.config(), dtype=torch.float32).eval()
     _randomise(model)
     _grade(model, tiny.post_norms)
+    _sharpen(model)
     model.save_pretrained(folder)
     return folder
 
@@ -160,6 +162,15 @@ def _grade(model: nn.Module, post_norms: tuple[str, ...]) -> None:
                     part.copy_((1 + part) * factor - 1)
                 else:
                     part.mul_(factor)
+
+
+@torch.no_grad()
+def _sharpen(model: nn.Module) -> None:
+    """Scale the final norm, not the lm_head: that is tied to the embedding in some models."""
+    logits = model(input_ids=torch.randint(3, model.config.vocab_size, (4, 48))).logits
+    gain = model.model.norm.weight
+    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0  # Gemma's gain is 1 + weight
+    gain.copy_((offset + gain) * (SHARPNESS / logits.std()) - offset)
 
 
 def _outputs(layer: Any, post_norms: tuple[str, ...]) -> list[torch.Tensor]:

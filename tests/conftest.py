@@ -8,6 +8,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the network is a mistake
 
-# One thread: tiny models gain nothing from two, and two that share their cores with another process wait for each other.
+# One thread: tiny models gain nothing from two, and two threads on cores that are shared wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -3,8 +3,8 @@
 vLLM sees its own method `draft_model`, whose draft is the target itself; that gives lookahead slots in the KV cache,
 the rejection sampler and the counters. Our own settings must reach the workers too, which get a pickled configuration:
 
-- Method `layer_skip` verifies with the very code that a plain engine compiles, so its settings stay out of what vLLM
-  hashes into its compile cache: they ride on the draft model's own Hugging Face config.
+- Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings stay out of what vLLM
+  hashes into its compile cache: they are an attribute of the SpeculativeConfig object, and are pickled with it.
 - Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is hashed.
 """
 
@@ -33,7 +33,7 @@ def settings_of(vllm_config: VllmConfig) -> DraftSettings | None:
     if spec is None:
         data = _additional(vllm_config).get(SETTINGS_KEY)
     else:
-        data = getattr(getattr(spec.draft_model_config, "hf_config", None), SETTINGS_KEY, None)
+        data = getattr(spec, SETTINGS_KEY, None)
     return None if data is None else DraftSettings.from_dict(data)
 
 
@@ -63,7 +63,7 @@ def understand_layer_skip(original: Original) -> Original:
         self.speculative_config = _as_draft_model(spec, settings, target_model_config)
         config = original(self, target_model_config, target_parallel_config)
         assert config is not None
-        setattr(config.draft_model_config.hf_config, SETTINGS_KEY, settings.to_dict())
+        object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
         return config
 
     return create_speculative_config

@@ -16,10 +16,10 @@ CALIBRATION = {"feature": "maxp", "xs": [0.05, 0.6], "ps": [0.1, 0.9]}
 GATES: dict[str, float | None] = {
     "none": None,
     "maxp": 0.3,
-    "varH": 2.0,
-    "entropy": 2.0,
+    "varH": 4.0,
+    "entropy": 2.5,
     "margin": 0.15,
-    "adaedl": 0.4,
+    "adaedl": 0.3,
     "survival": 0.15,
     "calibrated": 0.5,
 }
@@ -121,7 +121,9 @@ def greedy(max_tokens: int, **more: Any) -> Any:
     """Greedy SamplingParams for exactly `max_tokens` tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | more)
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False} | more
+    )
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:

@@ -8,7 +8,6 @@ exit E with the last layer grows with E and is neither 0 nor 1. Weights are fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,125 +18,121 @@ from torch import nn
 LAYERS = 8
 VOCAB = 256
 MAX_LEN = 512
-FIRST, DECAY = 4.0, 0.72  # std of the first layer's contribution (the embedding's is 1), and of each next relative to it
+EOS = 2
+FIRST, DECAY = 4.0, 0.72  # std of what the first layer adds (the embedding's is 1), and of each next relative to it
 SHARPNESS = 3.0  # std of the logits: some predictions are sure, some are not, so gates have something to tell apart
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LEN,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_WINDOW = 48  # tokens: shorter than most sequences of the tests
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """One architecture. config: makes its transformers config. post_norm: its output norms, which hide weight scales."""
+    """One architecture.
 
-    name: str
-    config: Callable[[], Any]
+    config: name of its class in transformers. changes: to _SHAPE. post_norms: norms on what a layer adds, which hide
+    the scale of the weights before them. gradable: False for one that is there to be refused; its weights stay as
+    transformers makes them.
+    """
+
+    config: str
+    changes: dict[str, Any]
     post_norms: tuple[str, ...] = ()
+    gradable: bool = True
 
+    def make(self, **more: Any) -> Any:
+        """The transformers config."""
+        import transformers
 
-def _shape(**changes: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_LEN,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-        **changes,
-    }
-
-
-def _llama(**changes: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**_shape(**changes))
-
-
-def _qwen3() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**_shape())
-
-
-def _mistral() -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(**_shape(sliding_window=48))
-
-
-def _gemma() -> Any:
-    from transformers import GemmaConfig
-
-    return GemmaConfig(**_shape(tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"))
-
-
-def _gemma2() -> Any:
-    from transformers import Gemma2Config
-
-    # Soft-capping of logits and attention, and sliding windows in every other layer, are on by default.
-    return Gemma2Config(**_shape(tie_word_embeddings=True, sliding_window=48, query_pre_attn_scalar=32))
-
-
-def _gemma3() -> Any:
-    from transformers import Gemma3TextConfig
-
-    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * (LAYERS // 4)
-    return Gemma3TextConfig(
-        **_shape(tie_word_embeddings=True, sliding_window=48, query_pre_attn_scalar=32, layer_types=kinds)
-    )
-
-
-def _qwen3_moe() -> Any:
-    from transformers import Qwen3MoeConfig
-
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**_shape(**experts))
+        shape = _SHAPE if self.gradable else {}
+        return getattr(transformers, self.config)(**{**shape, **self.changes, **more})
 
 
 _GEMMA_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_TIED = {"tie_word_embeddings": True}  # vLLM's Gemma has no lm_head of its own
+# Soft-capping of Gemma 2's logits and attention is on by default; sliding windows alternate with full attention.
+_GEMMA2 = _TIED | {"sliding_window": _WINDOW, "query_pre_attn_scalar": 32}
+_GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * (LAYERS // 4)
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 ARCHITECTURES = {
-    tiny.name: tiny
-    for tiny in (
-        Tiny("llama", _llama),
-        Tiny("llama_small_vocab", lambda: _llama(vocab_size=32)),
-        Tiny("qwen3", _qwen3),
-        Tiny("mistral", _mistral),
-        Tiny("gemma", _gemma),
-        Tiny("gemma2", _gemma2, _GEMMA_NORMS),
-        Tiny("gemma3", _gemma3, _GEMMA_NORMS),
-        Tiny("qwen3_moe", _qwen3_moe),
-    )
+    "llama": Tiny("LlamaConfig", {}),
+    "llama_small_vocab": Tiny("LlamaConfig", {"vocab_size": 32}),
+    "qwen3": Tiny("Qwen3Config", {}),
+    "mistral": Tiny("MistralConfig", {"sliding_window": _WINDOW}),
+    "gemma": Tiny("GemmaConfig", _TIED | {"hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": Tiny("Gemma2Config", _GEMMA2, _GEMMA_NORMS),
+    "gemma3": Tiny("Gemma3TextConfig", _GEMMA2 | {"layer_types": _GEMMA3_KINDS}, _GEMMA_NORMS),
+    "qwen3_moe": Tiny("Qwen3MoeConfig", _EXPERTS),
+    "gpt2": Tiny(
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_positions": MAX_LEN, "n_embd": 64, "n_layer": LAYERS, "n_head": 2},
+        gradable=False,
+    ),
 }
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0) -> Path:
-    """Make the model `name` of ARCHITECTURES and save it to `folder`, as `vllm.LLM` loads it."""
+def vocab_of(name: str) -> int:
+    """Token ids of the model run from 0 to this, exclusive."""
+    return int(ARCHITECTURES[name].make().vocab_size)
+
+
+def save_tiny(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Make the model `name` of ARCHITECTURES and save it to `folder`, as `vllm.LLM` loads it.
+
+    changes: to its transformers config.
+    """
     from transformers import AutoModelForCausalLM
 
     tiny = ARCHITECTURES[name]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny.config(), dtype=torch.float32).eval()
-    _randomise(model)
-    _grade(model, tiny.post_norms)
-    _sharpen(model)
+    model = AutoModelForCausalLM.from_config(tiny.make(**changes), dtype=torch.float32).eval()
+    if tiny.gradable:
+        _randomise(model)
+        _grade(model, tiny.post_norms)
+        _sharpen(model)
     model.save_pretrained(folder)
     return folder
 
 
+def save_tokenizer(folder: Path) -> None:
+    """One token a byte, for what needs text (structured output). Ids 0 to 2 are special, so three bytes have none."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - len(special)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], bos_token=special[1], eos_token=special[EOS]
+    ).save_pretrained(folder)
+
+
+@torch.no_grad()
 def _randomise(model: nn.Module) -> None:
-    """Matrices that keep the size of what they map, norms that are not all ones, so that no path is trivially right."""
+    """Matrices that keep the size of what they map, and norms that are not all ones: no path is right by accident."""
     for name, weight in model.named_parameters():
-        with torch.no_grad():
-            if weight.dim() == 1:
-                weight.add_(0.2 * torch.randn_like(weight))
-            else:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-        if "embed_tokens" in name and not model.config.tie_word_embeddings:
-            weight.data.normal_(std=1.0)
+        if weight.dim() == 1:
+            weight.add_(0.2 * torch.randn_like(weight))
+        elif "embed_tokens" in name and not model.config.tie_word_embeddings:
+            weight.normal_(std=1.0)
+        else:
+            weight.normal_(std=weight.shape[-1] ** -0.5)
 
 
 @torch.no_grad()

@@ -1,0 +1,242 @@
+"""The corners of losslessness: what else can happen to a request while another drafts.
+
+Each scenario is a function of a live engine that returns plain data. All of them run once on the plain engine and once
+on the drafting one; each must give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts, tokens
+from models import EOS, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+
+pytestmark = pytest.mark.engine
+
+K = 5
+PROMPTS = ragged_prompts(12, VOCAB, seed=1)
+STOPS = list(range(3, 60))  # so many that most requests meet one
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+SCENARIOS: dict[str, Callable[[Live], Any]] = {}
+
+
+def scenario(function: Callable[[Live], Any]) -> Callable[[Live], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def ends(outputs: list[Any]) -> list[tuple[list[int], Any, Any]]:
+    """Tokens of each request, and why it ended."""
+    samples = [output.outputs[0] for output in outputs]
+    return [(list(sample.token_ids), sample.finish_reason, sample.stop_reason) for sample in samples]
+
+
+@scenario
+def stop_tokens(engine: Live) -> Any:
+    """A stop token inside an accepted draft cuts what was accepted after it."""
+    return ends(engine.generate(PROMPTS, greedy(64, stop_token_ids=STOPS[::4])))
+
+
+@scenario
+def end_of_text(engine: Live) -> Any:
+    return ends(engine.generate(ragged_prompts(32, VOCAB, seed=2), greedy(96, ignore_eos=False)))
+
+
+@scenario
+def min_tokens(engine: Live) -> Any:
+    return ends(engine.generate(PROMPTS, greedy(64, stop_token_ids=STOPS, min_tokens=9)))
+
+
+@scenario
+def model_is_full(engine: Live) -> Any:
+    """Some requests reach max_model_len while others, short ones, go on beside them."""
+    long = [(prompt * 20)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
+    return ends(engine.generate([*long, *PROMPTS[6:]], greedy(40)))
+
+
+@scenario
+def penalties(engine: Live) -> Any:
+    return ends(engine.generate(PROMPTS, greedy(48, repetition_penalty=1.3, frequency_penalty=0.2)))
+
+
+@scenario
+def bad_words_and_allowed_tokens(engine: Live) -> Any:
+    some = greedy(48, allowed_token_ids=list(range(3, VOCAB, 2)))
+    return ends(engine.generate(PROMPTS, [some, greedy(48)] * 6))
+
+
+@scenario
+def beside_sampled_requests(engine: Live) -> Any:
+    """Greedy requests in one batch with seeded samples, some of them n=3. Only the greedy ones must be equal."""
+    sampled = greedy(40, temperature=0.8, n=3, seed=5), greedy(40, temperature=1.2, top_p=0.9, seed=6)
+    outputs = engine.generate(PROMPTS, [sampled[0], greedy(64), sampled[1], greedy(48)] * 3)
+    assert [len(output.outputs) for output in outputs] == [3, 1, 1, 1] * 3
+    assert all(len(sample.token_ids) == 40 for output in outputs[::2] for sample in output.outputs)
+    assert any(len({tuple(sample.token_ids) for sample in output.outputs}) > 1 for output in outputs[::4])
+    return ends(outputs[1::2])
+
+
+@scenario
+def structured_output(engine: Live) -> Any:
+    """A grammar refuses drafted tokens before they are verified. JSON, a choice, a pattern, and free requests beside."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    kinds = [{"json": SCHEMA}, {"choice": ["yes", "perhaps", "no"]}, {"regex": r"[a-f]{3}-[0-9]{4,9}"}]
+    constrained = [
+        greedy(60, ignore_eos=False, detokenize=True, structured_outputs=StructuredOutputsParams(**kind))
+        for kind in kinds
+    ]
+    outputs = engine.generate(PROMPTS, [*constrained, greedy(60)] * 3)
+    assert outputs[1].outputs[0].text in ("yes", "perhaps", "no")
+    return ends(outputs)
+
+
+@scenario
+def preempted_and_resumed_prefixes(engine: Live) -> Any:
+    """The same prompts twice in one batch: the second comes from the prefix cache, or shares its blocks."""
+    return ends(engine.generate(PROMPTS + PROMPTS, greedy(40)))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = save_tiny("llama", tmp_path_factory.mktemp("with_tokenizer"))
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(path) -> dict[str, Any]:
+    """What the plain engine gives for every scenario, and log-probabilities."""
+    with live(path, skip_tokenizer_init=False) as engine:
+        return {name: run(engine) for name, run in SCENARIOS.items()} | {"logprobs": logprobs(engine)}
+
+
+@pytest.fixture(scope="module")
+def drafting(plain, path) -> Iterator[Live]:
+    with live(path, layer_skip(LAYERS // 2, K, gate="maxp", tau=GATES["maxp"]), skip_tokenizer_init=False) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("gate", ["none", "maxp"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(plain, drafting, name, gate):
+    drafting.set_gate(gate, GATES[gate])
+    before = drafting.counts()
+    assert SCENARIOS[name](drafting) == plain[name]
+    (drafting.counts() - before).require_both_verdicts()
+
+
+def test_scenarios_are_what_they_say(plain):
+    """Each ends requests the way it is there for."""
+    assert {why for _, why, _ in plain["stop_tokens"]} == {"stop", "length"}
+    assert {why for _, why, _ in plain["end_of_text"]} == {"stop", "length"}
+    assert all(EOS not in got[:-1] for got, _, _ in plain["end_of_text"])
+    assert min(len(got) for got, _, _ in plain["min_tokens"]) == 10
+    assert [len(got) for got, _, _ in plain["model_is_full"]][:6] == [2, 5, 8, 11, 14, 17]
+    assert all(token % 2 for got, _, _ in plain["bad_words_and_allowed_tokens"][::2] for token in got)
+
+
+def logprobs(engine: Live) -> Any:
+    """(token, its log-probability, the best three, of the prompt) for a batch where every other request asks."""
+    asking = greedy(48, logprobs=3, prompt_logprobs=1)
+    outputs = engine.generate(PROMPTS, [asking, greedy(48)] * 6)[::2]
+    generated = [list(zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)) for o in outputs]
+    chosen = [(token, scores[token].logprob) for pairs in generated for token, scores in pairs]
+    best = [
+        sorted((s.logprob for s in scores.values()), reverse=True)[:3] for pairs in generated for _, scores in pairs
+    ]
+    prompt = [s.logprob for o in outputs for scores in o.prompt_logprobs[1:] for s in scores.values()]
+    return [token for token, _ in chosen], [score for _, score in chosen], [s for three in best for s in three], prompt
+
+
+def test_logprobs_are_the_target_models(plain, drafting):
+    drafting.set_gate("none", None)
+    before = drafting.counts()
+    got, want = logprobs(drafting), plain["logprobs"]
+    (drafting.counts() - before).require_both_verdicts()
+    assert got[0] == want[0]
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_gate_changed_in_the_middle_of_a_generation(plain, drafting):
+    """Steps the engine by hand and changes kind and threshold of the gate between any two steps."""
+    core = drafting.llm.llm_engine
+    before = drafting.counts()
+    for number, prompt in enumerate(PROMPTS + PROMPTS):
+        core.add_request(f"stepped-{number}", {"prompt_token_ids": prompt}, greedy(40))
+    settings = cycle([("none", None), ("maxp", 1.0), ("varH", 4.0), ("maxp", 0.0), ("margin", 0.2), ("survival", 0.3)])
+    done = {}
+    while core.has_unfinished_requests():
+        drafting.set_gate(*next(settings))
+        done |= {out.request_id: out for out in core.step() if out.finished}
+    outputs = [done[f"stepped-{number}"] for number in range(len(done))]
+    assert ends(outputs) == plain["preempted_and_resumed_prefixes"]
+    made = drafting.counts() - before
+    made.require_both_verdicts()
+    assert made.rounds < made.drafted < made.rounds * K
+
+
+def test_same_seeds_give_the_same_samples(drafting):
+    drafting.set_gate("none", None)
+    seeded = [greedy(32, temperature=0.8, seed=seed) for seed in range(12)]
+    first, second = (tokens(drafting.generate(PROMPTS, seeded)) for _ in range(2))
+    assert first == second
+
+
+def drafting_cost(engine: Live, gate: str, threshold: float | None) -> tuple[Any, dict[str, Any]]:
+    """vLLM's counts, and the worker's own counters, of the same twelve requests under one gate."""
+    engine.set_gate(gate, threshold)
+    counts, before = engine.counts(), engine.call("early_exit_counters")
+    engine.generate(PROMPTS, greedy(48))
+    after = engine.call("early_exit_counters")
+    own = {name: after[name] - before[name] for name in ("rounds", "steps", "drafted", "gate_ended")}
+    lengths = zip(after["length_histogram"], before["length_histogram"], strict=True)
+    return engine.counts() - counts, own | {"histogram": [new - old for new, old in lengths]}
+
+
+def test_a_closed_gate_costs_no_further_draft_work(drafting):
+    open_, free = drafting_cost(drafting, "none", None)
+    some, gated = drafting_cost(drafting, "maxp", GATES["maxp"])
+    shut, closed = drafting_cost(drafting, "maxp", 1.0)
+    assert free["gate_ended"] == 0
+    assert free["histogram"] == [0] * K + [free["rounds"]]
+    assert free["steps"] == free["rounds"] * K
+    # The trunk runs one step a round, and only over the requests that take part.
+    assert closed["steps"] == closed["rounds"] == closed["gate_ended"] == closed["histogram"][1]
+    assert shut.drafted == shut.rounds
+    # In between: a round lasts as long as its last open request, but each request drafts only while its gate is open.
+    assert sum(count > 0 for count in gated["histogram"]) > 2
+    assert gated["steps"] < gated["rounds"] * K
+    assert gated["drafted"] < gated["steps"] * 8
+    assert some.rounds < some.drafted < some.rounds * K
+    for counts, own in ((open_, free), (some, gated), (shut, closed)):
+        # What vLLM counted as drafted is what was computed, but for the last round of requests that had ended already.
+        assert counts.drafted <= own["drafted"] <= counts.drafted + len(PROMPTS) * K
+
+
+def test_a_threshold_that_never_closes_is_the_same_as_no_gate(drafting):
+    without, _ = drafting_cost(drafting, "none", None)
+    assert drafting_cost(drafting, "maxp", 0.0)[0] == without
+    assert drafting_cost(drafting, "varH", 1e9)[0] == without
+    assert drafting_cost(drafting, "survival", 0.0)[0] == without
+
+
+@pytest.mark.parametrize("gate", ["none", "maxp"])
+def test_preemption_under_a_small_cache(model_dir, expected, gate):
+    """Two dozen blocks for eight requests of up to twelve: requests are thrown out and computed again."""
+    want = expected("llama")
+    spec = layer_skip(LAYERS // 2, K, **({} if gate == "none" else {"gate": gate, "tau": GATES[gate]}))
+    with live(want.path, spec, kv_cache_memory_bytes=24 * 2**16, max_model_len=384) as engine:
+        want.check(engine)
+        engine.counts().require_both_verdicts()
+        (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted > 0

@@ -1,0 +1,117 @@
+"""What cannot be done is refused before an engine starts, in one sentence that names the value and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import layer_skip, live
+from models import LAYERS
+
+from selfspec_cli.early_exit.settings import SettingsError
+
+pytestmark = pytest.mark.engine
+
+# Changes to a good speculative_config -> what the message says.
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "E of 0": ({"layer_skip": 0}, f"layer_skip = 0 is out of range; allowed: 1 to {LAYERS - 1}"),
+    "E of L": ({"layer_skip": LAYERS}, f"layer_skip = {LAYERS} is out of range; allowed: 1 to {LAYERS - 1}"),
+    "E negative": ({"layer_skip": -1}, "layer_skip = -1 is out of range"),
+    "E no integer": ({"layer_skip": 2.5}, "layer_skip = 2.5 must be an integer"),
+    "k of 0": ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 is out of range; allowed: 1 or more"),
+    "k no integer": ({"num_speculative_tokens": "3"}, "num_speculative_tokens = '3' must be an integer"),
+    "tau above 1": ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
+    "tau below 0": ({"gate": "maxp", "tau": -0.1}, "tau = -0.1 is out of range for gate 'maxp'"),
+    "tau no number": ({"gate": "maxp", "tau": float("nan")}, "tau = nan must be a finite number"),
+    "tau_v below 0": ({"gate": "varH", "tau_v": -1}, "tau_v = -1 is out of range for gate 'varH'; allowed: at least 0"),
+    "threshold of another gate": ({"gate": "maxp", "tau_v": 4}, "tau_v = 4 is not used by gate 'maxp'"),
+    "threshold without a gate": ({"tau": 0.5}, "tau = 0.5"),
+    "unknown key": ({"layer_skp": 3}, "'layer_skp' is not known.*did you mean 'layer_skip'"),
+    "unknown gate": ({"gate": "varh"}, "gate 'varh' is not known.*did you mean 'varH'"),
+    "calibration without its gate": ({"calibration": {}}, "calibration is given but gate 'none' does not use it"),
+    "two head paths": ({"head_path": "a", "lsq_head_path": "b"}, "mean the same setting"),
+    "skip with a gate": ({"method": "skip", "gate": "maxp"}, "gate 'maxp' is not used by method 'skip'"),
+}
+
+# Arguments of vllm.LLM -> what the message says.
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported"),
+    "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 is not supported"),
+    "LoRA": ({"enable_lora": True}, "enable_lora = True is not supported"),
+}
+
+
+def configure(path, spec: dict[str, Any], **changes: Any) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model=str(path), skip_tokenizer_init=True, speculative_config=spec, **changes).create_engine_config()
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_setting(model_dir, case):
+    changes, message = SETTINGS[case]
+    with pytest.raises(SettingsError, match=message):
+        configure(model_dir("llama"), layer_skip(LAYERS // 2, 3) | changes)
+
+
+@pytest.mark.parametrize("method", ["layer_skip", "skip"])
+@pytest.mark.parametrize("case", ENGINES)
+def test_engine_argument(model_dir, case, method):
+    changes, message = ENGINES[case]
+    with pytest.raises(SettingsError, match=message):
+        configure(model_dir("llama"), {"method": method, "layer_skip": 4}, **changes)
+
+
+def test_through_vllm_llm_too(model_dir):
+    """vLLM's own constructor hands the message on, whatever it wraps it in."""
+    with pytest.raises(ValueError, match="layer_skip = 8 is out of range"), live(model_dir("llama"), layer_skip(8, 3)):
+        pass
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(Exception, match="nowhere"), live(tmp_path / "nowhere", layer_skip(4, 3)):
+        pass
+
+
+def test_live_gate_refuses_and_keeps_what_it_had(model_dir):
+    with live(model_dir("llama"), layer_skip(4, 3, gate="maxp", tau=1.0)) as engine:
+        for kind, threshold in (("maxp", 1.5), ("varh", 4.0), ("varH", -1.0), ("none", 0.5), ("calibrated", 0.5)):
+            with pytest.raises(SettingsError):
+                engine.set_gate(kind, threshold)
+        engine.generate([[5, 6, 7]], greedy_tokens())
+        made = engine.counts()
+        assert made.drafted == made.rounds > 0  # still the gate that closes after each step
+
+
+def greedy_tokens() -> Any:
+    from harness import greedy
+
+    return greedy(16)
+
+
+def test_vllms_own_settings_still_work(model_dir):
+    """Keys that are vLLM's, dashes instead of underscores, and the defaults: half the layers, five tokens."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    spec = {"method": "layer_skip", "draft-sample-method": "probabilistic"}
+    path = str(model_dir("llama"))
+    config = EngineArgs(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+    from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+    settings = settings_of(config)
+    assert settings is not None
+    assert (settings.layer, settings.num_speculative_tokens) == (LAYERS // 2, 5)
+    assert config.speculative_config.draft_sample_method == "probabilistic"
+    assert config.speculative_config.num_speculative_tokens == 5
+
+
+def test_an_engine_without_our_method_has_none_of_our_settings(model_dir):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
+
+    config = EngineArgs(model=str(model_dir("llama")), skip_tokenizer_init=True).create_engine_config()
+    assert settings_of(config) is None
+    assert collects(config) == ()
+    assert not config.parallel_config.worker_extension_cls
+    assert "selfspec" not in str(config.additional_config)

@@ -1,0 +1,139 @@
+"""Sampling at temperature 0.8 is lossless in distribution: the first three generated tokens over 4,096 seeds.
+
+The reference is exact: the model is small enough (32 tokens) to enumerate all 32^3 continuations. Each engine's sample
+is compared with it (chi-square, cells with fewer than five expected merged) and with the plain engine's sample
+(chi-square of two samples). The tests have power: they must reject temperature 0.9 and the lossy method `skip`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import layer_skip, live, ragged_prompts
+from models import LAYERS, vocab_of
+from scipy import stats
+
+from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
+from selfspec_cli.early_exit.heads import Lens
+
+pytestmark = pytest.mark.engine
+
+SEEDS = 4096
+TEMPERATURE = 0.8
+ACCEPT = 1e-3  # p-values of right engines are above it, of wrong ones below; seeds are fixed, so nothing flickers
+MODEL = "llama_small_vocab"
+VOCAB = vocab_of(MODEL)
+PROMPT = ragged_prompts(4, VOCAB, seed=3)[1]
+EXIT = LAYERS // 2
+
+
+def sample(path: Any, spec: dict[str, Any] | None, temperature: float = TEMPERATURE) -> np.ndarray:
+    """Counts [V, V, V] of the first three tokens over SEEDS requests, each with a seed of its own."""
+    from vllm import SamplingParams
+
+    with live(path, spec, max_num_seqs=128, max_num_batched_tokens=1024, kv_cache_memory_bytes=2**28) as engine:
+        params = [
+            SamplingParams(temperature=temperature, seed=seed, max_tokens=3, ignore_eos=True, detokenize=False)
+            for seed in range(SEEDS)
+        ]
+        outputs = engine.generate([PROMPT] * SEEDS, params)
+        if spec is not None and spec["method"] == "layer_skip":
+            engine.counts().require_both_verdicts()
+    counts = np.zeros((VOCAB,) * 3)
+    for triple, count in Counter(tuple(output.outputs[0].token_ids) for output in outputs).items():
+        counts[triple] = count
+    return counts
+
+
+@pytest.fixture(scope="module")
+def exact(model_dir) -> np.ndarray:
+    """Probabilities [V, V, V] of the first three tokens at TEMPERATURE, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def after(prefixes: torch.Tensor) -> np.ndarray:  # [n, length] -> [n, V]
+        logits = torch.cat([model(input_ids=part).logits[:, -1] for part in prefixes.split(256)])
+        return (logits.double() / TEMPERATURE).softmax(-1).numpy()
+
+    prompt, every = torch.tensor([PROMPT]), torch.arange(VOCAB)[:, None]
+    one = torch.cat([prompt.expand(VOCAB, -1), every], 1)
+    two = torch.cat([one.repeat_interleave(VOCAB, 0), every.repeat(VOCAB, 1)], 1)
+    first, second, third = after(prompt)[0], after(one), after(two).reshape(VOCAB, VOCAB, VOCAB)
+    return first[:, None, None] * second[:, :, None] * third
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir) -> np.ndarray:
+    return sample(model_dir(MODEL), None)
+
+
+@pytest.fixture(scope="module")
+def draft_vocabulary(model_dir, tmp_path_factory) -> str:
+    """The lens over every other token: drafts cannot be any token, and their distribution has zeros."""
+    ids = torch.arange(0, VOCAB, 2)
+    metadata = HeadMetadata(kind="lens", layer=EXIT, hidden=64, vocab_size=VOCAB)
+    return str(save_head(tmp_path_factory.mktemp("heads") / "half.safetensors", Lens(ids), metadata))
+
+
+def p_exact(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """P-value of the hypothesis that `counts` were drawn from `probabilities`."""
+    expected = probabilities.ravel() * counts.sum()
+    cells = expected >= 5
+    merged = [np.append(values[cells], values[~cells].sum()) for values in (counts.ravel(), expected)]
+    assert cells.sum() > 100, "too few populated cells to tell anything"
+    return float(stats.chisquare(*merged).pvalue)
+
+
+def p_two_samples(left: np.ndarray, right: np.ndarray) -> float:
+    """P-value of the hypothesis that both were drawn from one distribution."""
+    table = np.stack([left.ravel(), right.ravel()])
+    cells = table.sum(0) >= 10
+    merged = np.concatenate([table[:, cells], table[:, ~cells].sum(1, keepdims=True)], 1)
+    return float(stats.chi2_contingency(merged).pvalue)
+
+
+def test_the_plain_engine_has_the_exact_distribution(plain, exact, report):
+    assert exact.sum() == pytest.approx(1)
+    p = p_exact(plain, exact)
+    report(f"plain engine against exact: p = {p:.3f}")
+    assert p > ACCEPT
+
+
+ARMS = {
+    "greedy drafts": {},
+    "greedy drafts, gate maxp": {"gate": "maxp", "tau": 0.5},
+    "probabilistic drafts": {"draft_sample_method": "probabilistic"},
+    "probabilistic drafts, gate maxp": {"draft_sample_method": "probabilistic", "gate": "maxp", "tau": 0.5},
+    "probabilistic drafts over half the vocabulary": {"draft_sample_method": "probabilistic", "half": True},
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_drafting_keeps_the_distribution(model_dir, plain, exact, draft_vocabulary, report, arm):
+    more = dict(ARMS[arm])
+    if more.pop("half", False):
+        more["head_path"] = draft_vocabulary
+    counts = sample(model_dir(MODEL), layer_skip(EXIT, 3, **more))
+    against_exact, against_plain = p_exact(counts, exact), p_two_samples(counts, plain)
+    report(f"{arm}: p = {against_exact:.3f} against exact, {against_plain:.3f} against the plain engine")
+    assert against_exact > ACCEPT
+    assert against_plain > ACCEPT
+
+
+def test_power(model_dir, plain, exact, report):
+    """Both tests see a temperature of 0.9, and a draft that nobody verified."""
+    wrong = {
+        "temperature 0.9": sample(model_dir(MODEL), None, temperature=0.9),
+        "method skip": sample(model_dir(MODEL), {"method": "skip", "layer_skip": EXIT}),
+    }
+    for name, counts in wrong.items():
+        against_exact, against_plain = p_exact(counts, exact), p_two_samples(counts, plain)
+        report(f"{name}: p = {against_exact:.2g} against exact, {against_plain:.2g} against the plain engine")
+        assert against_exact < ACCEPT
+        assert against_plain < ACCEPT

@@ -1,0 +1,209 @@
+"""Method `skip` is the truncated model; exit heads are loaded, checked, and paid for once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Counts, Live, layer_skip, live
+from models import LAYERS, VOCAB, save_tiny
+
+from selfspec_cli.early_exit.artifact import HeadMetadata, load_head, model_fingerprint, save_head
+from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
+
+pytestmark = pytest.mark.engine
+
+EXIT = LAYERS // 2
+HIDDEN = 64
+SOME = range(0, 32, 4)
+RANK = 4
+
+
+def from_transformers(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+# ---- method skip ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "layer"), [("llama", 1), ("llama", EXIT), ("gemma2", 3)])
+def test_skip_is_the_truncated_model(expected, name, layer):
+    """Prompt log-probabilities equal those of a transformers model of which all later layers were removed."""
+    want = expected(name)
+    with live(want.path, {"method": "skip", "layer_skip": layer}) as engine:
+        scored = engine.generate(want.prompts, prompt_scores())
+        assert engine.call("early_exit_counters") is None
+        with pytest.raises(AssertionError, match="differ from the baseline"):
+            want.check(engine, SOME)
+    model = from_transformers(want.path)
+    model.model.layers = model.model.layers[:layer]
+    model.config.num_hidden_layers = layer
+    for prompt, output in zip(want.prompts, scored, strict=True):
+        if len(prompt) == 1:
+            continue
+        with torch.no_grad():
+            exact = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        got = [scores[token].logprob for token, scores in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        assert got == pytest.approx([float(exact[i, token]) for i, token in enumerate(prompt[1:])], abs=1e-3)
+
+
+def prompt_scores() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+
+
+def test_skip_with_a_head_speaks_through_it(expected, tmp_path):
+    """An lsq head whose weight is zero but for one row makes every prediction that token."""
+    want = expected("llama")
+    only = LeastSquares(torch.zeros(VOCAB, HIDDEN), torch.eye(VOCAB)[7])
+    path = save_head(tmp_path / "one.safetensors", only, about(only, want.path))
+    with live(want.path, {"method": "skip", "layer_skip": EXIT, "lsq_head_path": str(path)}) as engine:
+        outputs = engine.generate(want.prompts[:2], prompt_scores())
+    assert [output.outputs[0].token_ids[0] for output in outputs] == [7, 7]
+
+
+# ---- exit heads -----------------------------------------------------------------------------------------------------
+
+
+def about(head: ExitHead, path: Path, **changes: Any) -> HeadMetadata:
+    """Metadata of a head of the model in `path`, its fingerprint taken through transformers, not through vLLM."""
+    model = from_transformers(path)
+    mark = model_fingerprint(model.config.to_dict(), [("embed_tokens.weight", model.model.embed_tokens.weight)])
+    facts = {"kind": head.kind, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
+    return HeadMetadata(**{**facts, "fingerprint": mark, **changes})
+
+
+def heads(path: Path) -> dict[str, ExitHead]:
+    """Heads that draft like the lens or a little worse."""
+    torch.manual_seed(0)
+    lm_head = from_transformers(path).lm_head.weight.detach()
+    noisy = LeastSquares(lm_head + 0.02 * torch.randn(VOCAB, HIDDEN), 0.1 * torch.randn(VOCAB))
+    low = Translator(down=0.1 * torch.randn(RANK, HIDDEN), up=0.1 * torch.randn(HIDDEN, RANK), bias=torch.zeros(HIDDEN))
+    half = torch.arange(0, VOCAB, 2)
+    return {
+        "lens, half the vocabulary": Lens(half),
+        "lsq of the lm_head itself": LeastSquares(lm_head.clone()),
+        "lsq": noisy,
+        "lsq, half the vocabulary": with_draft_vocabulary(noisy, half),
+        "translator": Translator(0.02 * torch.randn(HIDDEN, HIDDEN)),
+        "translator of rank 4": low,
+        "translator of rank 4, half the vocabulary": with_draft_vocabulary(low, half),
+    }
+
+
+HEADS = (
+    "lens, half the vocabulary",
+    "lsq of the lm_head itself",
+    "lsq",
+    "lsq, half the vocabulary",
+    "translator",
+    "translator of rank 4",
+    "translator of rank 4, half the vocabulary",
+)
+
+
+def own_bytes(head: ExitHead) -> int:
+    """What a head stores, and the rows of the lm_head that it gathers."""
+    stored = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
+    gathered = 0 if head.vocab_ids is None or head.kind == "lsq" else len(head.vocab_ids) * HIDDEN * 4
+    return stored + gathered
+
+
+@pytest.fixture(scope="module")
+def lens(expected) -> tuple[Counts, dict[str, int]]:
+    """What drafting with the plain lens counts, and the bytes it holds."""
+    want = expected("llama")
+    with live(want.path, layer_skip(EXIT, 3)) as engine:
+        want.check(engine, SOME)
+        return engine.counts(), engine.call("early_exit_weights")
+
+
+@pytest.fixture(scope="module")
+def plain_weights(expected) -> dict[str, int]:
+    with live(expected("llama").path) as engine:
+        return engine.call("early_exit_weights")
+
+
+def test_the_lens_adds_no_weights(lens, plain_weights, expected):
+    """The target is as large as without drafting, and as large as its file; the draft adds nothing."""
+    parameters = sum(weight.nbytes for weight in from_transformers(expected("llama").path).parameters())
+    assert lens[1] == plain_weights == {"target": plain_weights["target"], "draft": 0}
+    assert parameters <= plain_weights["target"] <= parameters + 2 * 4 * 32 * 512  # and the rotary table
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weights, report, tmp_path, name):
+    want = expected("llama")
+    head = heads(want.path)[name]
+    path = save_head(tmp_path / "head.safetensors", head, about(head, want.path))
+    with live(want.path, layer_skip(EXIT, 3, head_path=str(path))) as engine:
+        want.check(engine, SOME)
+        made, weights = engine.counts(), engine.call("early_exit_weights")
+    made.require_both_verdicts()
+    report(f"{name}: {made.drafted} drafted, {made.accepted} accepted (lens: {lens[0].accepted}), {weights} bytes")
+    assert weights == {"target": plain_weights["target"], "draft": own_bytes(head)}
+    if name == "lsq of the lm_head itself":
+        assert made == lens[0]  # the same draft by another path
+    else:
+        assert made != lens[0]  # the head was used
+
+
+# ---- heads that do not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lsq(expected) -> LeastSquares:
+    return LeastSquares(from_transformers(expected("llama").path).lm_head.weight.detach().clone())
+
+
+def refuse(path: Path, head: Path, message: str) -> None:
+    """An engine with this head does not start, and says why."""
+    with pytest.raises(HeadError, match=message), live(path, layer_skip(EXIT, 3, lsq_head_path=str(head))):
+        pass
+
+
+def test_another_model_is_refused(expected, lsq, tmp_path):
+    other = save_tiny("llama", tmp_path / "other", seed=1)
+    refuse(expected("llama").path, saved(lsq, other, tmp_path), "was fitted on another model: its fingerprint is")
+
+
+def test_another_layer_is_refused(expected, lsq, tmp_path):
+    path = expected("llama").path
+    refuse(path, saved(lsq, path, tmp_path, layer=EXIT + 1), f"is for layer {EXIT + 1}; layer {EXIT} is asked for")
+
+
+def test_another_shape_is_refused(expected, tmp_path):
+    path = expected("llama").path
+    wide = LeastSquares(torch.zeros(VOCAB, 2 * HIDDEN))
+    refuse(path, saved(wide, path, tmp_path, hidden=2 * HIDDEN), "its hidden is 128, this model's is 64")
+    short = LeastSquares(torch.zeros(VOCAB - 1, HIDDEN))
+    refuse(path, saved(short, path, tmp_path, vocab_size=VOCAB - 1), "its vocab_size is 255, this model's is 256")
+
+
+def test_truncated_file_is_refused(expected, lsq, tmp_path):
+    path = expected("llama").path
+    head = saved(lsq, path, tmp_path)
+    whole = head.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 5, 0):
+        head.write_bytes(whole[:length])
+        with pytest.raises(HeadError, match="truncated"):
+            load_head(head)
+    refuse(path, head, "truncated")
+    refuse(path, tmp_path / "nowhere.safetensors", "does not exist")
+
+
+def saved(head: ExitHead, path: Path, folder: Path, **changes: Any) -> Path:
+    return save_head(folder / "head.safetensors", head, about(head, path, **changes))
+
+
+def test_an_engine_of_this_process_still_runs(expected):
+    """Refusals leave nothing behind that the next engine trips over."""
+    want = expected("llama")
+    with live(want.path, layer_skip(EXIT, 3)) as engine:
+        assert isinstance(engine, Live)
+        want.check(engine, SOME)

@@ -30,10 +30,7 @@ Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "Speculativ
 def settings_of(vllm_config: VllmConfig) -> DraftSettings | None:
     """The early-exit settings that a worker's configuration carries, None if it has none."""
     spec = vllm_config.speculative_config
-    if spec is None:
-        data = _additional(vllm_config).get(SETTINGS_KEY)
-    else:
-        data = getattr(spec, SETTINGS_KEY, None)
+    data = _additional(vllm_config).get(SETTINGS_KEY) if spec is None else getattr(spec, SETTINGS_KEY, None)
     return None if data is None else DraftSettings.from_dict(data)
 
 

@@ -20,15 +20,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+import torch
+
+if torch.cuda.is_available():  # collected elsewhere too, where it must not change what other tests run
+    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from harness import differing, greedy, layer_skip, live, ragged_prompts, tokens  # noqa: E402
-from models import LAYERS, MAX_LEN, VOCAB, save_tiny  # noqa: E402
+from harness import differing, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, MAX_LEN, VOCAB, save_tiny
 
 try:
     import pytest

@@ -53,13 +53,13 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
         import wandb
     except ImportError as error:
         raise ConfigError("tracker=wandb: wandb is not installed; pip install 'selfspec[track]'") from error
-    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     settings = wandb.Settings(silent=True, console="off")  # stdout belongs to selfspec
     run = wandb.init(
         project=cfg.tracker.project,
         entity=cfg.tracker.entity,
         name=run_id,
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         config=to_plain(cfg),
         settings=settings,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.gate_rules import Calibration
-from selfspec_cli.early_exit.settings import check_threshold
+from selfspec_cli.early_exit.settings import SettingsError, check_threshold
 
 
 class Drafting(Protocol):
@@ -28,8 +28,10 @@ class LiveGate:
 
     def set(self, kind: str, threshold: float | None) -> None:
         """Change the gate. Raises SettingsError for an unknown gate or a threshold out of its range."""
-        self.threshold = check_threshold(kind, threshold)
-        self.kind = kind
+        checked = check_threshold(kind, threshold)
+        if kind == "calibrated" and self.calibration is None:
+            raise SettingsError("gate 'calibrated' needs the calibration that the engine was not started with")
+        self.kind, self.threshold = kind, checked
 
     def decide(self, logits: Tensor, state: Drafting) -> Tensor:
         """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps the running product in `state`."""

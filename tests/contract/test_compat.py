@@ -103,8 +103,7 @@ def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):
     init_device(types.SimpleNamespace(vllm_config=plain))
     assert (asked, len(started)) == ([], 1)
 
-    hf_config = types.SimpleNamespace(selfspec={"layer": 2})
-    spec = types.SimpleNamespace(draft_model_config=types.SimpleNamespace(hf_config=hf_config))
+    spec = types.SimpleNamespace(selfspec={"layer": 2})
     drafting = types.SimpleNamespace(additional_config={}, speculative_config=spec)
     skipping = types.SimpleNamespace(
         additional_config={"selfspec": {"layer": 2, "verify": False}}, speculative_config=None

@@ -8,7 +8,7 @@ from selfspec_cli.records import Record, header
 from selfspec_cli.tracking import open_tracker
 
 ROW = Record(run_id="r", time="t", arm="baseline", model="m", tok_s_median=100.0, key="0" * 12)
-WANDB = RunConfig(tracker=TrackerConfig(kind=TrackerKind.wandb))
+WANDB = RunConfig(k=5, tracker=TrackerConfig(kind=TrackerKind.wandb))
 
 
 @pytest.fixture

@@ -49,10 +49,16 @@ class Live:
     """A running engine."""
 
     llm: Any
+    broken: bool = False
 
     def generate(self, prompts: Sequence[list[int]], params: Any) -> list[Any]:
         """One finished request a prompt, in their order; params: one SamplingParams, or one a prompt."""
-        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        # An engine that raised in the middle of a step keeps its requests and never finishes them.
+        assert not self.broken, "an earlier test broke this engine"
+        self.broken = True
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        self.broken = False
+        return outputs
 
     def counts(self) -> Counts:
         """Counted since the engine started."""

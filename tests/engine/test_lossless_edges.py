@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import GATES, Live, greedy, layer_skip, live, ragged_prompts
 from models import EOS, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -71,17 +71,6 @@ def penalties(engine: Live) -> Any:
 def bad_words_and_allowed_tokens(engine: Live) -> Any:
     some = greedy(48, allowed_token_ids=list(range(3, VOCAB, 2)))
     return ends(engine.generate(PROMPTS, [some, greedy(48)] * 6))
-
-
-@scenario
-def beside_sampled_requests(engine: Live) -> Any:
-    """Greedy requests in one batch with seeded samples, some of them n=3. Only the greedy ones must be equal."""
-    sampled = greedy(40, temperature=0.8, n=3, seed=5), greedy(40, temperature=1.2, top_p=0.9, seed=6)
-    outputs = engine.generate(PROMPTS, [sampled[0], greedy(64), sampled[1], greedy(48)] * 3)
-    assert [len(output.outputs) for output in outputs] == [3, 1, 1, 1] * 3
-    assert all(len(sample.token_ids) == 40 for output in outputs[::2] for sample in output.outputs)
-    assert any(len({tuple(sample.token_ids) for sample in output.outputs}) > 1 for output in outputs[::4])
-    return ends(outputs[1::2])
 
 
 @scenario
@@ -183,13 +172,6 @@ def test_gate_changed_in_the_middle_of_a_generation(plain, drafting):
     made = drafting.counts() - before
     made.require_both_verdicts()
     assert made.rounds < made.drafted < made.rounds * K
-
-
-def test_same_seeds_give_the_same_samples(drafting):
-    drafting.set_gate("none", None)
-    seeded = [greedy(32, temperature=0.8, seed=seed) for seed in range(12)]
-    first, second = (tokens(drafting.generate(PROMPTS, seeded)) for _ in range(2))
-    assert first == second
 
 
 def drafting_cost(engine: Live, gate: str, threshold: float | None) -> tuple[Any, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import layer_skip, live, ragged_prompts
+from harness import greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
 
@@ -124,6 +124,35 @@ def test_drafting_keeps_the_distribution(model_dir, plain, exact, draft_vocabula
     report(f"{arm}: p = {against_exact:.3f} against exact, {against_plain:.3f} against the plain engine")
     assert against_exact > ACCEPT
     assert against_plain > ACCEPT
+
+
+def test_greedy_requests_beside_sampled_ones(model_dir):
+    """One batch of greedy requests and seeded samples, some n=3: the greedy ones are the plain engine's, seeds repeat.
+
+    Prompts are short and never chunked: vLLM 0.32 cannot chunk the prefill of a request with a seed on the CPU (its
+    runner rewinds the request's generator, and a CPU generator has no offset).
+    """
+    prompts = [prompt[-20:] for prompt in ragged_prompts(12, VOCAB, seed=4)]
+    three = greedy(40, temperature=TEMPERATURE, n=3, seed=5)
+    other = greedy(40, temperature=1.2, top_p=0.9, seed=6)
+    params = [three, greedy(64), other, greedy(48)] * 3
+    with live(model_dir(MODEL), max_num_batched_tokens=1024) as engine:
+        want = tokens(engine.generate(prompts, params))[1::2]
+    for method in ("greedy", "probabilistic"):
+        spec = layer_skip(EXIT, 5, draft_sample_method=method)
+        with live(model_dir(MODEL), spec, max_num_batched_tokens=1024) as engine:
+            first, second = (engine.generate(prompts, params) for _ in range(2))
+            engine.counts().require_both_verdicts()
+        assert tokens(first)[1::2] == tokens(second)[1::2] == want
+        assert [len(output.outputs) for output in first] == [3, 1, 1, 1] * 3
+        assert all(len(sample.token_ids) == 40 for output in first[::2] for sample in output.outputs)
+        assert all(len({tuple(sample.token_ids) for sample in output.outputs}) == 3 for output in first[::4])
+        if method == "greedy":  # vLLM draws probabilistic drafts without the request's seed
+            assert samples(first) == samples(second)
+
+
+def samples(outputs: list[Any]) -> list[list[int]]:
+    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
 
 def test_power(model_dir, plain, exact, report):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from selfspec_cli.config import KEY_LENGTH, ConfigError, Method, RunConfig, gate_threshold, run_key
+from selfspec_cli.config import KEY_LENGTH, ConfigError, Method, RunConfig, gate_threshold, head_spec, run_key
 
 SUMMARY = "summary.csv"
 ACCEPT = "accept.tsv"
@@ -131,7 +131,7 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
     record.seed, record.repeats = cfg.seed, cfg.repeats
     if cfg.method is not Method.baseline:
         record.E = cfg.layer if cfg.layer is not None else layer
-        record.head, record.vocab = cfg.head.kind.value, cfg.vocab
+        record.head, record.vocab = head_spec(cfg.head).name, cfg.vocab
     if cfg.method is Method.layer_skip:
         record.k, record.gate, record.threshold = cfg.k, cfg.gate.kind.value, gate_threshold(cfg)
     return record

@@ -11,8 +11,9 @@ from torch import Tensor
 from selfspec_cli.early_exit.fitting import FitError, FitReport
 from selfspec_cli.early_exit.heads import ExitHead, LmHead
 
-RIDGES: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Relative ridges worth trying: from hardly any to one as large as the mean variance of the inputs."""
+RIDGES: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""Relative ridges worth trying, in units of the inputs' mean variance: from hardly any to one that makes a translator
+the lens, which is the better head on a model that was trained for early exit."""
 
 
 class RidgeChoice(NamedTuple):

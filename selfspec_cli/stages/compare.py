@@ -125,7 +125,7 @@ def _step_times(
     progress: Progress,
     failed: list[str],
 ) -> StepTimes | None:
-    """T from the baseline, the rest from rounds of the lens at the outermost exits; None if one could not be measured."""
+    """T from the baseline, the rest from rounds of the lens at the outermost exits; None if one was not measured."""
     low, high = min(layers), max(layers)
     if low == high:
         low = max(1, high // 2)

@@ -244,7 +244,7 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
     for name in "abc":
         assert find_head(tmp_path, 3, kinds[name].spec).stem == name
     assert find_head(tmp_path, 3, LSQ, "v3").stem == "d"
-    with pytest.raises(HeadError, match="no head for layer 3, lsq over v4; it has .*lsq over v3 at layer 3"):
+    with pytest.raises(HeadError, match=r"no head for layer 3, lsq over v4; it has .*lsq over v3 at layer 3"):
         find_head(tmp_path, 3, LSQ, "v4")
 
 

@@ -27,7 +27,8 @@ from selfspec_cli.vllm_plugin.trunk import decoder_of
 
 Mode = Literal["fit", "validate", "test", "train", "replay"]
 MODES: tuple[Mode, ...] = ("fit", "validate", "test", "train", "replay")
-TRAIN_BATCH = 256  # pairs a step of KL training: logits over the vocabulary are [256, V]
+PIECE = 256  # states at a time through the lm_head: logits are [256, V]
+TRAIN_BATCH = 256  # pairs a step of KL training
 TRAIN_RATE = 1e-3  # of AdamW
 
 
@@ -192,7 +193,7 @@ class Collector:
 
     def _argmax(self, z: Tensor) -> Tensor:
         # In pieces: logits are [n, vocabulary], and n is a whole prefill.
-        return torch.cat([self.lm_head(part).argmax(-1) for part in z.split(TRAIN_BATCH)])
+        return torch.cat([self.lm_head(part).argmax(-1) for part in z.split(PIECE)])
 
     def lm_head(self, z: Tensor) -> Tensor:
         """The model's own logits, [n, hidden] of any dtype -> [n, V]."""
@@ -210,7 +211,11 @@ class Collector:
             equations = self._sums[layer, spec.fitted_to, spec.bias]
             solver = partial(_solve, equations, spec)
             if self.plan.ridge is None:
-                held_out = [(held.x[layer], held.best) for held in self.kept.get("validate", [])]
+                held_out = [
+                    pair
+                    for held in self.kept.get("validate", [])
+                    for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
+                ]
                 choice = choose_ridge(solver, held_out, self.lm_head)
                 found = (choice.head, choice.report)
             else:

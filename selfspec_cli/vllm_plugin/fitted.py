@@ -15,7 +15,7 @@ from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.fitting import FitReport
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import ExitHead, with_draft_vocabulary
-from selfspec_cli.vllm_plugin.collect import Collector, Held
+from selfspec_cli.vllm_plugin.collect import PIECE, Collector, Held
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.timing import seconds_a_call
 
@@ -82,7 +82,7 @@ def _tested(
 
     @torch.inference_mode()
     def agreed(held: Held) -> list[bool]:
-        parts = [draft(x) for x in held.x[layer].split(256)]
+        parts = [draft(x) for x in held.x[layer].split(PIECE)]
         return (torch.cat(parts) == held.best).tolist()
 
     test = [bit for held in collector.kept["test"] for bit in agreed(held)]

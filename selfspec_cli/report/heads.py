@@ -112,7 +112,7 @@ def table(rows: list[HeadRow], most: int = 20) -> Table:
         "predicted",
         "measured",
     ):
-        made.add_column(name, justify="left" if name == "exit, head" else "right")
+        made.add_column(name, justify="left" if name == "exit, head" else "right", no_wrap=True)
     for row in (by_speedup(rows) or rows)[:most]:
         measured = "" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x"
         if row.measured_min is not None and row.measured_max is not None:

@@ -69,7 +69,7 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         replacement=f"{_HERE}.cpu_sampling:expand_on_cpu",
         stage="worker",
-        reason="on the CPU it loses the temperatures of drafted positions, so speculation is not lossless with sampling",
+        reason="on the CPU it loses the temperatures of drafted positions: sampling with speculation is not lossless",
         unneeded_when="vLLM's CPU kernel writes to the tensor that it was given",
     ),
     Patch(

@@ -30,8 +30,8 @@ MODEL = "llama_small_vocab"
 VOCAB = vocab_of(MODEL)
 PROMPT = ragged_prompts(4, VOCAB, seed=3)[1]
 EXIT = LAYERS // 2
-# vLLM 0.32 cannot chunk the prefill of a request with a seed on the CPU: its runner rewinds the request's generator, and a
-# CPU generator has no offset.
+# vLLM 0.32 cannot chunk the prefill of a request with a seed on the CPU: its runner rewinds the request's generator,
+# and a CPU generator has no offset.
 WHOLE_PREFILLS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
 
 
@@ -131,7 +131,7 @@ def test_drafting_keeps_the_distribution(model_dir, plain, exact, draft_vocabula
 
 
 def test_greedy_requests_beside_sampled_ones(model_dir):
-    """One batch of greedy requests and seeded samples, some n=3: the greedy ones are the plain engine's, seeds repeat."""
+    """Greedy requests in a batch with seeded samples, some n=3: the greedy are the plain engine's, seeds repeat."""
     prompts = ragged_prompts(12, VOCAB, seed=4)
     three = greedy(40, temperature=TEMPERATURE, n=3, seed=5)
     other = greedy(40, temperature=1.2, top_p=0.9, seed=6)

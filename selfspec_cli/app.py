@@ -224,6 +224,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     """Plan, measure, show; the exit code says how it went."""
     for cfg in runs:
         preflight.check(cfg)
+    asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
+    warn(["no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"] if asked != runs else [])
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY
     if dry_run:

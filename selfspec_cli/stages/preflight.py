@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli import head_files, paths
@@ -38,6 +41,22 @@ def check_model(cfg: RunConfig) -> None:
         raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
     if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
+
+
+def runnable(cfg: RunConfig) -> RunConfig:
+    """`cfg` as this machine can run it: eager on the CPU where torch.compile would find no C++ compiler.
+
+    The row's key and its config.yaml are those of the eager run, so it is never taken for a compiled one.
+    """
+    if cfg.engine.name != "cpu" or cfg.engine.enforce_eager or cpp_compiler() is not None:
+        return cfg
+    return replace(cfg, engine=replace(cfg.engine, enforce_eager=True))
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on the CPU."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def num_layers(cfg: RunConfig, folder: Path) -> int | None:

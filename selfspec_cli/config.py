@@ -195,6 +195,11 @@ def resolved(cfg: RunConfig) -> RunConfig:
     return replace(cfg, layer=layer, k=k)
 
 
+def vocab_size(cfg: RunConfig) -> int | None:
+    """Tokens in the draft vocabulary; None for the full one, and for a list whose file says how many."""
+    return int(cfg.vocab) if cfg.vocab.isdigit() else None
+
+
 def head_spec(head: HeadConfig) -> HeadSpec:
     """Which head a config names.
 

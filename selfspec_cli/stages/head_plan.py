@@ -56,7 +56,7 @@ def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[Run
     if not {"layer", "vocab"} <= given:
         model = compose([override for override in overrides if override.startswith("model")])[0]
         folder = Path(paths.model_path(model.model)).expanduser()
-        layers, tokens = preflight.num_layers(model, folder), preflight.number(model, folder, "vocab_size")
+        layers, tokens = preflight.num_layers(model, folder), preflight.number(model, "vocab_size", folder)
         if layers is None or tokens is None:
             raise ConfigError("layer= and vocab= must be given for a model that is not a folder")
         exits = sorted({max(1, layers * part // 12) for part in (1, 2, 4, 6)})
@@ -80,7 +80,7 @@ def gather(points: Sequence[RunConfig]) -> HeadPlan:
         if cfg.layer is None:
             raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
     return HeadPlan(
-        points[0],
+        preflight.runnable(points[0]),
         tuple(dict.fromkeys(cfg.layer for cfg in points if cfg.layer is not None)),
         {head_spec(cfg.head).name: cfg.head for cfg in points},
         tuple(dict.fromkeys(cfg.vocab for cfg in points)),

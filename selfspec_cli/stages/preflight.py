@@ -24,7 +24,12 @@ def check(cfg: RunConfig) -> None:
     layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
     layer = cfg.layer if cfg.layer is not None else layers // 2 if layers else None
     if layer is not None and (cfg.head.kind is not HeadKind.lens or cfg.head.path is not None):
-        head_files.full_head(cfg, layer)
+        head_file(cfg, layer)
+
+
+def head_file(cfg: RunConfig, layer: int) -> Path | None:
+    """The fitted head that `cfg` uses at `layer`; raises as `head_files.full_head`."""
+    return head_files.full_head(cfg, layer)
 
 
 def check_model(cfg: RunConfig) -> None:
@@ -36,7 +41,7 @@ def check_model(cfg: RunConfig) -> None:
     folder = Path(paths.model_path(cfg.model)).expanduser()
     if cfg.method is Method.baseline:
         return
-    layers, tokens = num_layers(cfg, folder), number(cfg, folder, "vocab_size")
+    layers, tokens = num_layers(cfg, folder), number(cfg, "vocab_size", folder)
     if layers is not None and cfg.layer is not None and cfg.layer >= layers:
         raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
     if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
@@ -61,12 +66,13 @@ def cpp_compiler() -> str | None:
 
 def num_layers(cfg: RunConfig, folder: Path) -> int | None:
     """Decoder layers of a model in a folder, by its config.json; None where that does not say."""
-    return number(cfg, folder, "num_hidden_layers")
+    return number(cfg, "num_hidden_layers", folder)
 
 
-def number(cfg: RunConfig, folder: Path, key: str) -> int | None:
+def number(cfg: RunConfig, key: str, folder: Path | None = None) -> int | None:
     """An integer of a model's config.json; None where that does not say."""
     try:
+        folder = folder or Path(paths.model_path(cfg.model)).expanduser()
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -21,9 +21,10 @@ class HeadRow:
 
     agreement: share of held-out text where its argmax is the full model's; agreement_generated: the same on the full
     model's own generations. tokens_k*: tokens a round of k drafts yields there, the verify step's included.
-    bytes_per_step: weights that a draft step's head reads. head_us: microseconds of it. predicted_speedup at best_k: by
-    the cost model with step times measured on this machine. measured_*: in the engine, k = best_k; min and max over the
-    repeats. efficiency: measured over predicted.
+    parameters: weights that the head stores. bytes_per_step: of weights, read by the head in a draft step. head_us:
+    microseconds of it. pairs, ridge, residual, explained, condition: of the fit (`fitting.FitReport`).
+    predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
+    k = best_k; min and max over the repeats. efficiency: measured over predicted.
     """
 
     model: str
@@ -45,6 +46,7 @@ class HeadRow:
     head_us: float | None = None
     pairs: int | None = None
     ridge: float | None = None
+    residual: float | None = None
     explained: float | None = None
     condition: float | None = None
     best_k: int | None = None

@@ -59,10 +59,10 @@ def compose_runs(
     base = load_config(config) if config else None
     names, users = _split_experiment(_parse(overrides))
     points: list[tuple[str, ...]] = []
-    chosen: list[str | None] = [experiment] if experiment else [*names]
-    for name in chosen or [None]:
-        given = _parse(experiment_overrides(name)) if name else []
-        points += _expand([*given, *users], sweep)
+    chosen = [experiment] if experiment else names
+    grids = [grid for name in chosen for grid in experiment_overrides(name)] if chosen else [[]]
+    for grid in grids:
+        points += _expand([*_parse(grid), *users], sweep)
     runs: dict[str, RunConfig] = {}
     for cfg in map(resolved, _compose_points(points, base)):
         validate(cfg)
@@ -94,8 +94,8 @@ def experiment_files() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def experiment_overrides(name: str) -> list[str]:
-    """The overrides of one experiment file.
+def experiment_overrides(name: str) -> list[list[str]]:
+    """The overrides of one experiment file, once for each of its grids.
 
     Raises:
         ConfigError: no such experiment, or a file of another shape.
@@ -110,9 +110,9 @@ def experiment_overrides(name: str) -> list[str]:
     if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{files[name]}: an experiment is a mapping with a list `overrides`")
     for key in content:
-        if key not in ("title", "overrides"):
-            raise ConfigError(f"{files[name]}: {closest(key, ('title', 'overrides'), 'key')}")
-    return [str(override) for override in content["overrides"]]
+        if key not in ("title", "overrides", "grids"):
+            raise ConfigError(f"{files[name]}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
+    return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]
 
 
 def choices(group: str) -> list[str]:

@@ -22,31 +22,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-LLAMA3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+SHAPE = "shape:llama3_8b"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default="llama3-8b-shape", help="llama3-8b-shape (dummy weights), reference, or a folder"
+        "--model", default=SHAPE, help="shape:llama3_8b (dummy weights), reference, or a folder"
     )
     parser.add_argument("--quantization", help="such as fp8, done by vLLM as it loads")
     parser.add_argument("--layers", type=int, nargs="+", default=[8])
@@ -69,12 +51,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = ModelConfig(dtype="bfloat16", quantization=given.quantization, exit_layer=None)
         model = replace(model, tensor_parallel_size=given.tensor_parallel_size)
-        dummy = given.model == "llama3-8b-shape"
-        if dummy:
-            (Path(scratch) / "config.json").write_text(json.dumps(LLAMA3_8B))
-            model = replace(model, name="llama3-8b-shape", path=scratch, load_format="dummy")
-        elif given.model != "reference":
-            model = replace(model, name=Path(given.model).name, path=given.model)
+        dummy = given.model.startswith("shape:")
+        if given.model != "reference":
+            name = given.model.replace("shape:", "").rstrip("/").rpartition("/")[2]
+            model = replace(model, name=name, path=given.model, load_format="dummy" if dummy else "auto")
         cfg = RunConfig(
             model=model,
             engine=EngineConfig(name="gpu", kv_cache_gib=None, max_num_batched_tokens=8192),

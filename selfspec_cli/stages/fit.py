@@ -95,6 +95,9 @@ def check(cfg: RunConfig, request: Request) -> None:
         raise ConfigError(f"pairs={request.pairs}: must be at least 1")
     if request.ridge is not None and not 0 <= request.ridge < float("inf"):
         raise ConfigError(f"ridge={request.ridge}: must be at least 0, and finite")
+    if cfg.model.load_format == "dummy" and cfg.model.tokenizer is None and request.corpus != "random":
+        raise ConfigError(f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random, which "
+                          "times a fit and says nothing about its head")  # fmt: skip
     for name in request.heads:
         HeadSpec.from_name(name)
 

@@ -27,9 +27,7 @@ SHAPE = "shape:llama3_8b"
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default=SHAPE, help="shape:llama3_8b (dummy weights), reference, or a folder"
-    )
+    parser.add_argument("--model", default=SHAPE, help="shape:llama3_8b (dummy weights), reference, or a folder")
     parser.add_argument("--quantization", help="such as fp8, done by vLLM as it loads")
     parser.add_argument("--layers", type=int, nargs="+", default=[8])
     parser.add_argument("--heads", nargs="+", default=["lens", "lsq"])

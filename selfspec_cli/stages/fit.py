@@ -96,8 +96,8 @@ def check(cfg: RunConfig, request: Request) -> None:
     if request.ridge is not None and not 0 <= request.ridge < float("inf"):
         raise ConfigError(f"ridge={request.ridge}: must be at least 0, and finite")
     if cfg.model.load_format == "dummy" and cfg.model.tokenizer is None and request.corpus != "random":
-        raise ConfigError(f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random, which "
-                          "times a fit and says nothing about its head")  # fmt: skip
+        raise ConfigError(f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random "
+                          "(it times a fit and says nothing about its head)")  # fmt: skip
     for name in request.heads:
         HeadSpec.from_name(name)
 

@@ -24,7 +24,10 @@ class HeadRow:
     parameters: weights that the head stores. bytes_per_step: of weights, read by the head in a draft step. head_us:
     microseconds of it. pairs, ridge, residual, explained, condition: of the fit (`fitting.FitReport`).
     predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
-    k = best_k; min and max over the repeats. efficiency: measured over predicted.
+    k = best_k; min and max over the repeats. efficiency: measured over predicted, the product of three ratios that say
+    where it comes from: tokens_ratio (tokens a round, measured over predicted), round_ratio (time of a round, predicted
+    over measured) and baseline_ratio (time of a baseline's step, measured then over measured for the prediction: what
+    the machine drifted).
     """
 
     model: str
@@ -56,6 +59,9 @@ class HeadRow:
     measured_max: float | None = None
     measured_tokens: float | None = None
     efficiency: float | None = None
+    tokens_ratio: float | None = None
+    round_ratio: float | None = None
+    baseline_ratio: float | None = None
     path: str | None = None
 
     @classmethod

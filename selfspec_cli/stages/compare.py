@@ -96,7 +96,7 @@ def run(
     found.times = _step_times(cfg, plan.layers, head_seconds, open_engine, progress, found.failed)
     if found.times is not None:
         predict(rows, found.times)
-        _measure(plan, rows, top, open_engine, progress, found.failed)
+        _measure(plan, rows, found.times, top, open_engine, progress, found.failed)
     facts = {
         "step_times": found.times and found.times.to_dict(),
         "fit_seconds": fitted.seconds,
@@ -148,7 +148,13 @@ def _step_times(
 
 
 def _measure(
-    plan: HeadPlan, rows: list[HeadRow], top: int, open_engine: OpenEngine, progress: Progress, failed: list[str]
+    plan: HeadPlan,
+    rows: list[HeadRow],
+    times: StepTimes,
+    top: int,
+    open_engine: OpenEngine,
+    progress: Progress,
+    failed: list[str],
 ) -> None:
     """Measure the best rows in the engine and put what was measured beside what was predicted."""
     chosen = {}
@@ -159,15 +165,26 @@ def _measure(
     if not chosen:
         return
     measured = _swept([cfg for cfg, _ in chosen.values()], open_engine, progress, failed)
+    baseline = next((record for record in measured.values() if record.arm == "baseline"), None)
     for key, (_, row) in chosen.items():
-        record = measured.get(key)
-        if record is None or not record.speedup or not record.tok_s_median or not row.predicted_speedup:
-            continue
-        row.measured_speedup, row.measured_tokens = record.speedup, record.mean_accepted_len
-        baseline = record.tok_s_median / record.speedup
-        row.measured_min = None if record.tok_s_min is None else record.tok_s_min / baseline
-        row.measured_max = None if record.tok_s_max is None else record.tok_s_max / baseline
-        row.efficiency = efficiency(record.speedup, row.predicted_speedup)
+        if baseline is not None and key in measured:
+            beside(row, measured[key], baseline, times)
+
+
+def beside(row: HeadRow, record: Record, baseline: Record, times: StepTimes) -> None:
+    """Fill in what was measured for `row`, and where it differs from the prediction by `times`."""
+    if not record.speedup or not baseline.tok_s_median or not row.predicted_speedup or row.best_k is None:
+        return
+    row.measured_speedup, row.measured_tokens = record.speedup, record.mean_accepted_len
+    row.measured_min = None if record.tok_s_min is None else record.tok_s_min / baseline.tok_s_median
+    row.measured_max = None if record.tok_s_max is None else record.tok_s_max / baseline.tok_s_median
+    row.efficiency = efficiency(record.speedup, row.predicted_speedup)
+    if record.mean_accepted_len is None or not record.itl_ms or not baseline.itl_ms:
+        return
+    predicted_round = times.round(row.E, row.best_k, (row.head_us or 0.0) / 1e6)
+    row.tokens_ratio = record.mean_accepted_len / row.tokens[row.best_k]
+    row.round_ratio = predicted_round / (record.itl_ms / 1000 * record.mean_accepted_len)
+    row.baseline_ratio = baseline.itl_ms / 1000 / times.T
 
 
 def _swept(

@@ -8,9 +8,10 @@ import pytest
 from selfspec_cli.early_exit.comparison import StepTimes, fit_step_times
 from selfspec_cli.early_exit.cost_model import expected_tokens, speedup
 from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.records import Record
 from selfspec_cli.report import heads
 from selfspec_cli.report.heads import HeadRow
-from selfspec_cli.stages.compare import predict
+from selfspec_cli.stages.compare import beside, predict
 
 YES, NO = [True], [False]
 
@@ -95,3 +96,20 @@ def test_the_best_head_balances_cost_and_acceptance(tmp_path):
     assert lines[4].startswith("m,4,lens,full,,,")  # what was not measured is empty, not 0
     assert (tmp_path / "heads.png").stat().st_size > 1000 and set(files) == {"csv", "json", "figure"}
     assert heads.table(rows).row_count == 3
+
+
+def test_measured_beside_predicted_says_where_they_differ():
+    times = StepTimes(T=8e-3, verify=8e-3, overhead=1e-4, per_layer=3e-4)
+    head = row(2, "lens", "full", 0.6, 300)
+    predict([head], times)
+    tokens, k = head.tokens[head.best_k], head.best_k
+    round_ms = 1.1 * 1000 * times.round(2, k, 300e-6)  # a round takes a tenth longer, the baseline a twentieth
+    itl = round_ms / (0.9 * tokens)
+    baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, itl_ms=8.4)
+    speed = 1000 / itl
+    record = Record("r", "t", "layer_skip", "m", tok_s_median=speed, tok_s_min=0.9 * speed, tok_s_max=speed,
+                    speedup=speed * 8.4 / 1000, mean_accepted_len=0.9 * tokens, itl_ms=itl)  # fmt: skip
+    beside(head, record, baseline, times)
+    assert (head.tokens_ratio, head.round_ratio, head.baseline_ratio) == pytest.approx((0.9, 1 / 1.1, 1.05))
+    assert head.efficiency == pytest.approx(head.tokens_ratio * head.round_ratio * head.baseline_ratio)
+    assert head.measured_min == pytest.approx(0.9 * head.measured_speedup)

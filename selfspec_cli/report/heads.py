@@ -21,7 +21,7 @@ class HeadRow:
 
     agreement: share of held-out text where its argmax is the full model's; agreement_generated: the same on the full
     model's own generations. tokens_k*: tokens a round of k drafts yields there, the verify step's included.
-    parameters: weights that the head stores. bytes_per_step: of weights, read by the head in a draft step. head_us:
+    path: its file in the folder of heads. parameters: weights that the head stores. bytes_per_step: of weights, read by the head in a draft step. head_us:
     microseconds of it. pairs, ridge, residual, explained, condition: of the fit (`fitting.FitReport`).
     predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
     k = best_k; min and max over the repeats. efficiency: measured over predicted, the product of three ratios that say
@@ -69,7 +69,8 @@ class HeadRow:
         """The row of one of `fit.run`'s reports, with no prediction in it yet."""
         known = {column.name for column in fields(cls)}
         values = {name: value for name, value in report.items() if name in known}
-        return cls(model=model, E=report["layer"], **values)
+        file = {"path": Path(values["path"]).name} if values.get("path") else {}
+        return cls(model=model, E=report["layer"], **(values | file))
 
     @property
     def tokens(self) -> dict[int, float]:

@@ -21,8 +21,9 @@ class HeadRow:
 
     agreement: share of held-out text where its argmax is the full model's; agreement_generated: the same on the full
     model's own generations. tokens_k*: tokens a round of k drafts yields there, the verify step's included.
-    path: its file in the folder of heads. parameters: weights that the head stores. bytes_per_step: of weights, read by the head in a draft step. head_us:
-    microseconds of it. pairs, ridge, residual, explained, condition: of the fit (`fitting.FitReport`).
+    path: its file in the folder of heads. parameters: weights that the head stores. bytes_per_step: of weights, read by
+    the head in a draft step. head_us: microseconds of it. pairs, ridge, residual, explained, condition: of the fit
+    (`fitting.FitReport`).
     predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
     k = best_k; min and max over the repeats. efficiency: measured over predicted, the product of three ratios that say
     where it comes from: tokens_ratio (tokens a round, measured over predicted), round_ratio (time of a round, predicted

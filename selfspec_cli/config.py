@@ -130,6 +130,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False  # off: a repeat must not be served from the one before
     enable_chunked_prefill: bool | None = None
     async_scheduling: bool | None = None
+    nvtx: bool = False  # named ranges around verify, sample, draft and head, for Nsight Systems
     extra: dict[str, Any] = field(default_factory=dict)  # any other argument of vllm.LLM, by its name
 
 

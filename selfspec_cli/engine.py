@@ -231,6 +231,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     try:
         with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
+        if cfg.engine.nvtx:
+            llm.collective_rpc("early_exit_annotate")
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB

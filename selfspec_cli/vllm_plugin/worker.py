@@ -69,6 +69,12 @@ class EarlyExitWorker:
         layers = drafter.settings.layer
         return step_bytes(self.model_runner.get_model(), drafter.head, layers, self.model_runner.kv_cache_config)
 
+    def early_exit_annotate(self) -> list[str]:
+        """From now on, named ranges around verify, sample, draft and head, for NVTX and PyTorch's profiler."""
+        from selfspec_cli.vllm_plugin.annotate import annotate
+
+        return annotate(self.model_runner, self._early_exit_drafter())
+
     # ---- what the GPU does ----------------------------------------------------------------------------------------
 
     def early_exit_meter_start(self) -> None:

@@ -17,7 +17,7 @@ from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, run_key
 from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.progress import bars
 from selfspec_cli.stages import doctor as doctor_stage
-from selfspec_cli.stages import preflight
+from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.stages import report as report_stage
 from selfspec_cli.stages import sweep as sweep_stage
 
@@ -108,11 +108,17 @@ def sweep(
         _measure(runs, again=again, as_json=as_json, dry_run=dry_run)
 
 
+Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
+Corpus = Annotated[
+    str, typer.Option("--corpus", help="stdlib, a ShareGPT .json, a text file, hf:NAME[:SPLIT[:COLUMN]], or random.")
+]
+
+
 @app.command("fit-lsq", epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12")
 def fit_lsq(
     layer: Annotated[list[int], typer.Option("--layer", help="Exit layer E, after which the head reads; repeatable.")],
     overrides: Overrides = None,
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, next token) pairs to fit.")] = 50_000,
+    pairs: Pairs = 50_000,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -130,6 +136,54 @@ def fit_lsq(
         with only_stderr(), bars() as progress:
             fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
         emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+
+
+@app.command("fit", epilog="Example: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096")
+def fit_heads(
+    overrides: Overrides = None,
+    pairs: Pairs = 50_000,
+    ridge: Annotated[
+        float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; by agreement on held-out pairs.")
+    ] = None,
+    corpus: Corpus = "stdlib",
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
+    with guard(as_json, debug):
+        plan = head_plan.to_fit(_several(overrides))
+        if dry_run:
+            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.stages import fit
+
+        with only_stderr(), bars() as progress:
+            fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, progress=progress)
+        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+
+
+@app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024")
+def compare_heads(
+    overrides: Overrides = None,
+    pairs: Pairs = 50_000,
+    top: Annotated[int, typer.Option("--top", min=0, help="So many of the best are measured in the engine.")] = 5,
+    corpus: Corpus = "stdlib",
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit and compare heads at every layer asked for: agreement, accepted length, bytes, predicted speedup; measure the
+    best ones."""
+    with guard(as_json, debug):
+        plan = head_plan.to_compare(overrides or [], _several)
+        if dry_run:
+            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.stages import compare
+
+        with only_stderr(), bars() as progress:
+            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
+        emit(found.document()) if as_json else output.show_comparison(found)
+        raise typer.Exit(found.exit_code)
 
 
 @app.command(epilog="Example: selfspec report --results results --out results")
@@ -150,6 +204,12 @@ def report(
 
         table.show(made.rows, Console())
         say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
+
+
+def _several(overrides: list[str] | None) -> list[RunConfig]:
+    from selfspec_cli.compose import compose_runs
+
+    return compose_runs(None, overrides or [])
 
 
 def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:

@@ -16,6 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.early_exit.head_spec import HeadSpec
+
 DRAFT_LENGTH = 5  # k where neither the user nor the model says
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 
@@ -62,6 +64,13 @@ class HeadKind(StrEnum):
     translator = "translator"
 
 
+class HeadTarget(StrEnum):
+    """What an lsq head is fitted to: the next token of the text, or the full model's own argmax."""
+
+    next_token = "next_token"
+    argmax = "argmax"
+
+
 class TrackerKind(StrEnum):
     """Where rows go besides results/summary.csv."""
 
@@ -98,10 +107,14 @@ class GateConfig:
 
 @dataclass
 class HeadConfig:
-    """The exit head. Without a path it is looked up in `head_dir` by model, layer and kind."""
+    """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here."""
 
     kind: HeadKind = HeadKind.lens
-    path: str | None = None
+    path: str | None = None  # a head file, or a folder that holds one head a layer
+    target: HeadTarget = HeadTarget.next_token  # of an lsq
+    rank: int | None = None  # of a translator; None: full
+    bias: bool = False  # fitted with a constant term
+    kl: bool = False  # a translator trained by KL divergence after its closed form
 
 
 @dataclass
@@ -159,7 +172,7 @@ class RunConfig:
     tau: float = 0.35  # maxp: go on while max p >= tau
     tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
-    vocab: str = "full"  # draft vocabulary: "full", or so many of the most frequent tokens
+    vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
     acceptance_length: float | None = None  # synthetic acceptance: tokens a verify step yields, whatever was drafted
     runner: Runner = Runner.auto
     seed: int = 0  # of prompts and of sampling
@@ -200,8 +213,17 @@ def resolved(cfg: RunConfig) -> RunConfig:
 
 
 def vocab_size(cfg: RunConfig) -> int | None:
-    """Tokens in the draft vocabulary; None for the full one."""
-    return None if cfg.vocab == "full" else int(cfg.vocab)
+    """Tokens in the draft vocabulary; None for the full one, and for a list whose file says how many."""
+    return int(cfg.vocab) if cfg.vocab.isdigit() else None
+
+
+def head_spec(head: HeadConfig) -> HeadSpec:
+    """Which head a config names.
+
+    Raises:
+        SettingsError: a combination that there is not, such as a lens of rank 15.
+    """
+    return HeadSpec(head.kind.value, head.target.value, head.rank, head.bias, head.kl)
 
 
 def baseline_of(cfg: RunConfig) -> RunConfig:
@@ -243,13 +265,20 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method is not Method.ngram:
         settings |= {"layer": cfg.layer}
     if cfg.method in EARLY_EXIT:
-        settings |= {"head": to_plain(cfg.head), "vocab": cfg.vocab}
+        settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
     return settings | ({"runner": cfg.runner.value} if cfg.runner is not Runner.auto else {})
+
+
+def _head_facts(head: HeadConfig) -> dict[str, Any]:
+    """A head's fields; those left at their default are not in it, so that a field added later changes no key."""
+    default = HeadConfig()
+    facts = to_plain(head)
+    return {key: facts[key] for key in facts if key in ("kind", "path") or getattr(head, key) != getattr(default, key)}
 
 
 def _model_facts(model: ModelConfig) -> dict[str, Any]:
@@ -308,8 +337,9 @@ def validate(cfg: RunConfig) -> None:
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
-    if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab):
-        raise ConfigError(f'vocab={cfg.vocab}: must be "full" or a number of tokens, 1 or more')
+    head_spec(cfg.head)
+    if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
+        raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
     prompts = cfg.workload.prompts
     if prompts not in ("heldout", "random") and not Path(prompts).is_file():
         raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')

@@ -28,11 +28,11 @@ from selfspec_cli.config import (
     RunConfig,
     Runner,
     gate_threshold,
-    vocab_size,
 )
-from selfspec_cli.early_exit.artifact import find_head
+from selfspec_cli.corpora import Encode, standard_library_counts
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.paths import head_folder, model_path
+from selfspec_cli.head_files import head_file
+from selfspec_cli.paths import model_path
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 MIB = 2**20
@@ -328,16 +328,36 @@ def head_path(cfg: RunConfig) -> str | None:
 
     Raises:
         ConfigError: it has not been fitted yet.
+        HeadError: the draft vocabulary is not one of this model's.
     """
-    if cfg.head.path is not None:
-        return cfg.head.path
-    if cfg.head.kind is HeadKind.lens and vocab_size(cfg) is None:
+    from vllm.transformers_utils.config import get_config
+
+    if cfg.head.kind is HeadKind.lens and cfg.head.path is None and cfg.vocab == "full":
         return None
-    layer = cfg.layer if cfg.layer is not None else count_layers(cfg.model) // 2
+    text = get_config(model_path(cfg.model), cfg.model.trust_remote_code, cfg.model.revision).get_text_config()
+    layer = cfg.layer if cfg.layer is not None else int(text.num_hidden_layers) // 2
+    size = int(text.vocab_size)
+    path = head_file(cfg, layer, int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size))
+    return None if path is None else str(path)
+
+
+def tokenizer(cfg: RunConfig) -> Encode:
+    """Text -> token ids without special tokens, by the tokenizer of `cfg`'s model; starts no engine.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    from transformers import AutoTokenizer
+
+    model = cfg.model
     try:
-        return str(find_head(head_folder(cfg), layer, cfg.head.kind.value))
-    except SettingsError as error:
-        raise ConfigError(f"{error}; fit it with: selfspec fit-{cfg.head.kind.value} --layer {layer}") from error
+        found = AutoTokenizer.from_pretrained(
+            model.tokenizer or model_path(model), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model={model.name}: it has no tokenizer to count tokens with; give vocab a file of token "
+                          "ids") from error  # fmt: skip
+    return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
 
 
 def count_layers(model: ModelConfig) -> int:
@@ -346,6 +366,14 @@ def count_layers(model: ModelConfig) -> int:
 
     config = get_config(model_path(model), model.trust_remote_code, model.revision)
     return int(config.get_text_config().num_hidden_layers)
+
+
+def position_limit(model: ModelConfig) -> int | None:
+    """Positions that a model's config allows; None where it does not say."""
+    from vllm.transformers_utils.config import get_config
+
+    text = get_config(model_path(model), model.trust_remote_code, model.revision).get_text_config()
+    return getattr(text, "max_position_embeddings", None)
 
 
 def perplexity(log_likelihood: float, tokens: int) -> float:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from selfspec_cli.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
 from selfspec_cli.stages.sweep import Plan
+
+if TYPE_CHECKING:
+    from selfspec_cli.stages.compare import Comparison
 
 POINT = ("arm", "model", "E", "k", "head", "vocab", "gate", "threshold", "batch", "input_len", "output_len", "seed")
 BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
@@ -124,8 +127,23 @@ def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
     """Fitted heads beside the lens of their layer; agreement is with the whole model's argmax on held-out text."""
     for head in reports:
         agreement = f"{head['agreement']:.1%}" if head.get("agreement") is not None else "not tested"
-        say(f"layer {head['layer']:<4} {head['kind']:<11} agreement {agreement:<11} {head.get('path', '(no fit)')}")
+        name, vocab = head.get("head") or head["kind"], head.get("vocab", "full")
+        name += f" {vocab}" if vocab != "full" else ""
+        say(f"layer {head['layer']:<4} {name:<24} agreement {agreement:<11} {head.get('path', '(no fit)')}")
     say(f"{seconds:.1f} s in all", "bold")
+
+
+def show_comparison(found: Comparison) -> None:
+    """The table of heads, the best of them, and what could not be measured."""
+    from selfspec_cli.report import heads
+
+    Console(width=None if Console().is_terminal else 120).print(heads.table(found.rows))
+    if found.best is not None:
+        best = found.best
+        say(f"best: {best.label} k={best.best_k}, predicted {best.predicted_speedup:.2f}x", "bold")
+    for name, path in found.files.items():
+        say(f"{name:<7} {path}")
+    warn(found.failed)
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from selfspec_cli.config import (
     RunConfig,
     Runner,
     gate_threshold,
+    head_spec,
     run_key,
 )
 
@@ -150,7 +151,7 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
     if cfg.method in (*EARLY_EXIT, Method.draft_model):
         record.E = cfg.layer if cfg.layer is not None else layer
     if cfg.method in EARLY_EXIT:
-        record.head, record.vocab = cfg.head.kind.value, cfg.vocab
+        record.head, record.vocab = head_spec(cfg.head).name, cfg.vocab
     if cfg.method in SPECULATIVE:
         record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
         record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None

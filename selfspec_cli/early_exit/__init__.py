@@ -6,12 +6,16 @@ One line per room:
     gate_rules.py    the gates as data (names, directions, ranges, defaults); no torch
     gates.py         gate statistics as pure functions of the draft logits
     calibration.py   fits the calibrated gate's map from logged drafts
+    head_spec.py     which head is meant, by a short name; no torch
     heads.py         exit heads: lens, least squares, translator; draft vocabularies
-    artifact.py      heads on disk: safetensors with metadata, safe import of older .pt files
+    draft_vocab.py   which tokens a draft may be: the most frequent ones, or a list
+    artifact.py      heads on disk: safetensors with metadata, a directory of heads by layer
+    legacy.py        safe import of older .pt heads
     fingerprint.py   a short stable name for a model
     fitting.py       streaming least squares for heads, in closed form
     evaluation.py    agreement with the full model on held-out data; choice of the ridge
     training.py      an optional epoch of KL training for a translator
+    comparison.py    step times from measured rounds, and the speedup that they predict for a head
     cost_model.py    what a draft costs and what it returns
 
 Nothing is imported here, so that `settings` stays importable without paying for torch.

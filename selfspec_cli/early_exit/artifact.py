@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, check_vocab_ids
+from selfspec_cli.early_exit.legacy import legacy_layer, load_pt
+from selfspec_cli.early_exit.settings import SettingsError
 
 __all__ = [
     "HeadMetadata",
@@ -39,17 +39,16 @@ FORMAT = "selfspec-exit-head"
 FORMAT_VERSION = 1
 SUFFIX = ".safetensors"
 
-_LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
-
 
 @dataclass(frozen=True)
 class HeadMetadata:
     """What is known about a fitted head; a missing value is None, never 0.
 
     kind: lens, lsq or translator. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
-    translator. fingerprint: of the model (`model_fingerprint`). target: what was fitted to (next_token, argmax,
-    final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the relative ridge. fit: fit
-    statistics. versions: of torch, vllm and so on.
+    translator. bias: fitted with one. kl: trained after its closed form. draft_vocab: tag of its draft vocabulary
+    (`draft_vocab.tag_of`), None for the full one. fingerprint: of the model (`model_fingerprint`). target: what was
+    fitted to (next_token, argmax, final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the
+    relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
     """
 
     kind: str
@@ -57,6 +56,9 @@ class HeadMetadata:
     hidden: int
     vocab_size: int
     rank: int | None = None
+    bias: bool = False
+    kl: bool = False
+    draft_vocab: str | None = None
     fingerprint: str | None = None
     target: str | None = None
     corpus: str | None = None
@@ -64,6 +66,12 @@ class HeadMetadata:
     ridge: float | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> HeadSpec:
+        """Which head this is, apart from model, layer and draft vocabulary."""
+        target = "argmax" if self.target == "argmax" else "next_token"
+        return HeadSpec(self.kind, target, self.rank, self.bias, self.kl)
 
 
 class LoadedHead(NamedTuple):
@@ -73,10 +81,12 @@ class LoadedHead(NamedTuple):
     metadata: HeadMetadata
 
 
-def head_filename(kind: str, layer: int, rank: int | None = None, draft_vocab: int | None = None) -> str:
-    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors."""
-    parts = [f"layer{layer}", kind, f"r{rank}" if rank else "", f"v{draft_vocab}" if draft_vocab else ""]
-    return "_".join(part for part in parts if part) + SUFFIX
+def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) -> str:
+    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors.
+
+    draft_vocab: the tag of a draft vocabulary.
+    """
+    return "_".join([f"layer{layer}", spec.name, *([draft_vocab] if draft_vocab else [])]) + SUFFIX
 
 
 def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
@@ -161,38 +171,43 @@ def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
         raise HeadError(f"head {file} has format version {header.get('format_version')}; this selfspec reads "
                         f"{FORMAT_VERSION}")  # fmt: skip
     try:
-        return HeadMetadata(**{item.name: json.loads(header[item.name]) for item in fields(HeadMetadata)})
-    except (KeyError, ValueError) as error:
+        known = {item.name: json.loads(header[item.name]) for item in fields(HeadMetadata) if item.name in header}
+        return HeadMetadata(**known)
+    except (TypeError, ValueError) as error:
         raise HeadError(f"head {file} has damaged metadata: {error}") from error
 
 
-def find_head(directory: str | os.PathLike[str], layer: int, kind: str | None = None) -> Path:
-    """The one head for `layer` (and `kind`) in a directory, by metadata; legacy .pt files by their name.
+def find_head(
+    directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None, draft_vocab: str | None = None
+) -> Path:
+    """The one head for `layer` in a directory, by metadata; legacy .pt files by their name.
 
-    Raises HeadError when there is none (listing what is there) or more than one.
+    spec: which head, over the full vocabulary or that of tag `draft_vocab`; None takes whatever is there. Raises
+    HeadError when there is none (listing what is there) or more than one.
     """
     root = Path(directory)
     if not root.is_dir():
         raise HeadError(f"directory of heads {root} does not exist")
-    seen: list[tuple[int, str, Path]] = []
+    seen: list[tuple[int, str, str | None, Path]] = []
     unreadable: list[str] = []
     for file in sorted(root.iterdir()):
-        if file.suffix == SUFFIX:
+        if file.suffix == SUFFIX and not file.name.startswith("."):
             try:
                 metadata = read_metadata(file)
-                seen.append((metadata.layer, metadata.kind, file))
-            except HeadError as error:
+                seen.append((metadata.layer, metadata.spec.name, metadata.draft_vocab, file))
+            except SettingsError as error:
                 unreadable.append(str(error))
-        elif (old := _legacy_layer(file)) is not None:
-            seen.append((old, "lsq", file))
-    fits = [file for at, what, file in seen if at == layer and kind in (None, what)]
+        elif (old := legacy_layer(file)) is not None:
+            seen.append((old, "lsq", None, file))
+    wanted = None if spec is None else (spec.name, draft_vocab)
+    fits = [file for at, what, vocab, file in seen if at == layer and wanted in (None, (what, vocab))]
     if len(fits) == 1:
         return fits[0]
-    asked = f"layer {layer}" + (f", kind {kind}" if kind else "")
+    asked = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
     if fits:
         raise HeadError(f"{root} has {len(fits)} heads for {asked}; name one: {', '.join(f.name for f in fits)}")
-    there = ", ".join(f"{what} at layer {at}" for at, what, _ in seen) or "no head"
-    raise HeadError("; ".join([f"{root} has no head for {asked}; it has {there}", *unreadable]))
+    there = ", ".join(f"{what}{f' over {vocab}' if vocab else ''} at layer {at}" for at, what, vocab, _ in seen)
+    raise HeadError("; ".join([f"{root} has no head for {asked}; it has {there or 'no head'}", *unreadable]))
 
 
 def _load_safetensors(file: Path) -> LoadedHead:
@@ -245,31 +260,10 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
         raise HeadError(f"head {file}: a {metadata.kind} head of this model has tensors {wanted}, the file {present}")
 
 
-def _legacy_layer(file: Path) -> int | None:
-    matches = [match for pattern in _LEGACY_NAMES if (match := pattern.match(file.name))]
-    return int(matches[0].group(1)) if matches else None
-
-
 def _load_legacy(file: Path) -> LoadedHead:
-    """ee_layer{N}_lsq.pt or h{N}.pt: {"weight": [V, hidden]}, with an optional "bias" [V], or the bare weight."""
-    layer = _legacy_layer(file)
-    if layer is None:
-        raise HeadError(f"head {file}: the layer is read from the name, ee_layer<N>_lsq.pt or h<N>.pt")
-    try:
-        data = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise HeadError(f"head {file} holds something other than tensors, or is corrupt; not loaded") from error
-    except Exception as error:  # torch.load raises many types for a damaged file; all mean the same to the user
-        raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
-    tensors = {"weight": data} if isinstance(data, Tensor) else data
-    if not isinstance(tensors, dict) or not {"weight"} <= set(tensors) <= {"weight", "bias"}:
-        raise HeadError(f"head {file} must hold a weight [vocab, hidden], and a bias [vocab] at most")
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise HeadError(f"head {file}: {name!r} is no tensor of floating point numbers; not loaded")
-    head = LeastSquares(tensors["weight"], tensors.get("bias"))
+    head, layer = load_pt(file)
     vocab_size, hidden = head.weight.shape
-    return LoadedHead(head, HeadMetadata("lsq", layer, hidden, vocab_size))
+    return LoadedHead(head, HeadMetadata("lsq", layer, hidden, vocab_size, bias=head.bias is not None))
 
 
 def _umask() -> int:

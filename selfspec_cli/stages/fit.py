@@ -1,7 +1,7 @@
-"""Fit exit heads for one model: stream text through it, solve in closed form, save.
+"""Fit exit heads for one model: stream text through it, solve in closed form, test, save.
 
-Fitted on the standard library's modules that are not held out; the ridge is chosen on other windows of the same text,
-and the agreement reported is measured on the held-out modules.
+The ridge is chosen on other windows of the text that is fitted, and the agreement reported is measured on text held
+out from it. One pass serves all layers and heads; only KL training reads the text a second time.
 """
 
 from __future__ import annotations
@@ -12,20 +12,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import corpus, provenance
+from selfspec_cli import corpora, provenance
 from selfspec_cli.config import ConfigError, Method, RunConfig
-from selfspec_cli.engine import Engine, count_layers, open_engine
+from selfspec_cli.corpora import Corpus
+from selfspec_cli.early_exit.fitting import FitError
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.engine import Engine, count_layers, open_engine, position_limit
+from selfspec_cli.head_files import draft_vocabulary
 from selfspec_cli.paths import head_folder
 from selfspec_cli.progress import Progress, ignore
 
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step
 HELD_OUT_PAIRS = 4096  # for validation, and again for the test
+GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it grows with the vocabulary
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to fit. heads: short names (`HeadSpec`), the lens among them only to be compared. pairs: (hidden state,
+    target). ridge: relative; None is chosen. vocabularies: as `RunConfig.vocab`, besides the full one. corpus: see
+    corpora.py. replay: prompts (of the config's workload) on whose generations heads are tested too; 0 is none. timed:
+    time each head on so many states; None does not.
+    """
+
+    layers: tuple[int, ...]
+    heads: tuple[str, ...] = ("lens", "lsq")
+    pairs: int = 50_000
+    ridge: float | None = None
+    vocabularies: tuple[str, ...] = ()
+    corpus: str = "stdlib"
+    replay: int = 0
+    timed: int | None = None
 
 
 @dataclass
 class FitResult:
-    """What was fitted. reports: one a head, the lens of each layer first. seconds: from the engine's start on."""
+    """What was fitted. reports: one a head and vocabulary, layer by layer. seconds: from the engine's start on."""
 
     reports: list[dict[str, Any]]
     seconds: float
@@ -38,49 +61,146 @@ def run(
     *,
     layers: Sequence[int],
     pairs: int = 50_000,
-    heads: Sequence[dict[str, Any]] = ({"kind": "lsq"},),
+    heads: Sequence[str] = ("lens", "lsq"),
     progress: Progress = ignore,
+    **more: Any,
 ) -> FitResult:
-    """Fit `heads` (fields of `vllm_plugin.collect.HeadPlan`) at `layers` on `pairs` (hidden state, target) pairs.
+    """Fit `heads` at `layers` on `pairs` pairs, on an engine of its own. more: further fields of `Request`.
 
     Raises:
-        ConfigError: a layer outside 1..L-1, or fewer than one pair.
+        ConfigError: a layer outside 1..L-1, fewer than one pair, a corpus that cannot be had.
+        SettingsError, FitError: a head that there is not, or data that no fit can use.
     """
-    total = count_layers(cfg.model)
-    for layer in layers:
-        if not 1 <= layer < total:
-            raise ConfigError(f"layer={layer}: must be 1 to {total - 1} (the model has {total} layers)")
-    if pairs < 1:
-        raise ConfigError(f"pairs={pairs}: must be at least 1")
-    plain = replace(cfg, method=Method.baseline)
-    extra = {"additional_config": {"selfspec_collect": sorted(set(layers))}, "enforce_eager": True}
+    request = Request(tuple(dict.fromkeys(layers)), tuple(dict.fromkeys(heads)), pairs, **more)
+    check(cfg, request)
+    corpus = corpora.load(request.corpus)
     start = time.perf_counter()
-    with open_engine(plain, **extra) as engine:
-        wanted = {"fit": pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
-        engine.call("early_exit_collect", [dict(head) for head in heads], wanted)
+    plain = replace(cfg, method=Method.baseline)
+    with open_engine(plain, **_engine_arguments(cfg, request)) as engine:
         ready = time.perf_counter()
-        # Windows may overlap; another seed begins them elsewhere.
-        _stream(engine, "fit", corpus.fitting_text(), pairs, cfg.seed, progress)
-        _stream(engine, "validate", corpus.fitting_text(), HELD_OUT_PAIRS, cfg.seed + 1, progress)
-        _stream(engine, "test", corpus.held_out_text(), HELD_OUT_PAIRS, cfg.seed, progress)
+        _collect(cfg, engine, request, corpus, progress)
         collected = time.perf_counter()
-        about = {"corpus": "standard library, held-out modules excluded", "versions": provenance.versions()}
-        reports = engine.call("early_exit_fit", str(Path(head_folder(cfg)).absolute()), about)
+        reports = _solve(cfg, engine, request, corpus)
         solved = time.perf_counter()
     return FitResult(reports, solved - start, collected - ready, solved - collected)
 
 
-def _stream(engine: Engine, mode: str, texts: list[tuple[str, str]], pairs: int, seed: int, progress: Progress) -> None:
+def check(cfg: RunConfig, request: Request) -> None:
+    """Refuse what cannot be fitted, before an engine starts; raises as `run`."""
+    total = count_layers(cfg.model)
+    for layer in request.layers:
+        if not 1 <= layer < total:
+            raise ConfigError(f"layer={layer}: must be 1 to {total - 1} (the model has {total} layers)")
+    if request.pairs < 1:
+        raise ConfigError(f"pairs={request.pairs}: must be at least 1")
+    if request.ridge is not None and not 0 <= request.ridge < float("inf"):
+        raise ConfigError(f"ridge={request.ridge}: must be at least 0, and finite")
+    if cfg.model.load_format == "dummy" and cfg.model.tokenizer is None and request.corpus != "random":
+        raise ConfigError(f"corpus={request.corpus}: dummy weights come without a tokenizer; use --corpus random "
+                          "(it times a fit and says nothing about its head)")  # fmt: skip
+    for name in request.heads:
+        HeadSpec.from_name(name)
+
+
+def _engine_arguments(cfg: RunConfig, request: Request) -> dict[str, Any]:
+    """Prompts are short and nothing is decoded for long, so the engine is small: the memory is for the sums."""
+    limits = [WINDOW + 1, cfg.model.max_model_len, position_limit(cfg.model)]
+    arguments: dict[str, Any] = {
+        "additional_config": {"selfspec_collect": sorted(request.layers)},
+        "enforce_eager": True,
+        "max_model_len": min(limit for limit in limits if limit),
+    }
+    if cfg.engine.kv_cache_gib is None:
+        arguments["kv_cache_memory_bytes"] = GPU_CACHE
+    if request.corpus == "random":
+        arguments["skip_tokenizer_init"] = True
+    return arguments
+
+
+def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
+    wanted = {"fit": request.pairs, "train": request.pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
+    plan = {"wanted": wanted, "ridge": request.ridge, "replay_from": cfg.workload.input_len}
+    engine.call("early_exit_collect", list(request.heads), plan)
+    # Windows may overlap; another seed begins them elsewhere.
+    _stream(engine, "fit", corpus, "fitting", request.pairs, cfg.seed, progress)
+    if request.ridge is None:
+        _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
+    _stream(engine, "test", corpus, "held_out", HELD_OUT_PAIRS, cfg.seed, progress)
+    if any(HeadSpec.from_name(name).kl for name in request.heads):
+        _stream(engine, "train", corpus, "fitting", request.pairs, cfg.seed, progress)
+    if request.replay:
+        _replay(cfg, engine, request, corpus, progress)
+
+
+def _solve(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus) -> list[dict[str, Any]]:
+    from selfspec_cli.early_exit import draft_vocab
+
+    folder = head_folder(cfg).absolute()
+    wanted = [vocab for vocab in request.vocabularies if vocab != "full"]
+    if any(vocab.isdigit() for vocab in wanted) and not corpus.is_random:
+        _count(engine, corpus, folder)
+    vocabularies, words = {}, {"full": "full"}
+    for vocab in wanted:
+        ids = draft_vocabulary(replace(cfg, vocab=vocab), engine.vocab_size, lambda: _count(engine, corpus, folder))
+        assert ids is not None
+        tag = str(draft_vocab.tag_of(vocab, ids))
+        vocabularies[tag], words[tag] = ids.tolist(), vocab
+    about = {"corpus": corpus.name, "versions": provenance.versions()}
+    reports = engine.call("early_exit_fit", str(folder), about, vocabularies, request.timed)
+    return [found | {"vocab": words[found["vocab"]]} for found in reports]
+
+
+def _count(engine: Engine, corpus: Corpus, folder: Path) -> Any:
+    """Token counts of the corpus, left in the folder of heads for whatever asks for a draft vocabulary later."""
+    from selfspec_cli.early_exit import draft_vocab
+
+    counts = draft_vocab.load_counts(folder, engine.vocab_size, corpus.name)
+    if counts is None:
+        counts = corpus.counts(engine.encode, engine.vocab_size)
+        draft_vocab.save_counts(folder, counts, corpus.name)
+    return counts
+
+
+def _stream(engine: Engine, mode: str, corpus: Corpus, part: str, pairs: int, seed: int, progress: Progress) -> None:
     """Run prompts through the model until the worker has `pairs` pairs for `mode`."""
     engine.call("early_exit_collect_mode", mode)
     length = min(WINDOW, engine.max_model_len - 1)
     # Chunked prefill may split a prompt and lose the pair at the seam; a few windows more make up for it.
-    windows = corpus.token_windows(engine.encode, texts, length, -(-pairs // (length - 1)) + 2, seed)
+    count = -(-pairs // (length - 1)) + 2
+    windows = corpus.windows(part, engine.encode, engine.vocab_size, length, count, seed)
+    done = 0
     for start in range(0, len(windows), CHUNK):
         engine.generate(windows[start : start + CHUNK], 1, batch=CHUNK)
-        done = engine.call("early_exit_collected")[mode]
+        done = _collected(engine, mode)
         progress(mode, done, pairs)
         if done >= pairs:
             return
-    if engine.call("early_exit_collected")[mode] < pairs:
-        raise ConfigError(f"the text gave only {engine.call('early_exit_collected')[mode]} of {pairs} pairs")
+    raise ConfigError(f"corpus={corpus.name}: the text gave only {done} of {pairs} pairs")
+
+
+def _collected(engine: Engine, mode: str) -> int:
+    """Pairs so far. Raises FitError, with the worker's words, if it could not go on."""
+    state = engine.call("early_exit_collected")
+    if state["error"] is not None:
+        raise FitError(state["error"])
+    return int(state[mode])
+
+
+def _replay(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
+    """Let the model generate from held-out prompts, then read its states over what it generated.
+
+    What is drafted behind a generated token depends on generated tokens alone, so the agreement there is the acceptance
+    that greedy drafts will have, and rounds can be laid over it (`tokens_a_round`).
+    """
+    work = cfg.workload
+    # Not the seed of the workload: its own prompts are what the engine is measured on afterwards.
+    prompts = corpus.windows(
+        "held_out", engine.encode, engine.vocab_size, work.input_len, request.replay, cfg.seed + 1000
+    )
+    engine.call("early_exit_collect_mode", "test")  # full: nothing is taken while the model generates
+    generated = engine.generate(prompts, work.output_len, batch=CHUNK).outputs
+    engine.call("early_exit_collect_mode", "replay")
+    whole = [prompt + tokens[:-1] for prompt, tokens in zip(prompts, generated, strict=True)]
+    for number, tokens in enumerate(whole, start=1):  # one by one, so that no pass holds a part of one
+        engine.generate([tokens], 1, batch=1)
+        progress("replay", _collected(engine, "replay") and number, len(whole))

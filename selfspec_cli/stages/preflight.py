@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli import paths
+from selfspec_cli import head_files, paths
 from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig
 
 
@@ -16,17 +16,36 @@ def check(cfg: RunConfig) -> None:
     """Refuse a point that could not run. A model on the Hub is not looked at here; the engine checks it.
 
     Raises:
-        ConfigError: the model path, the exit layer or the head.
+        ConfigError, HeadError: the model path, the exit layer, the head or its draft vocabulary.
+    """
+    check_model(cfg)
+    if cfg.method is Method.baseline:
+        return
+    layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    layer = cfg.layer if cfg.layer is not None else layers // 2 if layers else None
+    if layer is not None and (cfg.head.kind is not HeadKind.lens or cfg.head.path is not None):
+        head_file(cfg, layer)
+
+
+def head_file(cfg: RunConfig, layer: int) -> Path | None:
+    """The fitted head that `cfg` uses at `layer`; raises as `head_files.full_head`."""
+    return head_files.full_head(cfg, layer)
+
+
+def check_model(cfg: RunConfig) -> None:
+    """Refuse a model that is not there, and an exit layer or a draft vocabulary that it has not.
+
+    Raises:
+        ConfigError: naming which.
     """
     folder = Path(paths.model_path(cfg.model)).expanduser()
     if cfg.method is Method.baseline:
         return
-    layers = num_layers(cfg, folder)
+    layers, tokens = num_layers(cfg, folder), number(cfg, "vocab_size", folder)
     if layers is not None and cfg.layer is not None and cfg.layer >= layers:
         raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
-    layer = cfg.layer if cfg.layer is not None else layers // 2 if layers else None
-    if cfg.head.kind is not HeadKind.lens and layer is not None:
-        head_file(cfg, layer)
+    if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
+        raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
 
 
 def runnable(cfg: RunConfig) -> RunConfig:
@@ -47,37 +66,17 @@ def cpp_compiler() -> str | None:
 
 def num_layers(cfg: RunConfig, folder: Path) -> int | None:
     """Decoder layers of a model in a folder, by its config.json; None where that does not say."""
+    return number(cfg, "num_hidden_layers", folder)
+
+
+def number(cfg: RunConfig, key: str, folder: Path | None = None) -> int | None:
+    """An integer of a model's config.json; None where that does not say."""
     try:
+        folder = folder or Path(paths.model_path(cfg.model)).expanduser()
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     for source in (cfg.model.hf_overrides, found, found.get("text_config") or {}):
-        if isinstance(source.get("num_hidden_layers"), int):
-            return source["num_hidden_layers"]
+        if isinstance(source.get(key), int):
+            return source[key]
     return None
-
-
-def head_file(cfg: RunConfig, layer: int) -> Path | None:
-    """The fitted head that `cfg` uses at `layer`; None for the lens, which has no file.
-
-    Raises:
-        ConfigError: there is none; says how to fit it. More than one fits; names them.
-    """
-    kind = cfg.head.kind.value
-    if cfg.head.kind is HeadKind.lens:
-        return None
-    if cfg.head.path is not None:
-        path = Path(cfg.head.path).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"head.path={cfg.head.path}: there is no such file")
-        return path
-    from selfspec_cli.early_exit.artifact import find_head  # imports torch
-    from selfspec_cli.early_exit.settings import SettingsError
-
-    try:
-        return find_head(paths.head_folder(cfg), layer, kind)
-    except SettingsError as error:
-        option = "" if cfg.model.path == paths.REFERENCE else f" model={cfg.model.path}"
-        fit = f"selfspec fit-lsq --layer {layer}{option}"
-        hint = f"; fit it with: {fit}" if cfg.head.kind is HeadKind.lsq else ""
-        raise ConfigError(f"head={kind}: {error}{hint}") from error

@@ -8,47 +8,49 @@ are streamed into normal equations on the model's device and never held, but for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
+from selfspec_cli.early_exit.evaluation import choose_ridge
 from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_lsq, fit_translator, translator_target
-from selfspec_cli.early_exit.heads import ExitHead, Lens
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import ExitHead, Lens, Translator
 from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.training import KlTrainer
+from selfspec_cli.vllm_plugin.exit_head import plain_lm_head
 from selfspec_cli.vllm_plugin.trunk import decoder_of
 
-Mode = Literal["fit", "validate", "test"]
+Mode = Literal["fit", "validate", "test", "train", "replay"]
+MODES: tuple[Mode, ...] = ("fit", "validate", "test", "train", "replay")
+PIECE = 256  # states at a time through the lm_head: logits are [256, V]
+TRAIN_BATCH = 256  # pairs a step of KL training
+TRAIN_RATE = 2e-4  # of AdamW; 1e-3 left a full-rank translator worse than its closed form
 
 
 @dataclass(frozen=True)
-class HeadPlan:
-    """One head to fit. kind: lsq or translator. target: of an lsq, next_token or argmax. rank: of a translator."""
+class Plan:
+    """What to collect for. specs: heads to fit; a lens needs no fit. ridge: relative; None is chosen by agreement on
+    the validation split. wanted: pairs of each mode. replay_from: the first position of a replay that counts.
+    """
 
-    kind: str
-    target: str = "next_token"
-    rank: int | None = None
-    bias: bool = False
-    ridge: float | None = None  # None: chosen by agreement on the validation split
-
-    @property
-    def sums(self) -> tuple[str, str, bool]:
-        """Heads with equal `sums` are solved from the same normal equations."""
-        return self.kind, self.target if self.kind == "lsq" else "final_hidden", self.bias
+    specs: tuple[HeadSpec, ...]
+    wanted: Mapping[str, int]
+    ridge: float | None = None
+    replay_from: int = 0
 
 
 @dataclass
-class FittedHead:
-    """A head and how it went. agreement: share of held-out positions where its argmax is the full model's."""
+class Held:
+    """Held-out states of one forward pass: positions [n], the full model's argmax [n], layer -> x [n, hidden]."""
 
-    layer: int
-    plan: HeadPlan | None  # None is the lens, which is not fitted
-    head: ExitHead
-    report: FitReport | None
-    agreement: float
+    positions: Tensor
+    best: Tensor
+    x: Mapping[int, Tensor]
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Tap:
         if self.collector is not None:
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            self.collector.add(ids, positions, z, dict(zip(self.layers, aux, strict=True)))
+            self.collector.take(ids, positions, z, dict(zip(self.layers, aux, strict=True)))
         return z
 
     def attach(self) -> None:
@@ -91,79 +93,140 @@ def tap(model: nn.Module, layers: Sequence[int]) -> None:
 
 @dataclass
 class Collector:
-    """Accumulates what is needed to fit `plans` at each layer of `model`'s tap."""
+    """Accumulates what `plan` needs at each layer of `model`'s tap.
+
+    error: why collecting stopped, None while all is well: an exception inside a forward pass would end the engine, and
+    in a worker process its message with it. Raises SettingsError for KL training through an lm_head that is not plain.
+    """
 
     model: nn.Module
     layers: Sequence[int]
-    plans: Sequence[HeadPlan]
+    plan: Plan
     vocab_size: int
-    wanted: Mapping[Mode, int]  # pairs
+    dtype: torch.dtype
     mode: Mode = "fit"
-    seen: dict[Mode, int] = field(default_factory=lambda: {"fit": 0, "validate": 0, "test": 0})
+    seen: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))
+    kept: dict[str, list[Held]] = field(default_factory=dict)
+    error: str | None = None
 
     def __post_init__(self) -> None:
         self._norm: Any = decoder_of(self.model).norm
-        self._sums: dict[tuple[int, tuple[str, str, bool]], NormalEquations] = {}
-        self._kept: dict[tuple[Mode, int], list[tuple[Tensor, Tensor]]] = {}
+        self._sums: dict[tuple[int, str, bool], NormalEquations] = {}
+        self._closed: dict[tuple[int, HeadSpec], tuple[ExitHead, FitReport]] = {}
+        self._trainers: dict[tuple[int, HeadSpec], KlTrainer] = {}
+        self._lm_head_weight: Tensor | None = None
+        if any(spec.kl for spec in self.plan.specs):
+            weight = plain_lm_head(self.model)
+            if weight is None:
+                raise SettingsError("KL training needs an lm_head that is not quantised, scaled, soft-capped or split "
+                                    "over ranks; fit a head without _kl")  # fmt: skip
+            self._lm_head_weight = weight[: self.vocab_size]
+
+    def begin(self, mode: Mode) -> None:
+        """What the forward passes from now on are for. Training begins from the closed form, which is solved here."""
+        self.mode = mode
+        if mode == "train":
+            for layer in self.layers:
+                for spec in (spec for spec in self.plan.specs if spec.kl):
+                    start, _ = self._closed_form(layer, replace(spec, kl=False))
+                    assert isinstance(start, Translator)
+                    self._trainers[layer, spec] = KlTrainer(start, self._differentiable, TRAIN_RATE)
 
     @torch.inference_mode()
-    def add(self, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
+    def take(self, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
         """One forward pass. ids, positions: [n]; z: [n, hidden] normed; aux: layer -> [n, hidden], not normed."""
-        room = self.wanted[self.mode] - self.seen[self.mode]
-        # A row has a next token if the row after it is the next position of the same prompt.
-        rows = (positions[1:] == positions[:-1] + 1).nonzero().flatten()[:room]
+        if self.error is not None:
+            return
+        rows = self._rows(positions)
         if not len(rows):
             return
-        following = ids[rows + 1].long()
-        z = z[rows]
-        best = self._argmax(z) if self._needs_argmax() else None
-        for layer in self.layers:
-            x = self._norm(aux[layer][rows].contiguous())
-            if self.mode == "fit":
-                self._update(layer, x, z, following, best)
-            else:
-                assert best is not None
-                self._kept.setdefault((self.mode, layer), []).append((x, best))
+        try:
+            self._add(rows, ids, positions, z, aux)
+        except SettingsError as error:
+            self.error = str(error)
+            return
         self.seen[self.mode] += len(rows)
 
-    def _needs_argmax(self) -> bool:
-        return self.mode != "fit" or any(plan.sums[1] == "argmax" for plan in self.plans)
+    def _rows(self, positions: Tensor) -> Tensor:
+        """The rows of a forward pass that this mode has a use for."""
+        if self.mode == "replay":
+            return (positions >= self.plan.replay_from).nonzero().flatten()
+        room = self.plan.wanted[self.mode] - self.seen[self.mode]
+        # A row has a next token if the row after it is the next position of the same prompt.
+        return (positions[1:] == positions[:-1] + 1).nonzero().flatten()[:room]
+
+    def _add(self, rows: Tensor, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
+        z = z[rows]
+        x = {layer: self._norm(aux[layer][rows].contiguous()) for layer in self.layers}
+        if self.mode == "train":
+            return self._train(x, z)
+        fits = self.mode == "fit"
+        best = self._argmax(z) if not fits or any(spec.target == "argmax" for spec in self.plan.specs) else None
+        if not fits:
+            assert best is not None
+            self.kept.setdefault(self.mode, []).append(Held(positions[rows], best, x))
+            return None
+        following = ids[rows + 1].long()
+        for target, bias in {(spec.fitted_to, spec.bias) for spec in self.plan.specs if spec.kind != "lens"}:
+            y = {"next_token": following, "argmax": best}.get(target)
+            for layer in self.layers:
+                dense = translator_target(x[layer], z) if y is None else y
+                self._equations(layer, target, bias, x[layer]).update(x[layer], dense)
+
+    def _equations(self, layer: int, target: str, bias: bool, x: Tensor) -> NormalEquations:
+        key = (layer, target, bias)
+        if key not in self._sums:
+            outputs = x.shape[1] if target == "final_hidden" else self.vocab_size
+            self._sums[key] = NormalEquations(x.shape[1], outputs, bias=bias, device=x.device)
+        return self._sums[key]
+
+    def _train(self, x: Mapping[int, Tensor], z: Tensor) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            # Clones: what was made in inference mode can have no part in a gradient.
+            for (layer, _), trainer in self._trainers.items():
+                for part, target in zip(x[layer].clone().split(TRAIN_BATCH), z.clone().split(TRAIN_BATCH), strict=True):
+                    trainer.step(part, target)
+
+    def _differentiable(self, z: Tensor) -> Tensor:
+        assert self._lm_head_weight is not None
+        return F.linear(z, self._lm_head_weight)
 
     def _argmax(self, z: Tensor) -> Tensor:
         # In pieces: logits are [n, vocabulary], and n is a whole prefill.
-        return torch.cat([self._lm_head(part).argmax(-1) for part in z.split(256)])
+        return torch.cat([self.lm_head(part).argmax(-1) for part in z.split(PIECE)])
 
-    def _lm_head(self, z: Tensor) -> Tensor:
-        return self.model.compute_logits(z)[:, : self.vocab_size]  # type: ignore[operator]
+    def lm_head(self, z: Tensor) -> Tensor:
+        """The model's own logits, [n, hidden] of any dtype -> [n, V]."""
+        return self.model.compute_logits(z.to(self.dtype))[:, : self.vocab_size]  # type: ignore[operator]
 
-    def _update(self, layer: int, x: Tensor, z: Tensor, following: Tensor, best: Tensor | None) -> None:
-        for sums in {plan.sums for plan in self.plans}:
-            kind, target, bias = sums
-            if (layer, sums) not in self._sums:
-                outputs = self.vocab_size if kind == "lsq" else x.shape[1]
-                self._sums[layer, sums] = NormalEquations(x.shape[1], outputs, bias=bias, device=x.device)
-            y = {"next_token": following, "argmax": best}.get(target)
-            self._sums[layer, sums].update(x, translator_target(x, z) if y is None else y)
+    def solve(self, layer: int, spec: HeadSpec) -> tuple[ExitHead, FitReport | None]:
+        """One planned head at one layer, over the full vocabulary, in fp32; a lens has no report."""
+        if spec.kind == "lens":
+            return Lens(), None
+        head, report = self._closed_form(layer, replace(spec, kl=False))
+        return (self._trainers[layer, spec].finish() if spec.kl else head), report
 
-    def solve(self, layer: int) -> list[FittedHead]:
-        """The lens and every planned head at one layer, evaluated on the held-out text."""
-        lens = Lens()
-        fitted = [FittedHead(layer, None, lens, None, self._tested([lens], layer)[0])]
-        for plan in self.plans:
-            solver = partial(_solve, self._sums[layer, plan.sums], plan)
-            if plan.ridge is None:
-                choice = choose_ridge(solver, self._kept["validate", layer], self._lm_head)
-                head, report = choice.head, choice.report
+    def _closed_form(self, layer: int, spec: HeadSpec) -> tuple[ExitHead, FitReport]:
+        if (layer, spec) not in self._closed:
+            equations = self._sums[layer, spec.fitted_to, spec.bias]
+            solver = partial(_solve, equations, spec)
+            if self.plan.ridge is None:
+                held_out = [
+                    pair
+                    for held in self.kept.get("validate", [])
+                    for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
+                ]
+                choice = choose_ridge(solver, held_out, self.lm_head)
+                found = (choice.head, choice.report)
             else:
-                head, report = solver(plan.ridge)
-            fitted.append(FittedHead(layer, plan, head, report, self._tested([head], layer)[0]))
-        return fitted
+                found = solver(self.plan.ridge)
+            if not any(other.kl and replace(other, kl=False) == spec for other in self.plan.specs):
+                return found  # kept only where training asks for it again: heads are large
+            self._closed[layer, spec] = found
+        return self._closed[layer, spec]
 
-    def _tested(self, heads: Sequence[ExitHead], layer: int) -> list[float]:
-        return agreement(heads, self._kept["test", layer], self._lm_head)
 
-
-def _solve(equations: NormalEquations, plan: HeadPlan, ridge: float) -> tuple[ExitHead, FitReport]:
-    if plan.kind == "lsq":
+def _solve(equations: NormalEquations, spec: HeadSpec, ridge: float) -> tuple[ExitHead, FitReport]:
+    if spec.kind == "lsq":
         return fit_lsq(equations, ridge)
-    return fit_translator(equations, ridge, plan.rank)
+    return fit_translator(equations, ridge, spec.rank)

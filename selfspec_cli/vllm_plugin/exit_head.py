@@ -9,30 +9,50 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
-from selfspec_cli.early_exit.heads import ExitHead, Lens, scatter_to_full
+from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin.trunk import decoder_of, language_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from selfspec_cli.vllm_plugin.sharded import ShardedProjection
+
 
 class TargetHead:
     """An exit head as the draft loop uses it: normed hidden states in, draft logits out."""
 
-    def __init__(self, head: ExitHead, target: nn.Module, vocab_size: int) -> None:
+    def __init__(self, head: ExitHead, target: nn.Module, vocab_size: int, vllm_config: VllmConfig) -> None:
         self.head = head
         self.vocab_size = vocab_size
         self._compute_logits = target.compute_logits
-        weight = plain_lm_head(target) if head.vocab_ids is not None or head.kind == "lsq" else None
+        self._bound: BoundHead | ShardedProjection | None = None
+        if head.vocab_ids is None and head.kind != "lsq":
+            return
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
-        self._bound = head.bind(weight[:vocab_size]) if weight is not None else None
+        shards = vllm_config.parallel_config.tensor_parallel_size
+        if isinstance(head, LeastSquares):
+            bound = head.bind()
+        else:
+            weight = plain_lm_head(target, shards)
+            if weight is None:
+                return
+            bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
+        if shards == 1:
+            self._bound = bound
+            return
+        from selfspec_cli.vllm_plugin.sharded import ShardedProjection
+
+        self._bound = ShardedProjection(bound.weight, bound.bias, vllm_config)
+        if head.kind == "lsq":
+            self.head = Lens(head.vocab_ids)  # what is left of it: each rank keeps its share of the rows
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
-        bound = [self._bound.weight] if self._bound is not None else []
-        return [*self.head.parameters(), *self.head.buffers(), *bound]
+        bound = [] if self._bound is None else [self._bound.weight]
+        bias = [] if self._bound is None or self._bound.bias is None else [self._bound.bias]
+        return [*self.head.parameters(), *self.head.buffers(), *bound, *bias]
 
     @property
     def reads_lm_head(self) -> bool:
@@ -51,8 +71,10 @@ class TargetHead:
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""
-        if self._bound is not None:
+        if isinstance(self._bound, BoundHead):
             return self._bound.logits(x)
+        if self._bound is not None:
+            return self._bound.logits(self.head.transform(x))
         return self.head.logits(x, self._compute_logits)  # type: ignore[arg-type]
 
     def to_full_ids(self, draft_ids: Tensor) -> Tensor:
@@ -68,7 +90,8 @@ class TargetHead:
 def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: VllmConfig) -> TargetHead:
     """The head that `settings` names, checked against this model and exit layer.
 
-    Raises HeadError for a head of another model, layer or shape, or a file that cannot be read.
+    On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, or a
+    file that cannot be read.
     """
     config = vllm_config.model_config
     vocab_size = int(config.get_vocab_size())
@@ -83,7 +106,14 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
         )
         weight = embedding(target)
         head = head.to(weight.device, config.dtype)
-    return TargetHead(head, target, vocab_size)
+    return TargetHead(head, target, vocab_size, vllm_config)
+
+
+def _all_rows(shard: Tensor, rows: int) -> Tensor:
+    """The weight [rows, hidden] of which this tensor-parallel rank holds `shard`."""
+    from selfspec_cli.vllm_plugin.sharded import gathered
+
+    return gathered(shard, rows)
 
 
 def embedding(target: nn.Module) -> Tensor:
@@ -97,12 +127,18 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
     """Names the loaded model: its shape, and a sample of its embedding (which no quantisation of vLLM's touches)."""
     config = vllm_config.model_config
     shape = config.hf_text_config.to_dict()
-    rows = embedding(target)[: int(config.get_vocab_size())]
+    rows, vocab_size = embedding(target), int(config.get_vocab_size())
+    if vllm_config.parallel_config.tensor_parallel_size > 1:  # the name must not depend on the number of ranks
+        rows = _all_rows(rows, vocab_size)
+    rows = rows[:vocab_size]
     return model_fingerprint(shape, [("embed_tokens.weight", rows.detach())])
 
 
-def plain_lm_head(target: nn.Module) -> Tensor | None:
-    """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else."""
+def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:
+    """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else.
+
+    shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share.
+    """
     model = language_model(target)
     lm_head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
@@ -112,6 +148,6 @@ def plain_lm_head(target: nn.Module) -> Tensor | None:
         and getattr(lm_head, "bias", None) is None
         and getattr(processor, "soft_cap", 0) is None
         and getattr(processor, "scale", 0) == 1.0
-        and getattr(lm_head, "tp_size", 1) == 1
+        and getattr(lm_head, "tp_size", 1) == shards
     )
     return weight.detach() if plain and isinstance(weight, Tensor) else None

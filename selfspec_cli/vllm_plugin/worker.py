@@ -93,28 +93,33 @@ class EarlyExitWorker:
 
     # ---- fitting ------------------------------------------------------------------------------------------------
 
-    def early_exit_collect(self, plans: list[dict[str, Any]], pairs: dict[str, int]) -> None:
-        """Begin to collect for these head plans (`collect.HeadPlan`), so many pairs for fit, validate and test."""
-        from selfspec_cli.vllm_plugin.collect import Collector, HeadPlan
+    def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
+        """Begin to collect for `heads` (short names); plan: the other fields of `collect.Plan`."""
+        from selfspec_cli.early_exit.head_spec import HeadSpec
+        from selfspec_cli.vllm_plugin.collect import Collector, Plan
 
-        tap = self.model_runner.get_model().early_exit_tap
-        vocab_size = int(self.vllm_config.model_config.get_vocab_size())
-        planned = [HeadPlan(**plan) for plan in plans]
-        tap.collector = Collector(tap.model, tap.layers, planned, vocab_size, pairs)  # type: ignore[arg-type]
+        tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
+        planned = Plan(tuple(map(HeadSpec.from_name, heads)), **plan)
+        tap.collector = Collector(tap.model, tap.layers, planned, int(config.get_vocab_size()), config.dtype)
 
     def early_exit_collect_mode(self, mode: str) -> None:
-        """What the forward passes from now on are for: fit, validate or test."""
-        self.model_runner.get_model().early_exit_tap.collector.mode = mode
+        """What the forward passes from now on are for: fit, validate, test, train or replay."""
+        self.model_runner.get_model().early_exit_tap.collector.begin(mode)
 
-    def early_exit_collected(self) -> dict[str, int]:
-        """Pairs so far, by mode."""
-        return dict(self.model_runner.get_model().early_exit_tap.collector.seen)
+    def early_exit_collected(self) -> dict[str, Any]:
+        """Pairs so far by mode, and under "error" why collecting stopped (None while all is well)."""
+        collector = self.model_runner.get_model().early_exit_tap.collector
+        return {**collector.seen, "error": collector.error}
 
-    def early_exit_fit(self, folder: str, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Solve every planned head at every layer and save it under `folder`; the lens is evaluated with them.
+    def early_exit_fit(
+        self, folder: str, about: dict[str, Any], vocabularies: dict[str, list[int]], timed: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Solve every planned head at every layer, over all tokens and over each draft vocabulary, test it, and save it
+        under `folder`; returns one plain report a head.
 
-        about: what the metadata say of the data (corpus, versions). Returns one plain report a head.
+        about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids. timed: also time
+        each head on so many states.
         """
         from selfspec_cli.vllm_plugin.fitted import save_all
 
-        return save_all(self.model_runner.get_model(), self.vllm_config, folder, about)
+        return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies, timed)

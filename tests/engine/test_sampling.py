@@ -19,7 +19,7 @@ from models import LAYERS, vocab_of
 from scipy import stats
 
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
-from selfspec_cli.early_exit.heads import Lens
+from selfspec_cli.early_exit.heads import LeastSquares, Lens
 
 pytestmark = pytest.mark.engine
 
@@ -78,11 +78,19 @@ def plain(model_dir) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def draft_vocabulary(model_dir, tmp_path_factory) -> str:
-    """The lens over every other token: drafts cannot be any token, and their distribution has zeros."""
-    ids = torch.arange(0, VOCAB, 2)
-    metadata = HeadMetadata(kind="lens", layer=EXIT, hidden=64, vocab_size=VOCAB)
-    return str(save_head(tmp_path_factory.mktemp("heads") / "half.safetensors", Lens(ids), metadata))
+def draft_vocabulary(model_dir, tmp_path_factory) -> dict[str, str]:
+    """Heads over every other token: drafts cannot be any token, and their distribution has zeros."""
+    from transformers import AutoModelForCausalLM
+
+    ids, folder = torch.arange(0, VOCAB, 2), tmp_path_factory.mktemp("heads")
+    weight = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).lm_head.weight.detach()[ids]
+    torch.manual_seed(0)
+    made = {"lens": Lens(ids), "lsq": LeastSquares(weight + 0.05 * torch.randn(weight.shape), None, ids)}
+    facts = {"layer": EXIT, "hidden": 64, "vocab_size": VOCAB, "draft_vocab": "v16-half"}
+    return {
+        kind: str(save_head(folder / f"{kind}.safetensors", head, HeadMetadata(kind=kind, **facts)))
+        for kind, head in made.items()
+    }
 
 
 def p_exact(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -114,15 +122,16 @@ ARMS = {
     "greedy drafts, gate maxp": {"gate": "maxp", "tau": 0.5},
     "probabilistic drafts": {"draft_sample_method": "probabilistic"},
     "probabilistic drafts, gate maxp": {"draft_sample_method": "probabilistic", "gate": "maxp", "tau": 0.5},
-    "probabilistic drafts over half the vocabulary": {"draft_sample_method": "probabilistic", "half": True},
+    "probabilistic drafts over half the vocabulary": {"draft_sample_method": "probabilistic", "half": "lens"},
+    "probabilistic drafts of an lsq over half the vocabulary": {"draft_sample_method": "probabilistic", "half": "lsq"},
 }
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_drafting_keeps_the_distribution(model_dir, plain, exact, draft_vocabulary, report, arm):
     more = dict(ARMS[arm])
-    if more.pop("half", False):
-        more["head_path"] = draft_vocabulary
+    if half := more.pop("half", None):
+        more["head_path"] = draft_vocabulary[half]
     counts = sample(model_dir(MODEL), layer_skip(EXIT, 3, **more))
     against_exact, against_plain = p_exact(counts, exact), p_two_samples(counts, plain)
     report(f"{arm}: p = {against_exact:.3f} against exact, {against_plain:.3f} against the plain engine")

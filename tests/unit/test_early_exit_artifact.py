@@ -18,9 +18,12 @@ from selfspec_cli.early_exit.artifact import (
     read_metadata,
     save_head,
 )
+from selfspec_cli.early_exit.head_spec import EXAMPLES, HeadSpec
 from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
+from selfspec_cli.early_exit.settings import SettingsError
 
 HIDDEN, VOCAB = 4, 9
+LSQ = HeadSpec("lsq")
 IDS = torch.tensor([0, 2, 8])
 W, SQUARE = torch.randn(VOCAB, HIDDEN), torch.randn(HIDDEN, HIDDEN)
 META = HeadMetadata(
@@ -198,13 +201,14 @@ def test_damaged_or_nameless_legacy_files(tmp_path):
 
 def test_a_directory_of_heads(tmp_path):
     for layer in (2, 4):
-        save_head(tmp_path / head_filename("lsq", layer), LeastSquares(W), dataclasses.replace(META, layer=layer))
-    lens = dataclasses.replace(META, kind="lens", layer=4)
-    save_head(tmp_path / head_filename("lens", 4, draft_vocab=3), Lens(IDS), lens)
+        save_head(tmp_path / head_filename(LSQ, layer), LeastSquares(W), dataclasses.replace(META, layer=layer))
+    lens = dataclasses.replace(META, kind="lens", layer=4, draft_vocab="v3")
+    save_head(tmp_path / head_filename(HeadSpec(), 4, "v3"), Lens(IDS), lens)
     torch.save(W, tmp_path / "h6.pt")
     (tmp_path / "note.txt").write_text("")
     assert find_head(tmp_path, 2).name == "layer2_lsq.safetensors"
-    assert find_head(tmp_path, 4, "lens").name == "layer4_lens_v3.safetensors"
+    assert find_head(tmp_path, 4, HeadSpec(), "v3").name == "layer4_lens_v3.safetensors"
+    assert find_head(tmp_path, 4, LSQ).name == "layer4_lsq.safetensors"
     assert find_head(tmp_path, 6).name == "h6.pt"
     assert load_head(tmp_path, layer=2).metadata.layer == 2
     with pytest.raises(HeadError, match="2 heads for layer 4"):
@@ -220,8 +224,35 @@ def test_a_directory_of_heads(tmp_path):
         find_head(tmp_path, 5)
 
 
-def test_head_filenames():
-    assert head_filename("translator", 12, rank=64, draft_vocab=4096) == "layer12_translator_r64_v4096.safetensors"
+def test_every_head_has_a_name_of_its_own():
+    """Kind, target, rank, bias, training and vocabulary are all in the name of the file, and found again by it."""
+    specs = [HeadSpec.from_name(name) for name in (*EXAMPLES, "lsq_argmax_bias", "translator_r64_bias_kl")]
+    files = {head_filename(spec, layer, tag) for spec in specs for layer in (1, 12) for tag in (None, "v3", "v3-0a")}
+    assert len(files) == len(specs) * 2 * 3
+    assert head_filename(HeadSpec("translator", rank=64), 12, "v4096") == "layer12_translator_r64_v4096.safetensors"
+    for spec in specs:
+        assert HeadSpec.from_name(spec.name) == spec
+
+
+def test_heads_of_one_layer_are_told_apart(tmp_path):
+    """Not by the names of their files but by what their metadata say."""
+    kinds = {"a": META, "b": dataclasses.replace(META, target="argmax"), "c": dataclasses.replace(META, bias=True)}
+    for name, metadata in kinds.items():
+        bias = torch.zeros(VOCAB) if metadata.bias else None
+        save_head(tmp_path / f"{name}.safetensors", LeastSquares(W, bias), metadata)
+    save_head(tmp_path / "d.safetensors", LeastSquares(W[IDS], None, IDS), dataclasses.replace(META, draft_vocab="v3"))
+    for name in "abc":
+        assert find_head(tmp_path, 3, kinds[name].spec).stem == name
+    assert find_head(tmp_path, 3, LSQ, "v3").stem == "d"
+    with pytest.raises(HeadError, match=r"no head for layer 3, lsq over v4; it has .*lsq over v3 at layer 3"):
+        find_head(tmp_path, 3, LSQ, "v4")
+
+
+@pytest.mark.parametrize("name", ["lnes", "lsq_r3", "lens_kl", "lsq_kl", "lens_bias", "translator_argmax",
+                                  "translator_r0", "translator_r", ""])  # fmt: skip
+def test_heads_that_there_are_not(name):
+    with pytest.raises(SettingsError):
+        HeadSpec.from_name(name)
 
 
 CONFIG = {

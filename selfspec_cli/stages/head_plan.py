@@ -1,0 +1,87 @@
+"""Which heads a command fits or compares: the points of a grid, gathered by layer, head and draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli import paths
+from selfspec_cli.config import ConfigError, HeadConfig, RunConfig, head_spec
+from selfspec_cli.stages import preflight
+
+COMPARED = ("lens", "lsq", "lsq_argmax", "translator", "translator_bias", "translator_r15", "translator_r64",
+            "translator_kl", "translator_r15_kl")  # fmt: skip
+"""What `selfspec heads` compares where nothing else is asked: choices of the group `head`."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """cfg: a point of the grid, of which model, engine and workload count. points: head -> its config."""
+
+    cfg: RunConfig
+    layers: tuple[int, ...]
+    heads: dict[str, HeadConfig]
+    vocabularies: tuple[str, ...]
+
+    def request(self) -> dict[str, Any]:
+        """The arguments of `fit.run` that the grid settles."""
+        return {"layers": self.layers, "heads": tuple(self.heads), "vocabularies": self.vocabularies}
+
+    def facts(self) -> dict[str, Any]:
+        """For a dry run."""
+        folder = str(paths.head_folder(self.cfg))
+        return {"model": self.cfg.model.path, **{name: list(v) for name, v in self.request().items()}, "folder": folder}
+
+
+def to_fit(points: Sequence[RunConfig]) -> HeadPlan:
+    """The plan of `selfspec fit`; the lens is always among the heads, to be compared with.
+
+    Raises:
+        ConfigError: as `gather`; nothing but a lens over the full vocabulary is asked for.
+    """
+    plan = gather(points)
+    if set(plan.heads) == {"lens"} and set(plan.vocabularies) == {"full"}:
+        raise ConfigError("head=lens: is not fitted; name what is, such as head=lsq or head=translator_r15")
+    return replace(plan, heads={"lens": HeadConfig(), **plan.heads})
+
+
+def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[RunConfig]]) -> HeadPlan:
+    """The plan of `selfspec heads`: what the overrides say, and for what they leave open every head, exits at a
+    twelfth, a sixth, a third and half of the depth, and draft vocabularies of all and of a quarter of the tokens.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    more = [] if "head" in given else [f"head={','.join(COMPARED)}"]
+    if not {"layer", "vocab"} <= given:
+        model = compose([override for override in overrides if override.startswith("model")])[0]
+        folder = Path(paths.model_path(model.model)).expanduser()
+        layers, tokens = preflight.num_layers(model, folder), preflight.number(model, "vocab_size", folder)
+        if layers is None or tokens is None:
+            raise ConfigError("layer= and vocab= must be given for a model that is not a folder")
+        exits = sorted({max(1, layers * part // 12) for part in (1, 2, 4, 6)})
+        more += [] if "layer" in given else [f"layer={','.join(map(str, exits))}"]
+        more += [] if "vocab" in given else [f"vocab=full,{max(1, tokens // 4)}"]
+    return gather(compose([*more, *overrides]))
+
+
+def gather(points: Sequence[RunConfig]) -> HeadPlan:
+    """The plan that a grid's points make, in their order.
+
+    Raises:
+        ConfigError: points of more than one model or engine, a point without a layer, or a head given as a file.
+    """
+    for cfg in points:
+        preflight.check_model(cfg)
+        if cfg.head.path is not None:
+            raise ConfigError(f"head.path={cfg.head.path}: heads are fitted here, not read")
+        if (cfg.model, cfg.engine, cfg.workload) != (points[0].model, points[0].engine, points[0].workload):
+            raise ConfigError("one model, engine and workload at a time here; `selfspec sweep` runs several")
+        if cfg.layer is None:
+            raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
+    return HeadPlan(
+        preflight.runnable(points[0]),
+        tuple(dict.fromkeys(cfg.layer for cfg in points if cfg.layer is not None)),
+        {head_spec(cfg.head).name: cfg.head for cfg in points},
+        tuple(dict.fromkeys(cfg.vocab for cfg in points)),
+    )

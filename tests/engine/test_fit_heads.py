@@ -1,0 +1,194 @@
+"""Fitting through live engines: the data are right, what is fitted drafts losslessly, what is wrong is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import greedy, layer_skip, live, tokens
+from models import LAYERS, VOCAB, save_tiny
+from torch.nn import functional as F
+
+from selfspec_cli import corpora
+from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.artifact import load_head, read_metadata
+from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.stages import fit
+
+pytestmark = pytest.mark.engine
+
+EXITS = (2, LAYERS // 2)
+PAIRS, RIDGE = 3000, 1e-3
+NAMES = ("lens", "lsq", "lsq_argmax", "lsq_bias", "translator", "translator_r4", "translator_bias", "translator_kl",
+         "translator_r4_kl")  # fmt: skip
+SOME = range(0, 32, 4)
+QUARTER = VOCAB // 4
+INPUT, OUTPUT, REPLAYED = 24, 64, 12
+
+
+def config(path: Path, folder: Path, **changes: Any) -> RunConfig:
+    """A run on a tiny model: fp32, eager, no tokenizer."""
+    return RunConfig(
+        model=ModelConfig(name="tiny", path=str(path), exit_layer=None),
+        engine=EngineConfig(enforce_eager=True, kv_cache_gib=0.0625, max_num_batched_tokens=4096),
+        workload=WorkloadConfig(input_len=INPUT, output_len=OUTPUT, prompts="random"),
+        head_dir=str(folder),
+        **changes,
+    )
+
+
+@dataclass
+class Fitted:
+    """What one fit of every head returned: reports by (layer, head, vocabulary)."""
+
+    path: Path
+    folder: Path
+    reports: dict[tuple[int, str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def fitted(expected: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    """Every head at two exits in one pass, over all tokens and over a list of a quarter of them."""
+    path, folder = expected("llama").path, tmp_path_factory.mktemp("heads")
+    (folder / "quarter.txt").write_text(" ".join(map(str, range(1, VOCAB, 4))))
+    done = fit.run(
+        config(path, folder), layers=EXITS, heads=NAMES, pairs=PAIRS, ridge=RIDGE, corpus="random",
+        vocabularies=("full", str(folder / "quarter.txt")), replay=REPLAYED, timed=1,
+    )  # fmt: skip
+    reports = {(r["layer"], r["head"], "full" if r["vocab"] == "full" else "quarter"): r for r in done.reports}
+    assert len(reports) == len(done.reports) == len(EXITS) * len(NAMES) * 2
+    return Fitted(path, folder, reports)
+
+
+def test_every_head_is_saved_under_a_name_of_its_own(fitted, report):
+    paths = [found["path"] for key, found in fitted.reports.items() if key[1:] != ("lens", "full")]
+    assert len(set(paths)) == len(paths) == len(fitted.reports) - len(EXITS)
+    for (layer, name, vocab), found in fitted.reports.items():
+        report(
+            f"E={layer} {name} {vocab}: {found['agreement']:.3f} of text, {found['agreement_generated']:.3f} generated"
+        )
+        if (name, vocab) == ("lens", "full"):
+            continue
+        metadata = read_metadata(found["path"])
+        assert (metadata.layer, metadata.spec.name) == (layer, name)
+        assert (metadata.draft_vocab is None) == (vocab == "full")
+        assert metadata.pairs == (None if name == "lens" else PAIRS)
+    leftovers = {file.suffix for file in (fitted.folder / "tiny").iterdir()}
+    assert leftovers == {".safetensors"}
+
+
+def test_heads_are_as_good_as_their_data_allow(fitted):
+    """A translator beats the lens on a model that was not trained for early exit; a small vocabulary costs."""
+    for layer in EXITS:
+        shares = {name: fitted.reports[layer, name, "full"]["agreement"] for name in NAMES}
+        assert shares["translator"] > shares["lens"]
+        assert shares["lsq_argmax"] > shares["lsq"]  # the text is random: its next token cannot be told
+        for name in NAMES:
+            small = fitted.reports[layer, name, "quarter"]
+            assert small["agreement"] <= shares[name]
+            assert small["bytes_per_step"] < fitted.reports[layer, name, "full"]["bytes_per_step"]
+            assert small["head_us"] > 0
+
+
+def test_the_fit_is_that_of_transformers_hidden_states(fitted):
+    """The same windows through transformers, whole and without vLLM, give the same least-squares head."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(fitted.path, dtype=torch.float32).eval()
+    length = 511  # the model takes 512 tokens, one of which the engine generates
+    windows = corpora.load("random").windows("fitting", None, VOCAB, length, -(-PAIRS // (length - 1)) + 2, seed=0)
+    sums, room = NormalEquations(64, VOCAB), PAIRS
+    for window in windows:
+        ids = torch.tensor([window])
+        with torch.no_grad():
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states[EXITS[0]][0]
+            x = model.model.norm(states)[:-1][:room]
+        sums.update(x, ids[0, 1:][: len(x)])
+        room -= len(x)
+    assert room == 0
+    want, report = fit_lsq(sums, RIDGE)
+    found = fitted.reports[EXITS[0], "lsq", "full"]
+    torch.testing.assert_close(load_head(found["path"]).head.weight, want.weight, rtol=1e-2, atol=1e-4)
+    assert found["residual"] == pytest.approx(report.residual, rel=1e-4)
+    assert found["pairs"] == report.pairs == PAIRS
+
+
+@pytest.mark.parametrize(
+    "key",
+    [(2, "lsq", "full"), (4, "lens", "quarter"), (4, "lsq_argmax", "quarter"), (4, "translator", "full"),
+     (4, "translator_r4_kl", "quarter"), (2, "translator_bias", "full")],
+    ids=str,
+)  # fmt: skip
+def test_fitted_heads_draft_losslessly(fitted, expected, report, key):
+    found = fitted.reports[key]
+    with live(fitted.path, layer_skip(key[0], 3, head_path=found["path"])) as engine:
+        expected("llama").check(engine, SOME)
+        made = engine.counts()
+    made.require_both_verdicts()
+    report(f"{key}: {made.accepted} of {made.drafted} accepted")
+
+
+@pytest.mark.parametrize("key", [(4, "lens", "full"), (4, "translator", "quarter")], ids=str)
+def test_rounds_laid_over_generations_are_the_engines(fitted, report, key):
+    """Tokens a round as predicted from the replay, and as the engine counts them on the same prompts."""
+    found, k = fitted.reports[key], 3
+    prompts = corpora.load("random").windows("held_out", None, VOCAB, INPUT, REPLAYED, seed=1000)
+    with live(fitted.path, layer_skip(key[0], k, head_path=found.get("path")), max_num_batched_tokens=512) as engine:
+        outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * REPLAYED))
+        made = engine.counts()
+    made.require_both_verdicts()
+    generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
+    report(f"{key}: predicted {found[f'tokens_k{k}']:.3f}, engine {generated / made.rounds:.3f} tokens a round")
+    # A request's last round may have nothing left to draft for, and then has no draft to count.
+    assert generated / made.rounds == pytest.approx(found[f"tokens_k{k}"], rel=0.03)
+
+
+def test_rows_split_over_ranks_are_the_same_projection(fitted):
+    """On one rank, which is what a CPU has; the gather itself is vLLM's."""
+    from selfspec_cli.vllm_plugin.sharded import ShardedProjection, gathered
+
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(100, 64), torch.randn(100), torch.randn(5, 64)  # 100 rows are padded to 128
+    with live(fitted.path) as engine:
+        split = ShardedProjection(weight, bias, engine.llm.llm_engine.vllm_config)
+        torch.testing.assert_close(split.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+        assert torch.equal(gathered(split.weight, 100), weight)
+
+
+def refused(path: Path, folder: Path, match: str, **request: Any) -> None:
+    with pytest.raises((FitError, SettingsError), match=match):
+        fit.run(config(path, folder), layers=(2,), corpus="random", **request)
+    assert not list(folder.rglob("*.safetensors*"))
+
+
+def test_fewer_pairs_than_unknowns_are_refused(fitted, tmp_path):
+    refused(fitted.path, tmp_path, "40 pairs are fewer than the 64 unknowns", pairs=40, ridge=0.0)
+
+
+def test_states_that_are_not_finite_are_named_by_token(tmp_path):
+    """A model with one broken embedding: the message counts tokens from the start of the stream."""
+    from transformers import AutoModelForCausalLM
+
+    window = corpora.load("random").windows("fitting", None, VOCAB, 511, 1, seed=0)[0]
+    path = save_tiny("llama", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[window[100]] = float("nan")
+    model.save_pretrained(path)
+    first = window.index(window[100])
+    refused(path, tmp_path / "heads", rf"hidden state of token {first} .*has nan", pairs=600, ridge=1.0)
+
+
+def test_an_interrupted_fit_leaves_no_head(fitted, tmp_path, monkeypatch):
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("selfspec_cli.early_exit.artifact.os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fit.run(config(fitted.path, tmp_path), layers=(2,), pairs=300, ridge=1.0, corpus="random")
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]

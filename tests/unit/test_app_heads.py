@@ -1,0 +1,147 @@
+"""`selfspec fit` and `selfspec heads` as commands: what they hand on, and what they refuse before any engine starts."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from selfspec_cli.app import app
+from selfspec_cli.report.heads import HeadRow
+from selfspec_cli.stages import head_plan
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path, monkeypatch):
+    """A folder that looks like a model of twelve layers and 64 tokens; the test runs beside it."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64}')
+    return f"model={folder}"
+
+
+def call(*words):
+    return CliRunner().invoke(app, words)
+
+
+def document(result):
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def stand_in(monkeypatch, name, run):
+    """Put a module in the place of one that imports vLLM."""
+    module = ModuleType(name)
+    module.run = run
+    monkeypatch.setitem(sys.modules, name, module)
+    package, _, leaf = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+
+
+@dataclass
+class Fitted:
+    reports: list
+    seconds: float = 1.0
+
+
+@dataclass
+class Found:
+    rows: list
+    best: HeadRow | None = None
+    files: dict = field(default_factory=dict)
+    failed: list = field(default_factory=list)
+    exit_code: int = 0
+
+    def document(self):
+        return {"rows": len(self.rows)}
+
+
+def test_fit_hands_on_the_grid(monkeypatch, model):
+    asked = {}
+
+    def run(cfg, **more):
+        asked.update(more, path=cfg.model.path)
+        return Fitted([{"layer": 2, "kind": "lsq", "head": "lsq_argmax", "vocab": "16", "agreement": 0.5, "path": "a"}])
+
+    stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
+    words = ("fit", "head=lsq_argmax,translator_r15", "layer=2,4", "vocab=full,16", model, "--ridge", "0.5")
+    result = call(*words, "--pairs", "70", "--corpus", "chats.json")
+    assert result.exit_code == 0, result.output
+    assert "lsq_argmax 16" in result.stdout
+    assert (asked.pop("progress"), asked.pop("path"))[1] == model.partition("=")[2]
+    grid = {"layers": (2, 4), "heads": ("lens", "lsq_argmax", "translator_r15"), "vocabularies": ("full", "16")}
+    assert asked == grid | {"pairs": 70, "ridge": 0.5, "corpus": "chats.json"}
+    asked.clear()
+    assert document(call(*words, "--dry-run", "--json"))["heads"] == ["lens", "lsq_argmax", "translator_r15"]
+    assert not asked
+
+
+def test_a_rank_of_ones_own(monkeypatch, model):
+    found = document(call("fit", "head=translator", "head.rank=20,30", "layer=2", model, "--dry-run", "--json"))
+    assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
+
+
+def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model):
+    plans = []
+
+    def run(plan, **more):
+        plans.append((plan, more["top"]))
+        return Found([HeadRow("m", 2, "lens", "full", 0.5)])
+
+    stand_in(monkeypatch, "selfspec_cli.stages.compare", run)
+    result = call("heads", model, "--top", "3")
+    assert result.exit_code == 0, result.output
+    assert "lens" in result.stdout
+    plan, top = plans[0]
+    assert (plan.layers, plan.vocabularies, tuple(plan.heads), top) == (
+        (1, 2, 4, 6),
+        ("full", "16"),
+        head_plan.COMPARED,
+        3,
+    )
+    assert document(call("heads", "layer=3", "head=lens,lsq", model, "--json")) == {"rows": 1}
+    assert (plans[1][0].layers, list(plans[1][0].heads)) == ((3,), ["lens", "lsq"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("fit", "head=lsq_argmx", "layer=2"), "'lsq_argmax'"),
+        (("fit", "layer=2"), "is not fitted; name what is"),
+        (("fit", "head=lsq", "layer=12"), "1..11"),
+        (("fit", "head=lsq", "layer=0"), "layer=0"),
+        (("fit", "head=lsq"), "layer=null"),
+        (("fit", "head=lsq", "layer=2", "vocab=65"), "larger than the vocabulary; must be in 1..64"),
+        (("fit", "head=lsq", "layer=2", "vocab=gone.txt"), "a file of token ids"),
+        (("fit", "head=lsq", "head.rank=3", "layer=2"), "kind lsq has no rank 3; kinds that can: translator"),
+        (("fit", "head=lens", "head.target=argmx", "layer=2"), "'argmax'"),
+        (("fit", "head=lsq", "head.path=a.pt", "layer=2"), "fitted here, not read"),
+        (("fit", "head=lsq", "layer=2", "workload.batch=1,2"), "one model, engine and workload"),
+        (("heads", "head=lnes"), "'lens'"),
+        (("bench", "head=lsq_argmax", "layer=2"), "selfspec fit head=lsq_argmax layer=2"),
+        (("sweep", "head=lens", "layer=2", "vocab=full,65"), "must be in 1..64"),
+    ],
+)
+def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
+    result = call(*words, model)
+    assert result.exit_code == 2, result.output
+    assert expected in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert len(result.stderr.splitlines()) < 15
+
+
+def test_a_pt_file_with_anything_but_tensors_is_refused_before_an_engine_starts(model, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"weight": torch.nn.Linear(2, 2)}, tmp_path / "h2.pt")
+    result = call("bench", "head=lsq", f"head.path={tmp_path / 'h2.pt'}", "layer=2", model)
+    assert result.exit_code == 2
+    assert "something other than tensors" in result.stderr
+
+
+def test_help_has_examples():
+    for command in ("fit", "heads"):
+        result = call(command, "--help")
+        assert f"selfspec {command}" in result.stdout.split("Example")[-1]
+        assert "--dry-run" in result.stdout

@@ -1,0 +1,115 @@
+"""Rounds laid over agreements, step times from rounds, and what `selfspec heads` makes of them."""
+
+import itertools
+import random
+
+import pytest
+
+from selfspec_cli.early_exit.comparison import StepTimes, fit_step_times
+from selfspec_cli.early_exit.cost_model import expected_tokens, speedup
+from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.records import Record
+from selfspec_cli.report import heads
+from selfspec_cli.report.heads import HeadRow
+from selfspec_cli.stages.compare import beside, predict
+
+YES, NO = [True], [False]
+
+
+def rounds_by_hand(agreed, k):
+    """Greedy speculative decoding, token by token: the slow reference."""
+    position = rounds = 0
+    while position < len(agreed):
+        drafts = agreed[position : position + k]
+        accepted = len(list(itertools.takewhile(bool, drafts)))
+        position += min(accepted + 1, len(agreed) - position)
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("agreed", "k", "tokens"),
+    [(YES * 6, 2, 3), (YES * 6, 5, 6), (NO * 6, 3, 1), ([True, False] * 3, 4, 2), (YES * 7, 2, 7 / 3), (YES, 4, 1)],
+)
+def test_rounds_over_known_agreements(agreed, k, tokens):
+    assert tokens_a_round([agreed], k) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_rounds_are_the_slow_references(k):
+    draw = random.Random(k)
+    sequences = [[draw.random() < 0.7 for _ in range(draw.randrange(1, 60))] for _ in range(40)]
+    want = sum(map(len, sequences)) / sum(rounds_by_hand(sequence, k) for sequence in sequences)
+    assert tokens_a_round(sequences, k) == pytest.approx(want)
+
+
+def test_independent_agreements_give_the_geometric_sum():
+    draw = random.Random(0)
+    long = [[draw.random() < 0.8 for _ in range(200_000)]]
+    assert tokens_a_round(long, 4) == pytest.approx(expected_tokens(0.8, 4), rel=0.01)
+
+
+def test_rounds_need_positions_and_a_k():
+    with pytest.raises(ValueError, match="no generated positions"):
+        tokens_a_round([[]], 2)
+    with pytest.raises(ValueError, match="k = 0"):
+        tokens_a_round([YES], 0)
+
+
+def test_step_times_come_back_from_their_own_rounds():
+    true = StepTimes(T=8.0, verify=9.0, overhead=0.4, per_layer=0.25)
+    rounds = [(layer, k, true.round(layer, k, 0.3)) for layer, k in ((2, 2), (2, 6), (12, 6))]
+    got = fit_step_times(8.0, rounds, head_seconds=0.3)
+    assert got.to_dict() == pytest.approx(true.to_dict())
+    assert got.draft_step(4, 0.3) == pytest.approx(0.4 + 1.0 + 0.3)
+
+
+def test_a_verify_step_as_long_as_a_decode_step_is_the_plain_cost_model():
+    times = StepTimes(T=10.0, verify=10.0, overhead=0.0, per_layer=0.3)
+    assert times.speedup(expected_tokens(0.8, 3), 8, 3, 0.5) == pytest.approx(speedup(0.8, 3, 10.0, 2.4, 0.5))
+
+
+@pytest.mark.parametrize("rounds", [[], [(2, 2, 1.0), (2, 6, 2.0)], [(2, 2, 1.0), (2, 6, 2.0), (2, 4, 1.5)]])
+def test_rounds_that_determine_nothing(rounds):
+    with pytest.raises(ValueError, match="two exit layers"):
+        fit_step_times(8.0, rounds, 0.1)
+
+
+def row(layer, head, vocab, rate, head_us):
+    tokens = {f"tokens_k{k}": expected_tokens(rate, k) for k in heads.LENGTHS}
+    return HeadRow("m", layer, head, vocab, rate, rate, head_us=head_us, bytes_per_step=4096, **tokens)
+
+
+def test_the_best_head_balances_cost_and_acceptance(tmp_path):
+    rows = [row(2, "lens", "full", 0.6, 300), row(2, "lens", "1024", 0.58, 80), row(12, "lsq", "full", 0.3, 300),
+            HeadRow("m", 4, "lens", "full")]  # fmt: skip
+    times = StepTimes(T=8e-3, verify=8e-3, overhead=1e-4, per_layer=3e-4)
+    predict(rows, times)
+    assert [r.head for r in heads.by_speedup(rows)] == ["lens", "lens", "lsq"]
+    best = heads.by_speedup(rows)[0]
+    assert best.vocab == "1024"
+    assert best.predicted_speedup == max(times.speedup(t, 2, k, 80e-6) for k, t in best.tokens.items())
+    best.measured_speedup, best.measured_min, best.measured_max = 1.5, 1.4, 1.6
+    files = heads.write(rows, {"pairs": 7}, tmp_path)
+    lines = (tmp_path / "heads.csv").read_text().splitlines()
+    assert len(lines) == 5 and lines[0].startswith("model,E,head,vocab,agreement")
+    assert lines[4].startswith("m,4,lens,full,,,")  # what was not measured is empty, not 0
+    assert (tmp_path / "heads.png").stat().st_size > 1000 and set(files) == {"csv", "json", "figure"}
+    assert heads.table(rows).row_count == 3
+
+
+def test_measured_beside_predicted_says_where_they_differ():
+    times = StepTimes(T=8e-3, verify=8e-3, overhead=1e-4, per_layer=3e-4)
+    head = row(2, "lens", "full", 0.6, 300)
+    predict([head], times)
+    tokens, k = head.tokens[head.best_k], head.best_k
+    round_ms = 1.1 * 1000 * times.round(2, k, 300e-6)  # a round takes a tenth longer, the baseline a twentieth
+    itl = round_ms / (0.9 * tokens)
+    baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, itl_ms=8.4)
+    speed = 1000 / itl
+    record = Record("r", "t", "layer_skip", "m", tok_s_median=speed, tok_s_min=0.9 * speed, tok_s_max=speed,
+                    speedup=speed * 8.4 / 1000, mean_accepted_len=0.9 * tokens, itl_ms=itl)  # fmt: skip
+    beside(head, record, baseline, times)
+    assert (head.tokens_ratio, head.round_ratio, head.baseline_ratio) == pytest.approx((0.9, 1 / 1.1, 1.05))
+    assert head.efficiency == pytest.approx(head.tokens_ratio * head.round_ratio * head.baseline_ratio)
+    assert head.measured_min == pytest.approx(0.9 * head.measured_speedup)

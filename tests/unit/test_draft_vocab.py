@@ -1,0 +1,142 @@
+"""Draft vocabularies, and the files of heads over them: derived from the full head, derived again when it changes."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from selfspec_cli import head_files, paths
+from selfspec_cli.config import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
+from selfspec_cli.early_exit import draft_vocab
+from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
+from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Translator
+from selfspec_cli.early_exit.settings import SettingsError
+
+HIDDEN, VOCAB, LAYER = 4, 9, 3
+COUNTS = torch.tensor([5, 0, 9, 1, 1, 0, 7, 0, 0])
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    return RunConfig(head_dir=str(tmp_path), layer=LAYER)
+
+
+def fitted(cfg, kind="lsq", **more):
+    """A head of some kind in the head folder of `cfg`."""
+    weight = torch.randn(VOCAB if kind == "lsq" else HIDDEN, HIDDEN)
+    head = LeastSquares(weight) if kind == "lsq" else Translator(weight)
+    metadata = HeadMetadata(kind, LAYER, HIDDEN, VOCAB, fingerprint="abc", **more)
+    save_head(paths.head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
+    return head
+
+
+def found(cfg):
+    return head_files.head_file(cfg, LAYER, HIDDEN, VOCAB, lambda: COUNTS)
+
+
+def test_the_lens_over_all_tokens_has_no_file(cfg):
+    assert found(cfg) is None
+
+
+def test_a_lens_over_the_most_frequent_tokens(cfg):
+    path = found(replace(cfg, vocab="3"))
+    assert path.name == "layer3_lens_v3.safetensors"
+    assert load_head(path, layer=LAYER).head.vocab_ids.tolist() == [0, 2, 6]
+
+
+def test_counts_of_the_fitted_text_come_first(cfg):
+    draft_vocab.save_counts(paths.head_folder(cfg), COUNTS.flip(0), "a text")
+    assert load_head(found(replace(cfg, vocab="2"))).head.vocab_ids.tolist() == [2, 6]
+    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
+    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "another") is None
+    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB + 1) is None
+
+
+@pytest.mark.parametrize("kind", ["lsq", "translator"])
+def test_a_derived_head_keeps_rows_metadata_and_its_place(cfg, kind):
+    head = fitted(cfg, kind)
+    small = replace(cfg, head=HeadConfig(kind=HeadKind(kind)), vocab="3")
+    path = found(small)
+    assert path.name == f"layer3_{kind}_v3.safetensors"
+    loaded = load_head(path, layer=LAYER, fingerprint="abc")
+    assert loaded.metadata.draft_vocab == "v3"
+    assert torch.equal(loaded.head.weight, head.weight[[0, 2, 6]] if kind == "lsq" else head.weight)
+    assert found(replace(small, vocab="full")).name == f"layer3_{kind}.safetensors"
+    before = path.stat().st_mtime_ns
+    assert found(small).stat().st_mtime_ns == before  # nothing to do
+
+
+def test_a_head_fitted_again_is_derived_again(cfg):
+    fitted(cfg)
+    small = replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3")
+    path = found(small)
+    os.utime(path, ns=(1, 1))
+    head = fitted(cfg)
+    assert torch.equal(load_head(found(small)).head.weight, head.weight[[0, 2, 6]])
+
+
+def test_a_list_of_ids_has_a_name_of_its_own(cfg, tmp_path):
+    names = set()
+    for number, text in enumerate(["[8, 1, 1]", "1 8\n", "1 7"]):
+        (tmp_path / f"{number}.txt").write_text(text)
+        names.add(found(replace(cfg, vocab=str(tmp_path / f"{number}.txt"))).name)
+    assert len(names) == 2
+    assert all(name.startswith("layer3_lens_v2-") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("1 9", "id 9 is out of range; allowed: 0 to 8"), ("-1 3", "id -1 is out of range"), ("", "empty"),
+     ("[true]", "other than integers"), ("one", "no list of token ids"), ("[1, 2", "no list of token ids")],
+)  # fmt: skip
+def test_bad_lists_are_refused(cfg, tmp_path, text, words):
+    (tmp_path / "list").write_text(text)
+    with pytest.raises(HeadError, match=words):
+        found(replace(cfg, vocab=str(tmp_path / "list")))
+
+
+def test_more_tokens_than_there_are(cfg):
+    with pytest.raises(HeadError, match="10 is out of range; allowed: 1 to 9"):
+        found(replace(cfg, vocab="10"))
+
+
+def test_dummy_weights_need_no_text(cfg):
+    cfg.model = replace(cfg.model, load_format="dummy")
+    path = head_files.head_file(replace(cfg, vocab="3"), LAYER, HIDDEN, VOCAB, lambda: 1 / 0)
+    assert load_head(path).head.vocab_ids.tolist() == [0, 3, 6]
+
+
+def test_a_head_that_is_not_there_says_how_to_fit_it(cfg):
+    argmax = HeadConfig(kind=HeadKind.lsq, target=HeadTarget.argmax)
+    for head, command in ((HeadConfig(kind=HeadKind.lsq), "selfspec fit-lsq --layer 3"),
+                          (argmax, "selfspec fit head=lsq_argmax layer=3")):  # fmt: skip
+        with pytest.raises(ConfigError, match=command):
+            found(replace(cfg, head=head))
+    fitted(cfg)
+    assert found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq))).is_file()
+    with pytest.raises(ConfigError, match="lsq at layer 3"):
+        found(replace(cfg, head=argmax))
+
+
+def test_a_folder_of_heads_and_a_legacy_file(cfg, tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "ee_layer3_lsq.pt")
+    torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "h5.pt")
+    old = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(folder)))
+    assert found(old).name == "ee_layer3_lsq.pt"
+    small = found(replace(old, vocab="3"))
+    assert small.name == "ee_layer3_lsq_v3.safetensors"
+    assert load_head(small).metadata.draft_vocab == "v3"
+    torch.save({"weight": torch.nn.Linear(2, 2)}, folder / "h5.pt")
+    with pytest.raises(HeadError, match="something other than tensors"):
+        head_files.full_head(replace(old, head=HeadConfig(kind=HeadKind.lsq, path=str(folder / "h5.pt"))), 5)
+
+
+def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
+    fitted(cfg)
+    path = found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3"))
+    again = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(path)), vocab="2")
+    with pytest.raises(SettingsError, match="draft vocabulary of 3 already"):
+        found(again)

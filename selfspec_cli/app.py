@@ -164,6 +164,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     """Plan, measure, show; the exit code says how it went."""
     for cfg in runs:
         preflight.check(cfg)
+    runs = [preflight.settled(cfg) for cfg in runs]
+    warn(list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg))))
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY
     if dry_run:
@@ -176,7 +178,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     failed = len(result.failed)
     counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
     if as_json:
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows)})
+        rows_found = rows_document(result.rows)
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_found, "drafting": result.drafting})
     else:
         from selfspec_cli.report import table
 

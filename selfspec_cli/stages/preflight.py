@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from selfspec_cli import paths
-from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig
+from selfspec_cli import calibrations, paths
+from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig, gate_threshold, vocab_size
+from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, warnings_for
 
 
 def check(cfg: RunConfig) -> None:
@@ -26,15 +27,44 @@ def check(cfg: RunConfig) -> None:
         head_file(cfg, layer)
 
 
+def settled(cfg: RunConfig) -> RunConfig:
+    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.settled`; raises ConfigError."""
+    return calibrations.settled(cfg, exit_layer(cfg))
+
+
+def exit_layer(cfg: RunConfig) -> int | None:
+    """The exit layer in force, half the layers where none is given; None where only the Hub knows how many."""
+    if cfg.layer is not None:
+        return cfg.layer
+    layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    return layers // 2 if layers else None
+
+
+def warnings(cfg: RunConfig) -> list[str]:
+    """Settings that are allowed but do nothing: a threshold that the gate can never pass, or never fail."""
+    if cfg.method is not Method.layer_skip:
+        return []
+    document = calibrations.of(cfg)
+    calibration = None if document is None else calibration_from_dict(document)
+    settings = DraftSettings(1, gate=cfg.gate.kind.value, threshold=gate_threshold(cfg), calibration=calibration)
+    vocabulary = vocab_size(cfg) or _number(cfg, "vocab_size")
+    return warnings_for(settings, vocabulary)
+
+
 def num_layers(cfg: RunConfig, folder: Path) -> int | None:
     """Decoder layers of a model in a folder, by its config.json; None where that does not say."""
+    return _number(cfg, "num_hidden_layers", folder)
+
+
+def _number(cfg: RunConfig, key: str, folder: Path | None = None) -> int | None:
     try:
+        folder = folder or Path(paths.model_path(cfg.model)).expanduser()
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     for source in (cfg.model.hf_overrides, found, found.get("text_config") or {}):
-        if isinstance(source.get("num_hidden_layers"), int):
-            return source["num_hidden_layers"]
+        if isinstance(source.get(key), int):
+            return source[key]
     return None
 
 

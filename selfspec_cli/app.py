@@ -5,6 +5,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,6 +129,62 @@ def fit_lsq(
         emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
 
 
+@app.command(epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64")
+def roc(
+    overrides: Overrides = None,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 8,
+    prompts: Annotated[int, typer.Option("--prompts", min=2, help="Requests recorded at each exit layer.")] = 32,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import roc as roc_stage
+
+        cfgs = _exits(overrides or [], roc_stage.default_layers)
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "layers": [cfg.layer for cfg in cfgs], "prompts": prompts}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        with only_stderr(), bars() as progress:
+            result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
+        if as_json:
+            emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
+        else:
+            output.show_roc(result.rows, result.choice(), result.files)
+
+
+@app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
+def tune(
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to stop searching.")] = 12,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 24,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import tune as tune_stage
+
+        words = overrides or []
+        cfgs = tune_stage.with_heads(_exits(words, tune_stage.candidate_layers))
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {c.head.kind.value}" for c in cfgs]}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
+        with only_stderr(), bars() as progress:
+            result = tune_stage.run(
+                cfgs,
+                open_engine=_open_engine,
+                budget=tune_stage.Budget(minutes, trials),
+                conf=Path("conf"),
+                model_words=model,
+                progress=progress,
+            )
+        emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
+
+
 @app.command(epilog="Example: selfspec report --results results --out results")
 def report(
     results: Annotated[Path, typer.Option("--results", help="Folder that holds summary.csv.")] = Path("results"),
@@ -152,6 +209,19 @@ def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
     from selfspec_cli.compose import compose_runs
 
     return compose_runs(None, overrides or [], sweep=False, config=config)[0]
+
+
+def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]]) -> list[RunConfig]:
+    """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
+    from selfspec_cli.compose import compose_runs
+
+    if not any(word.partition("=")[0] == "layer" for word in overrides):
+        first = compose_runs(None, overrides)[0]
+        overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
+    cfgs = compose_runs(None, overrides)
+    for cfg in cfgs:
+        preflight.check(cfg)
+    return cfgs
 
 
 def _patches() -> list[tuple[str, bool, str]]:

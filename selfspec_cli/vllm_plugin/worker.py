@@ -57,7 +57,7 @@ class EarlyExitWorker:
         """Begin an empty record of drafting, or drop the one there is."""
         from selfspec_cli.early_exit.draft_log import DraftRecorder
 
-        drafter = getattr(self.model_runner, "drafter", None)
+        drafter: Any = getattr(self.model_runner, "drafter", None)
         if not hasattr(drafter, "recorder"):
             raise SettingsError("this engine keeps no record of its drafts; vLLM's V1 runner does (on the CPU)")
         drafter.recorder = DraftRecorder() if on else None

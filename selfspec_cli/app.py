@@ -235,7 +235,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     for cfg in runs:
         preflight.check(cfg)
     runs = [preflight.settled(cfg) for cfg in runs]
-    warn(list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg))))
+    doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
+    warn(doubts)
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY
     if dry_run:
@@ -248,8 +249,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     failed = len(result.failed)
     counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
     if as_json:
-        rows_found = rows_document(result.rows)
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_found, "drafting": result.drafting})
+        told = {"drafting": result.drafting, "warnings": [*doubts, *result.warnings]}
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
     else:
         from selfspec_cli.report import table
 

@@ -120,7 +120,8 @@ def tuned_overrides(model: str) -> list[str]:
     """
     known = choices(TUNED)
     if model not in known:
-        raise ConfigError(f"{closest(model, known, TUNED)}; make it with: selfspec tune model={model}")
+        which = closest(model, known, TUNED) if known else f"tuned={model}: no model was tuned yet"
+        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
     return next(_overrides_in(file) for folder in _conf_dirs() if (file := folder / TUNED / f"{model}.yaml").is_file())
 
 

@@ -132,7 +132,7 @@ def fit_lsq(
 @app.command(epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64")
 def roc(
     overrides: Overrides = None,
-    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 8,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 12,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Requests recorded at each exit layer.")] = 32,
     as_json: Json = False,
     dry_run: DryRun = False,
@@ -157,8 +157,8 @@ def roc(
 @app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
 def tune(
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to stop searching.")] = 12,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 24,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to stop searching.")] = 10,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,

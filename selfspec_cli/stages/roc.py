@@ -27,7 +27,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.report import roc as curves
 from selfspec_cli.stages import arms, preflight, workload
 
-LONGEST = 8  # tokens a draft while recording
+LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
 OpenEngine = Any  # Callable[[RunConfig], AbstractContextManager[Engine]]

@@ -26,7 +26,7 @@ from selfspec_cli.engine import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import arms, preflight, roc, search, workload
 
-LONGEST = 10  # tokens a draft, at most
+LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
 NEAR = 0.95  # exits whose expected speedup is at least so much of the best one's are searched on
 ENGINES = 2  # and at most so many of them

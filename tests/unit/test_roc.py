@@ -20,7 +20,8 @@ def test_the_area_is_the_chance_that_an_accepted_token_scores_higher(gate, at_st
     """Against its definition (Mann and Whitney), over all pairs."""
     log = make(40)
     mask = log.was_at_stake if at_stake else log.was_drafted
-    score, taken = curves.scores(log, gate)[mask], log.was_accepted[mask]
+    score = curves.scores(log, gate)
+    score, taken = (score if at_stake else score.cummin(1).values)[mask], log.was_accepted[mask]
     pairs = score[taken].unsqueeze(1) - score[~taken].unsqueeze(0)
     want = float(((pairs > 0).float() + 0.5 * (pairs == 0).float()).mean())
     assert curves.auc(log, gate, at_stake=at_stake) == pytest.approx(want, abs=1e-5)

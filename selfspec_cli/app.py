@@ -32,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=4"),
@@ -221,7 +222,9 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
     cfgs = compose_runs(None, overrides)
     for cfg in cfgs:
         preflight.check(cfg)
-    return cfgs
+    found = [preflight.runnable(cfg) for cfg in cfgs]
+    warn([NO_COMPILER] if found != cfgs else [])
+    return found
 
 
 def _patches() -> list[tuple[str, bool, str]]:
@@ -235,7 +238,9 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     for cfg in runs:
         preflight.check(cfg)
     runs = [preflight.settled(cfg) for cfg in runs]
+    asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
     doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
+    doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY

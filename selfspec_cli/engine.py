@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -325,11 +324,6 @@ def count_layers(model: ModelConfig) -> int:
 def perplexity(log_likelihood: float, tokens: int) -> float:
     """exp of the mean negative log-likelihood (nats) a token."""
     return math.exp(-log_likelihood / tokens)
-
-
-def can_compile() -> bool:
-    """Whether a C++ compiler is at hand, which torch.compile needs on the CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
 
 
 def _as_bad_input(error: Exception) -> Exception:

@@ -60,7 +60,7 @@ class Record:
     delta_ppl: float | None = None  # ppl minus the baseline's
     identical: int | None = None  # outputs equal to the baseline's, token for token
     outputs: int | None = None  # outputs compared
-    peak_mem_mib: float | None = None
+    peak_mem_mib: float | None = None  # resident memory of the engine's process while this arm was measured
     weights_mib: float | None = None
     device: str | None = None
     status: str = OK  # "ok", or "failed: reason"

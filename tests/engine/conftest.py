@@ -78,8 +78,3 @@ def report(record_property: Callable[[str, Any], None], capsys: pytest.CaptureFi
             print(f"\n    {line}", end="")
 
     return say
-
-
-# Not part of the default run yet: the scenarios with sampled neighbours and with structured output failed on the last
-# day of writing and are not understood, and the other two files have not been seen to end. SELFSPEC_FULL=1 runs them.
-collect_ignore = [] if FULL else ["test_lossless_edges.py", "test_sampling.py", "test_skip_and_heads.py"]

@@ -58,7 +58,7 @@ def min_tokens(engine: Live) -> Any:
 @scenario
 def model_is_full(engine: Live) -> Any:
     """Some requests reach max_model_len while others, short ones, go on beside them."""
-    long = [(prompt * 20)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
+    long = [(prompt * MAX_LEN)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
     return ends(engine.generate([*long, *PROMPTS[6:]], greedy(40)))
 
 

@@ -24,7 +24,8 @@ RANK = 4
 def from_transformers(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # The fused attention of transformers leaves out Gemma 2's soft-capping.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 # ---- method skip ----------------------------------------------------------------------------------------------------

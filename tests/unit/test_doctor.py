@@ -1,8 +1,8 @@
 import pytest
 
 from selfspec_cli import provenance
-from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig
-from selfspec_cli.stages import doctor
+from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, run_key
+from selfspec_cli.stages import doctor, preflight
 
 
 @pytest.fixture
@@ -96,8 +96,17 @@ def test_cuda_builds_beside_a_cpu_torch_are_named(monkeypatch):
     assert "torchaudio" not in check.detail
 
 
-@pytest.mark.parametrize(("eager", "ok"), [(True, None), (False, False)])
-def test_a_compiler_is_needed_only_to_compile(monkeypatch, eager, ok):
+@pytest.mark.parametrize(("gpus", "ok"), [([], None), (["a GPU"], False)])
+def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(monkeypatch, gpus, ok):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(provenance, "gpus", list)
-    assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=eager))).ok is ok
+    monkeypatch.setattr(provenance, "gpus", lambda: gpus)
+    assert doctor._compiler(RunConfig()).ok is ok
+    assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
+    eager = preflight.runnable(RunConfig())
+    assert eager.engine.enforce_eager
+    assert run_key(eager) != run_key(RunConfig())
+
+
+def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert preflight.runnable(RunConfig()) == RunConfig()

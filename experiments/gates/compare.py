@@ -3,7 +3,8 @@
     python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
     python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
 
-`fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each.
+`fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each; what a gate
+costs that never closes, and one that closes at once; what the record costs while it is kept.
 `grid`: every gate at six thresholds with five draft lengths, screened on a few prompts; the best of them, and the
 settings named, then run five repeats on the whole workload. The best of the screening is partly luck, which is why the
 comparison is of the second measurement. A setting is gate:threshold:k.
@@ -47,12 +48,28 @@ def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
 
 def fixed(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     """Every draft length without a gate, and the settings named."""
-    rows = race(engine, cfg, [*(Setting("none", None, k) for k in range(1, 9)), *named])
+    idle = [Setting("maxp", 0.0, 4), Setting("maxp", 1.0, 4)]
+    rows = race(engine, cfg, [*(Setting("none", None, k) for k in range(1, 9)), *named, *idle])
     ungated = max((row for row in rows if row["gate"] == "none" and row["k"]), key=lambda row: row["speedup"])
     best = max((row for row in rows if row["gate"] != "none"), key=lambda row: row["speedup"])
     ratios = [ours / theirs for ours, theirs in zip(best["tok_s"], ungated["tok_s"], strict=True)]
     return {"rows": rows, "best_ungated": ungated, "best_gated": best, "gated_over_ungated": ratios,
-            "gated_over_ungated_median": statistics.median(ratios)}  # fmt: skip
+            "gated_over_ungated_median": statistics.median(ratios),
+            "recorded_over_unrecorded": recording(engine, cfg)}  # fmt: skip
+
+
+def recording(engine: Engine, cfg: RunConfig) -> list[float]:
+    """Speed with the record on over speed with it off, one number a repeat; ungated drafts of 8, by turns."""
+    prompts, ratios = workload.prompts(cfg, engine), []
+    arms.apply(engine, Setting("none", None, 8))
+    for _ in range(REPEATS):
+        on = off = 0.0
+        for prompt in prompts:
+            with engine.recording():
+                on += engine.generate([prompt], cfg.workload.output_len, batch=1).seconds
+            off += engine.generate([prompt], cfg.workload.output_len, batch=1).seconds
+        ratios.append(off / on)
+    return ratios
 
 
 def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
@@ -89,7 +106,7 @@ def main() -> None:
         spread = f"{row['speedup']:.3f}x ({row['speedup_min']:.3f} to {row['speedup_max']:.3f})"
         name = f"E={row['E']} k={row['k']:<3} {row['gate']:<9} {row['threshold'] or '':<7}"
         print(f"{name} {row['tok_s_median']:7.1f} tok/s  {spread}  {row['identical']}")
-    print({key: value for key, value in found.items() if key.startswith("gated_over")})
+    print({key: value for key, value in found.items() if key.endswith(("_median", "_unrecorded"))})
 
 
 if __name__ == "__main__":

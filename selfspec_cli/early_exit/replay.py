@@ -1,8 +1,9 @@
 """What a gate would have done: logged drafts, cut where it would have stopped them, and what the rest had cost.
 
 A log of ungated drafts of k tokens holds, for every gate, threshold and shorter draft length, how many steps a round
-takes and how many of its tokens are accepted. That needs no engine and has no timing noise; only where rounds begin is
-the log's own (after drafts of k), which is why `selfspec tune` measures what comes out best here.
+takes and how many of its tokens are accepted. That needs no engine and has no timing noise. Two things are not as in a
+run: where rounds begin is the log's own (after drafts of k), and every request has its rounds to itself, while a batch
+drafts as long as its longest draft. So `selfspec tune` measures what comes out best here.
 """
 
 from __future__ import annotations

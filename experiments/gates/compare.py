@@ -3,9 +3,9 @@
     python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
     python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
 
-`fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each; what a gate
-costs that never closes, and one that closes at once; what the record costs while it is kept.
-`grid`: every gate at six thresholds with five draft lengths, screened on a few prompts; the best of them, and the
+`fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each; what a
+gate costs that never closes, and one that closes at once; what the record costs while it is kept.
+`grid`: every gate at five thresholds with three draft lengths, screened on a few prompts; the best of them, and the
 settings named, then run five repeats on the whole workload. The best of the screening is partly luck, which is why the
 comparison is of the second measurement. A setting is gate:threshold:k.
 """
@@ -27,7 +27,7 @@ from selfspec_cli.engine import Engine, open_engine
 from selfspec_cli.stages import arms, roc, workload
 
 LONGEST, REPEATS = 12, 5
-GRID_LENGTHS, GRID_THRESHOLDS = (2, 4, 6, 8, 12), 6
+GRID_LENGTHS, GRID_THRESHOLDS = (3, 6, 12), 5
 
 
 def setting(text: str) -> Setting:
@@ -90,23 +90,29 @@ def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
 def main() -> None:
     """Run one of the two and write a JSON file."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["fixed", "grid"])
+    parser.add_argument("what", choices=["fixed", "grid"], nargs="+")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--setting", type=setting, action="append", default=[])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     cfg = RunConfig(layer=given.layer, k=LONGEST, workload=WorkloadConfig())
     with open_engine(cfg) as engine:
-        found = {"fixed": fixed, "grid": grid}[given.what](engine, cfg, given.setting)
-    found["device"], found["versions"] = provenance.device(), provenance.versions()
-    given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / f"{given.what}_E{given.layer}.json"
+        for what in given.what:
+            found = {"fixed": fixed, "grid": grid}[what](engine, cfg, given.setting)
+            show(found, given.out / f"{what}_E{given.layer}.json")
+
+
+def show(found: dict, file: Path) -> None:
+    """Write a JSON file and print its rows."""
+    found |= {"device": provenance.device(), "versions": provenance.versions()}
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for row in found["rows"]:
         spread = f"{row['speedup']:.3f}x ({row['speedup_min']:.3f} to {row['speedup_max']:.3f})"
-        name = f"E={row['E']} k={row['k']:<3} {row['gate']:<9} {row['threshold'] or '':<7}"
+        limit = "" if row["threshold"] is None else f"{row['threshold']:g}"
+        name = f"E={row['E']} k={row['k']:<3} {row['gate']:<9} {limit:<7}"
         print(f"{name} {row['tok_s_median']:7.1f} tok/s  {spread}  {row['identical']}")
-    print({key: value for key, value in found.items() if key.endswith(("_median", "_unrecorded"))})
+    print({key: value for key, value in found.items() if key.endswith(("_median", "_unrecorded"))}, flush=True)
 
 
 if __name__ == "__main__":

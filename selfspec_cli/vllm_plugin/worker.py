@@ -42,7 +42,9 @@ class EarlyExitWorker:
     def early_exit_set_draft_length(self, k: int) -> None:
         """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the
         engine was started with, which is what it has room for."""
-        drafter = self.model_runner.drafter
+        drafter: Any = getattr(self.model_runner, "drafter", None)
+        if not hasattr(drafter, "draft_length"):
+            raise SettingsError("this engine's draft length is fixed; on vLLM's V1 runner (the CPU's) it can change")
         most = drafter.settings.num_speculative_tokens
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__, output, paths, records
-from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, run_key
+from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, engine_key, run_key
 from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.progress import bars
 from selfspec_cli.stages import doctor as doctor_stage
@@ -222,8 +222,8 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
     cfgs = compose_runs(None, overrides)
     for cfg in cfgs:
         preflight.check(cfg)
-    found = [preflight.runnable(cfg) for cfg in cfgs]
-    warn([NO_COMPILER] if found != cfgs else [])
+    found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
 

@@ -76,7 +76,7 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
         raise typer.Exit(0 if fine else 1)
 
 
-@app.command(epilog="Example: selfspec bench gate=maxp tau=0.35 layer=4 k=5")
+@app.command(epilog="Examples: selfspec bench gate=maxp tau=0.35 layer=4 k=5   ·   selfspec bench experiment=gpu_8b")
 def bench(
     overrides: Overrides = None,
     config: Config = None,
@@ -84,9 +84,13 @@ def bench(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Measure one arm, and the baseline that it is compared with."""
+    """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
     with guard(as_json, debug):
-        _measure([_one(overrides, config)], again=True, as_json=as_json, dry_run=dry_run)
+        from selfspec_cli.compose import compose_runs
+
+        whole = any(override.startswith("experiment=") for override in overrides or [])
+        runs = compose_runs(None, overrides or [], sweep=whole, config=config)
+        _measure(runs, again=True, as_json=as_json, dry_run=dry_run)
 
 
 @app.command(epilog="Examples: selfspec sweep gate=varH tau_v=4,5,6   ·   selfspec sweep experiment=m3_maxp layer=4")

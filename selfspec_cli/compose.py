@@ -63,12 +63,11 @@ def compose_runs(
     names, users = _split(EXPERIMENT, parsed)
     tuned, users = _split(TUNED, users)
     points: list[tuple[str, ...]] = []
-    chosen: list[str | None] = [experiment] if experiment else [*names]
-    models: list[str | None] = [*tuned]
-    for name, model in itertools.product(chosen or [None], models or [None]):
-        given = _parse(experiment_overrides(name)) if name else []
-        given += _parse(tuned_overrides(model)) if model else []
-        points += _expand([*given, *users], sweep)
+    names = [experiment] if experiment else names
+    grids = [grid for name in names for grid in experiment_overrides(name)] if names else [[]]
+    found = [grid for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
+    for grid, best in itertools.product(grids, found):
+        points += _expand([*_parse(grid), *_parse(best), *users], sweep)
     runs: dict[str, RunConfig] = {}
     for cfg in map(resolved, _compose_points(points, base)):
         validate(cfg)
@@ -100,8 +99,8 @@ def experiment_files() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def experiment_overrides(name: str) -> list[str]:
-    """The overrides of one experiment file.
+def experiment_overrides(name: str) -> list[list[str]]:
+    """The overrides of one experiment file, once for each of its grids.
 
     Raises:
         ConfigError: no such experiment, or a file of another shape.
@@ -112,7 +111,7 @@ def experiment_overrides(name: str) -> list[str]:
     return _overrides_in(files[name])
 
 
-def tuned_overrides(model: str) -> list[str]:
+def tuned_overrides(model: str) -> list[list[str]]:
     """The overrides that `selfspec tune` wrote for a model; the user's ./conf/tuned wins over the packaged one.
 
     Raises:
@@ -125,7 +124,7 @@ def tuned_overrides(model: str) -> list[str]:
     return next(_overrides_in(file) for folder in _conf_dirs() if (file := folder / TUNED / f"{model}.yaml").is_file())
 
 
-def _overrides_in(file: Path) -> list[str]:
+def _overrides_in(file: Path) -> list[list[str]]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:
@@ -133,9 +132,9 @@ def _overrides_in(file: Path) -> list[str]:
     if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
     for key in content:
-        if key not in ("title", "overrides"):
-            raise ConfigError(f"{file}: {closest(key, ('title', 'overrides'), 'key')}")
-    return [str(override) for override in content["overrides"]]
+        if key not in ("title", "overrides", "grids"):
+            raise ConfigError(f"{file}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
+    return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]
 
 
 def choices(group: str) -> list[str]:

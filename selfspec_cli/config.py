@@ -29,11 +29,25 @@ class ConfigError(ValueError):
 
 
 class Method(StrEnum):
-    """What is measured: the model alone, early-exit self-speculation, or its first E layers without verification."""
+    """What is measured."""
 
-    baseline = "baseline"
-    layer_skip = "layer_skip"
-    skip = "skip"
+    baseline = "baseline"  # the model alone
+    layer_skip = "layer_skip"  # early-exit self-speculation
+    skip = "skip"  # the first E layers without verification
+    draft_model = "draft_model"  # vLLM's own: a second model of E layers (dummy weights only)
+    ngram = "ngram"  # vLLM's own: drafts looked up in the text so far
+
+
+SPECULATIVE = (Method.layer_skip, Method.draft_model, Method.ngram)
+EARLY_EXIT = (Method.layer_skip, Method.skip)
+
+
+class Runner(StrEnum):
+    """Which of vLLM's model runners drafts: its own choice, or the one named (CUDA only)."""
+
+    auto = "auto"
+    v1 = "v1"
+    v2 = "v2"
 
 
 class GateKind(StrEnum):
@@ -156,6 +170,8 @@ class RunConfig:
     tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
     vocab: str = "full"  # draft vocabulary: "full", or so many of the most frequent tokens
+    acceptance_length: float | None = None  # synthetic acceptance: tokens a verify step yields, whatever was drafted
+    runner: Runner = Runner.auto
     seed: int = 0  # of prompts and of sampling
     repeats: int = 5  # timed repeats
     warmup: int = 1  # repeats thrown away first
@@ -217,6 +233,8 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
         tau_v=default.tau_v,
         threshold=None,
         vocab=default.vocab,
+        acceptance_length=None,
+        runner=default.runner,
     )
 
 
@@ -237,12 +255,16 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"method": cfg.method.value}
     if cfg.method is Method.baseline:
         return settings
-    settings |= {"layer": cfg.layer, "head": to_plain(cfg.head), "vocab": cfg.vocab}
-    if not cfg.head.path:
-        settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
-    if cfg.method is Method.layer_skip:
+    if cfg.method is not Method.ngram:
+        settings |= {"layer": cfg.layer}
+    if cfg.method in EARLY_EXIT:
+        settings |= {"head": to_plain(cfg.head), "vocab": cfg.vocab}
+        if not cfg.head.path:
+            settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
+    if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
-    return settings
+        settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
+    return settings | ({"runner": cfg.runner.value} if cfg.runner is not Runner.auto else {})
 
 
 def _model_facts(model: ModelConfig) -> dict[str, Any]:
@@ -302,6 +324,7 @@ def validate(cfg: RunConfig) -> None:
         raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
     _validate_threshold(cfg)
     _validate_engine(cfg)
+    _validate_method(cfg)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab):
         raise ConfigError(f'vocab={cfg.vocab}: must be "full" or a number of tokens, 1 or more')
     prompts = cfg.workload.prompts
@@ -325,6 +348,26 @@ def _validate_threshold(cfg: RunConfig) -> None:
             check_threshold(kind.value, value)
         except SettingsError as error:
             raise ConfigError(str(error)) from error
+
+
+def _validate_method(cfg: RunConfig) -> None:
+    if cfg.method is Method.draft_model and cfg.model.load_format != "dummy":
+        raise ConfigError(
+            f"method=draft_model with model.load_format={cfg.model.load_format}: it measures what a separate draft of "
+            "E layers costs, and such a draft exists with dummy weights only; model.load_format=dummy"
+        )
+    length, k = cfg.acceptance_length, cfg.k or DRAFT_LENGTH
+    if length is not None and not 1 <= length <= k + 1:
+        raise ConfigError(f"acceptance_length={length}: tokens a verify step yields, must lie in [1, k + 1 = {k + 1}]")
+    if length is not None and cfg.engine.name == "cpu":
+        raise ConfigError(
+            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
+        )
+    if cfg.model.load_format == "dummy" and (cfg.perplexity_tokens or cfg.workload.prompts != "random"):
+        raise ConfigError(
+            f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
+            f"{cfg.workload.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
+        )
 
 
 def _validate_engine(cfg: RunConfig) -> None:

@@ -7,16 +7,30 @@ vLLM's own request queue and scheduler; accept figures from vLLM's own speculati
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from selfspec_cli import calibrations
-from selfspec_cli.config import ConfigError, HeadKind, Method, ModelConfig, RunConfig, gate_threshold, vocab_size
+from selfspec_cli.config import (
+    EARLY_EXIT,
+    SPECULATIVE,
+    ConfigError,
+    HeadKind,
+    Method,
+    ModelConfig,
+    RunConfig,
+    Runner,
+    gate_threshold,
+    vocab_size,
+)
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.artifact import find_head
 from selfspec_cli.early_exit.draft_log import DraftLog
@@ -68,7 +82,7 @@ class Engine:
     @property
     def layer(self) -> int | None:
         """The exit layer E in force; None for a baseline."""
-        if self.cfg.method is Method.baseline:
+        if self.cfg.method in (Method.baseline, Method.ngram):
             return None
         return self.cfg.layer if self.cfg.layer is not None else self.num_layers // 2
 
@@ -76,6 +90,11 @@ class Engine:
     def max_model_len(self) -> int:
         """Tokens that prompt and output may have together."""
         return int(self.llm.model_config.max_model_len)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return int(self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
     @property
     def vocab_size(self) -> int:
@@ -188,7 +207,7 @@ class Engine:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
     def _counts(self) -> DraftCounts | None:
-        if self.cfg.method is not Method.layer_skip:
+        if self.cfg.method not in SPECULATIVE:
             return None
         values: dict[str, Any] = {}
         for metric in self.llm.get_metrics():
@@ -237,7 +256,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
 
     llm = None
     try:
-        llm = LLM(**{**llm_arguments(cfg), **extra})
+        with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+            llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB
@@ -252,8 +272,23 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         _free()
 
 
-def llm_arguments(cfg: RunConfig) -> dict[str, Any]:
-    """`cfg` as keyword arguments of `vllm.LLM`."""
+@contextmanager
+def _model_runner(runner: Runner) -> Iterator[None]:
+    """While an engine starts: vLLM reads which model runner to use from its environment, and workers inherit it."""
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    before = os.environ.get(name)
+    if runner is not Runner.auto:
+        os.environ[name] = "1" if runner is Runner.v2 else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
+    """`cfg` as keyword arguments of `vllm.LLM`. scratch: a folder that lasts until the engine has started."""
     engine, model = cfg.engine, cfg.model
     arguments: dict[str, Any] = {
         "model": model_path(model),
@@ -270,7 +305,8 @@ def llm_arguments(cfg: RunConfig) -> dict[str, Any]:
         "seed": cfg.seed,
         "disable_log_stats": False,  # the counters of accepted drafts are log statistics
         "worker_extension_cls": WORKER_EXTENSION,
-        "speculative_config": speculative_config(cfg),
+        "speculative_config": speculative_config(cfg, scratch),
+        "skip_tokenizer_init": model.load_format == "dummy" and model.tokenizer is None,
     }
     optional = {
         "max_model_len": model.max_model_len,
@@ -285,15 +321,32 @@ def llm_arguments(cfg: RunConfig) -> dict[str, Any]:
     return arguments | engine.extra
 
 
-def speculative_config(cfg: RunConfig) -> dict[str, Any] | None:
+def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     """What `cfg` asks of vLLM's speculative decoding, as a user would write it; None for a baseline."""
     if cfg.method is Method.baseline:
         return None
-    spec: dict[str, Any] = {"method": cfg.method.value, "layer_skip": cfg.layer, "head_path": head_path(cfg)}
+    spec: dict[str, Any] = {"method": cfg.method.value}
+    if cfg.method in EARLY_EXIT:
+        spec |= {"layer_skip": cfg.layer, "head_path": head_path(cfg)}
+    if cfg.method in SPECULATIVE:
+        spec["num_speculative_tokens"] = cfg.k
     if cfg.method is Method.layer_skip:
-        spec |= {"num_speculative_tokens": cfg.k, "gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
+        spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
         spec["calibration"] = calibrations.of(cfg)
+    if cfg.method is Method.draft_model:
+        spec["model"] = str(shallow_model(cfg, scratch))
+    if cfg.method is Method.ngram:
+        spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
+    if cfg.acceptance_length is not None:
+        spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": cfg.acceptance_length}
     return spec
+
+
+def shallow_model(cfg: RunConfig, folder: Path) -> Path:
+    """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit."""
+    config = json.loads((Path(model_path(cfg.model)) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": cfg.layer}))
+    return folder
 
 
 def head_path(cfg: RunConfig) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from selfspec_cli.config import ConfigError, ModelConfig, RunConfig
 
 REFERENCE = "reference"  # the model path that stands for the embedded model
+SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -45,6 +46,9 @@ def model_path(model: ModelConfig) -> str:
     """
     if model.path == REFERENCE:
         return str(_folder(reference_model_dir(), "the embedded reference model"))
+    if model.path.startswith(SHAPE):
+        name = model.path.removeprefix(SHAPE)
+        return str(_folder(experiments_dir() / "shapes" / name, f"model.path={model.path}"))
     path = Path(model.path).expanduser()
     if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
         return str(_folder(path, f"model.path={model.path}"))

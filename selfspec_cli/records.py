@@ -19,7 +19,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from selfspec_cli.config import KEY_LENGTH, ConfigError, Method, RunConfig, gate_threshold, run_key
+from selfspec_cli.config import (
+    EARLY_EXIT,
+    KEY_LENGTH,
+    SPECULATIVE,
+    ConfigError,
+    Method,
+    RunConfig,
+    Runner,
+    gate_threshold,
+    run_key,
+)
 
 SUMMARY = "summary.csv"
 ACCEPT = "accept.tsv"
@@ -32,7 +42,7 @@ class Record:
 
     run_id: str  # the command that measured it; speedups compare rows of one run_id
     time: str  # ISO 8601, with the offset from UTC
-    arm: str  # baseline, layer_skip, skip
+    arm: str  # baseline, layer_skip, skip; vLLM's own draft_model, ngram
     model: str
     E: int | None = None  # exit layer
     k: int | None = None  # draft tokens a round, at most
@@ -40,6 +50,8 @@ class Record:
     vocab: str | None = None  # draft vocabulary
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
+    runner: str | None = None  # vLLM's model runner, where one was asked for
+    acceptance_length: float | None = None  # synthetic; empty: real acceptance
     workload: str | None = None
     batch: int | None = None  # requests in flight
     input_len: int | None = None  # tokens
@@ -51,6 +63,8 @@ class Record:
     tok_s_min: float | None = None
     tok_s_max: float | None = None
     speedup: float | None = None  # tok_s_median over the baseline's of the same model, workload and run
+    predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
+    efficiency: float | None = None  # speedup / predicted
     accept_rate: float | None = None  # accepted draft tokens / drafted
     mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
     drafted_per_round: float | None = None
@@ -62,6 +76,10 @@ class Record:
     outputs: int | None = None  # outputs compared
     peak_mem_mib: float | None = None  # resident memory of the engine's process while this arm was measured
     weights_mib: float | None = None
+    kv_blocks: int | None = None  # of the KV cache
+    sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
+    dram_util: float | None = None  # share of the memory bandwidth (NVML)
+    power_w: float | None = None  # mean board power (NVML)
     device: str | None = None
     status: str = OK  # "ok", or "failed: reason"
     key: str = ""  # config.run_key; last, and of fixed length, so that a torn line is seen
@@ -130,11 +148,15 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
     record.workload, record.batch = work.name, work.batch
     record.input_len, record.output_len, record.temperature = work.input_len, work.output_len, work.temperature
     record.seed, record.repeats = cfg.seed, cfg.repeats
-    if cfg.method is not Method.baseline:
+    if cfg.method in (*EARLY_EXIT, Method.draft_model):
         record.E = cfg.layer if cfg.layer is not None else layer
+    if cfg.method in EARLY_EXIT:
         record.head, record.vocab = cfg.head.kind.value, cfg.vocab
+    if cfg.method in SPECULATIVE:
+        record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
+        record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None
     if cfg.method is Method.layer_skip:
-        record.k, record.gate, record.threshold = cfg.k, cfg.gate.kind.value, gate_threshold(cfg)
+        record.gate, record.threshold = cfg.gate.kind.value, gate_threshold(cfg)
     return record
 
 

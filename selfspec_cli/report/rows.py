@@ -54,6 +54,11 @@ def label(row: Record) -> str:
     """An arm in a few words."""
     if row.arm == "baseline":
         return "baseline"
+    runner = f" ({row.runner})" if row.runner else ""
+    if row.arm == "ngram":
+        return f"vLLM n-gram k={row.k}{runner}"
+    if row.arm == "draft_model":
+        return f"vLLM draft_model of {row.E} layers k={row.k}{runner}"
     layer = f"E={row.E}" if row.E is not None else "E=half"
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     if row.arm == "skip":

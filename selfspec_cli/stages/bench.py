@@ -15,7 +15,7 @@ from typing import Any
 
 from selfspec_cli import provenance, records
 from selfspec_cli.config import RunConfig
-from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit import cost_model, counters
 from selfspec_cli.engine import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.records import AcceptRow, Baseline, BenchResult, Record
@@ -33,25 +33,30 @@ def run(cfg: RunConfig, engine: Engine, baseline: Baseline | None = None, progre
     work = cfg.workload
     repeats: list[Generation] = []
     for number in range(cfg.warmup + cfg.repeats):
+        if number == cfg.warmup:
+            engine.call("early_exit_meter_start")
         generation = engine.generate(
             prompts, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed
         )
         if number >= cfg.warmup:
             repeats.append(generation)
         progress("repeats", number + 1, cfg.warmup + cfg.repeats)
+    meter = engine.call("early_exit_meter_stop")
     record = records.identity(cfg, run_id="", layer=engine.layer, device=provenance.device())
     record = _with_speed(record, repeats, baseline)
     accept = _accept_row(record, repeats)
-    record = _with_drafting(record, accept)
+    record = replace(_with_drafting(record, accept), **meter)
+    record = _with_prediction(record, engine.call("early_exit_step_bytes"))
     outputs = repeats[-1].outputs
-    if baseline is not None:
+    if baseline is not None and cfg.acceptance_length is None:  # set acceptance makes its own text
         record.outputs = len(outputs)
         record.identical = sum(ours == theirs for ours, theirs in zip(outputs, baseline.outputs, strict=True))
     if cfg.perplexity_tokens:
         record.ppl = quality.perplexity(engine, cfg.perplexity_tokens, cfg.seed)
         if baseline is not None and baseline.record.ppl is not None:
             record.delta_ppl = record.ppl - baseline.record.ppl
-    record.peak_mem_mib, record.weights_mib = peak_memory_mib(), engine.weights_mib
+    record.peak_mem_mib = record.peak_mem_mib or peak_memory_mib()
+    record.weights_mib, record.kv_blocks = engine.weights_mib, engine.kv_blocks
     return BenchResult(record, outputs, accept, _drafting(repeats, accept))
 
 
@@ -103,6 +108,20 @@ def _with_drafting(record: Record, accept: AcceptRow | None) -> Record:
         mean_accepted_len=1 + accept.accepted / accept.rounds,
         drafted_per_round=accept.drafted / accept.rounds,
     )
+
+
+def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
+    """The cost model's speedup for the accepted length that was measured, a step's time taken as the bytes it reads.
+
+    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time.
+    """
+    if read is None or record.mean_accepted_len is None or record.drafted_per_round is None or record.speedup is None:
+        return record
+    assert record.input_len is not None and record.output_len is not None and record.batch is not None
+    tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
+    full, draft = (read[step] + tokens * read[f"{step}_kv_token"] for step in ("full", "draft"))
+    predicted = record.mean_accepted_len * full / (full + record.drafted_per_round * draft)
+    return replace(record, predicted=predicted, efficiency=cost_model.efficiency(record.speedup, predicted))
 
 
 def reset_peak_memory() -> None:

@@ -35,6 +35,11 @@ class TargetHead:
         return [*self.head.parameters(), *self.head.buffers(), *bound]
 
     @property
+    def reads_lm_head(self) -> bool:
+        """Whether a draft step also reads the target's whole lm_head."""
+        return self._bound is None
+
+    @property
     def vocab_ids(self) -> Tensor | None:
         """Draft id -> token id, int64 [V']; None for the full vocabulary."""
         return self.head.vocab_ids

@@ -22,6 +22,9 @@ from selfspec_cli.early_exit.settings import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from selfspec_cli.vllm_plugin.exit_head import TargetHead
 
 
 def language_model(model: Any) -> nn.Module:
@@ -119,6 +122,27 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> s
     modules = {id(module) for layer in trunk.layers[:layers] for module in layer.modules()}  # type: ignore[index]
     context = vllm_config.compilation_config.static_forward_context
     return {name for name, module in context.items() if id(module) in modules}
+
+
+def step_bytes(target: nn.Module, head: TargetHead, layers: int, kv_cache: KVCacheConfig) -> dict[str, float] | None:
+    """Bytes read by one full step and by one draft step of `layers` layers, for what is bound by memory traffic.
+
+    Weights of the layers and the head; "..._kv_token": keys and values of one token of context. Embeddings are looked
+    up, not read. None for a mixture of experts, whose step reads only some of its weights.
+    """
+    decoder, lm_head = decoder_of(target), language_model(target).lm_head
+    parts: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
+    if any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in decoder.modules()):
+        return None
+    exit_parts = [*parts[:layers], *([lm_head] if head.reads_lm_head else [])]
+    groups = kv_cache.kv_cache_groups
+    a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
+    return {
+        "full": weight_bytes([*parts, lm_head]),  # type: ignore[list-item]
+        "draft": weight_bytes(exit_parts, head.tensors),  # type: ignore[arg-type]
+        "full_kv_token": a_layer * len(parts),
+        "draft_kv_token": a_layer * layers,
+    }
 
 
 def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:

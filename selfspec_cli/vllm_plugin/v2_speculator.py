@@ -52,6 +52,15 @@ def init_with_early_exit(original: Init) -> Init:
     return init_speculator
 
 
+class NoGate:
+    """The gate of a draft loop that cannot stop yet."""
+
+    def set(self, kind: str, threshold: float | None) -> None:
+        """Raises SettingsError for any gate but `none`."""
+        if kind != "none":
+            raise SettingsError(f"gate {kind!r} is not supported by vLLM's V2 model runner yet; allowed: none")
+
+
 class EarlyExitSpeculator(TargetDependentARSpeculator):
     """Drafts with the target's first E layers. The base class keeps the interface that the runner calls."""
 
@@ -59,9 +68,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
-        if settings.gate != "none":
-            raise SettingsError(f"gate {settings.gate!r} is not supported by vLLM's V2 model runner yet; allowed: none")
         self.settings = settings
+        self.gate = NoGate()
+        self.gate.set(settings.gate, settings.threshold)
         self.hidden_states: Tensor = torch.empty(
             0, device=device
         )  # the base class feeds hidden states back; nothing does here

@@ -37,18 +37,22 @@ class EarlyExitWorker:
         self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
     ) -> None:
         """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration."""
-        self.model_runner.drafter.gate.set(kind, threshold, *(() if calibration is None else (calibration,)))
+        self._early_exit_drafter().gate.set(kind, threshold, *(() if calibration is None else (calibration,)))
 
     def early_exit_set_draft_length(self, k: int) -> None:
         """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the
         engine was started with, which is what it has room for."""
-        drafter: Any = getattr(self.model_runner, "drafter", None)
+        drafter: Any = self._early_exit_drafter()
         if not hasattr(drafter, "draft_length"):
             raise SettingsError("this engine's draft length is fixed; on vLLM's V1 runner (the CPU's) it can change")
         most = drafter.settings.num_speculative_tokens
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
         drafter.draft_length = k
+
+    def _early_exit_drafter(self) -> Any:
+        """The V1 runner's drafter or the V2 runner's speculator; None where nothing drafts."""
+        return getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
 
     def early_exit_counters(self) -> dict[str, Any] | None:
         """What drafting did since the engine started; None for an engine that does not draft."""
@@ -75,13 +79,37 @@ class EarlyExitWorker:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head)."""
         from selfspec_cli.vllm_plugin.trunk import weight_bytes
 
-        runner = self.model_runner
-        drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
         if not hasattr(drafter, "head"):
             return {"target": target, "draft": 0}
         both = weight_bytes([runner.get_model(), drafter.model], drafter.head.tensors)
         return {"target": target, "draft": both - target}
+
+    def early_exit_step_bytes(self) -> dict[str, float] | None:
+        """Bytes that one full step and one draft step read: weights, and keys and values a token of context.
+
+        None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
+        """
+        from selfspec_cli.vllm_plugin.trunk import step_bytes
+
+        drafter = self._early_exit_drafter()
+        if not hasattr(drafter, "head"):
+            return None
+        layers = drafter.settings.layer
+        return step_bytes(self.model_runner.get_model(), drafter.head, layers, self.model_runner.kv_cache_config)
+
+    # ---- what the GPU does ----------------------------------------------------------------------------------------
+
+    def early_exit_meter_start(self) -> None:
+        """Begin a measurement of the GPU; nothing on the CPU."""
+        from selfspec_cli.vllm_plugin.gpu_meter import Meter
+
+        self._early_exit_meter = Meter(self.device)  # type: ignore[attr-defined]
+
+    def early_exit_meter_stop(self) -> dict[str, float]:
+        """What was measured since the start, by the names of `Record`; a figure that cannot be had is left out."""
+        return self._early_exit_meter.stop()
 
     def early_exit_layers(self) -> int:
         """Number of decoder layers of the loaded model."""

@@ -66,6 +66,16 @@ _TIED = {"tie_word_embeddings": True}  # vLLM's Gemma has no lm_head of its own
 # Soft-capping of Gemma 2's logits and attention is on by default; sliding windows alternate with full attention.
 _GEMMA2 = _TIED | {"sliding_window": _WINDOW, "query_pre_attn_scalar": 32}
 _GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * (LAYERS // 4)
+# Llama 4's text decoder (Scout's): each third layer without positions and with full attention, the others in chunks; every
+# second layer a mixture of experts beside a shared one.
+_LLAMA4 = {
+    "intermediate_size_mlp": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 64,
+    "no_rope_layers": [1, 1, 0] * (LAYERS // 3) + [1] * (LAYERS % 3),
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 ARCHITECTURES = {
@@ -77,6 +87,8 @@ ARCHITECTURES = {
     "gemma2": Tiny("Gemma2Config", _GEMMA2, _GEMMA_NORMS),
     "gemma3": Tiny("Gemma3TextConfig", _GEMMA2 | {"layer_types": _GEMMA3_KINDS}, _GEMMA_NORMS),
     "qwen3_moe": Tiny("Qwen3MoeConfig", _EXPERTS),
+    "mixtral": Tiny("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": Tiny("Llama4TextConfig", _LLAMA4),
     "gpt2": Tiny(
         "GPT2Config",
         {"vocab_size": VOCAB, "n_positions": MAX_LEN, "n_embd": 64, "n_layer": LAYERS, "n_head": 2},
@@ -172,5 +184,5 @@ def _outputs(layer: Any, post_norms: tuple[str, ...]) -> list[torch.Tensor]:
     """The weights that scale what `layer` adds to the residual stream."""
     if post_norms:
         return [getattr(layer, name).weight for name in post_norms]
-    names = ("o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj")
+    names = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
     return [weight for name, weight in layer.named_parameters() if name.endswith(names)]

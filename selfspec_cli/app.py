@@ -5,6 +5,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__, output, paths, records
-from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, run_key
+from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, engine_key, run_key
 from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.progress import bars
 from selfspec_cli.stages import doctor as doctor_stage
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=4"),
@@ -186,6 +188,62 @@ def compare_heads(
         raise typer.Exit(found.exit_code)
 
 
+@app.command(epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64")
+def roc(
+    overrides: Overrides = None,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 12,
+    prompts: Annotated[int, typer.Option("--prompts", min=2, help="Requests recorded at each exit layer.")] = 32,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import roc as roc_stage
+
+        cfgs = _exits(overrides or [], roc_stage.default_layers)
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "layers": [cfg.layer for cfg in cfgs], "prompts": prompts}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        with only_stderr(), bars() as progress:
+            result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
+        if as_json:
+            emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
+        else:
+            output.show_roc(result.rows, result.choice(), result.files)
+
+
+@app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
+def tune(
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to stop searching.")] = 10,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import tune as tune_stage
+
+        words = overrides or []
+        cfgs = tune_stage.with_heads(_exits(words, tune_stage.candidate_layers))
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {c.head.kind.value}" for c in cfgs]}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
+        with only_stderr(), bars() as progress:
+            result = tune_stage.run(
+                cfgs,
+                open_engine=_open_engine,
+                budget=tune_stage.Budget(minutes, trials),
+                conf=Path("conf"),
+                model_words=model,
+                progress=progress,
+            )
+        emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
+
+
 @app.command(epilog="Example: selfspec report --results results --out results")
 def report(
     results: Annotated[Path, typer.Option("--results", help="Folder that holds summary.csv.")] = Path("results"),
@@ -218,6 +276,21 @@ def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
     return compose_runs(None, overrides or [], sweep=False, config=config)[0]
 
 
+def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]]) -> list[RunConfig]:
+    """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
+    from selfspec_cli.compose import compose_runs
+
+    if not any(word.partition("=")[0] == "layer" for word in overrides):
+        first = compose_runs(None, overrides)[0]
+        overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
+    cfgs = compose_runs(None, overrides)
+    for cfg in cfgs:
+        preflight.check(cfg)
+    found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
+    return found
+
+
 def _patches() -> list[tuple[str, bool, str]]:
     from selfspec_cli.vllm_plugin import compat
 
@@ -228,8 +301,11 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     """Plan, measure, show; the exit code says how it went."""
     for cfg in runs:
         preflight.check(cfg)
+    runs = [preflight.settled(cfg) for cfg in runs]
     asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
-    warn(["no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"] if asked != runs else [])
+    doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
+    doubts += [NO_COMPILER] if asked != runs else []
+    warn(doubts)
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY
     if dry_run:
@@ -242,7 +318,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     failed = len(result.failed)
     counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
     if as_json:
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows)})
+        told = {"drafting": result.drafting, "warnings": [*doubts, *result.warnings]}
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
     else:
         from selfspec_cli.report import table
 

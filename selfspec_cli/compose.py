@@ -28,6 +28,7 @@ from selfspec_cli.config import GROUPS, ConfigError, RunConfig, resolved, run_ke
 from selfspec_cli.early_exit.settings import closest
 
 EXPERIMENT = "experiment"
+TUNED = "tuned"  # a file of `selfspec tune`, by the model's name
 _ROOT = "selfspec_run"
 
 
@@ -49,6 +50,7 @@ def compose_runs(
 
     Args:
         experiment: name of a file in experiments/; `experiment=NAME` among the overrides does the same.
+            `tuned=MODEL` likewise puts what `selfspec tune` found in front of the user's own overrides.
         overrides: Hydra overrides; they win over those of the experiment.
         sweep: whether comma lists and ranges are allowed.
         config: a dumped config to start from instead of the schema's defaults.
@@ -57,12 +59,15 @@ def compose_runs(
         ConfigError: unknown key, choice or experiment (naming the nearest), or a value out of range.
     """
     base = load_config(config) if config else None
-    names, users = _split_experiment(_parse(overrides))
+    parsed = _parse(overrides)
+    names, users = _split(EXPERIMENT, parsed)
+    tuned, users = _split(TUNED, users)
     points: list[tuple[str, ...]] = []
-    chosen = [experiment] if experiment else names
-    grids = [grid for name in chosen for grid in experiment_overrides(name)] if chosen else [[]]
-    for grid in grids:
-        points += _expand([*_parse(grid), *users], sweep)
+    names = [experiment] if experiment else names
+    grids = [grid for name in names for grid in experiment_overrides(name)] if names else [[]]
+    found = [grid for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
+    for grid, best in itertools.product(grids, found):
+        points += _expand([*_parse(grid), *_parse(best), *users], sweep)
     runs: dict[str, RunConfig] = {}
     for cfg in map(resolved, _compose_points(points, base)):
         validate(cfg)
@@ -103,15 +108,32 @@ def experiment_overrides(name: str) -> list[list[str]]:
     files = experiment_files()
     if name not in files:
         raise ConfigError(closest(name, sorted(files), EXPERIMENT))
+    return _overrides_in(files[name])
+
+
+def tuned_overrides(model: str) -> list[list[str]]:
+    """The overrides that `selfspec tune` wrote for a model; the user's ./conf/tuned wins over the packaged one.
+
+    Raises:
+        ConfigError: that model was not tuned, or a file of another shape.
+    """
+    known = choices(TUNED)
+    if model not in known:
+        which = closest(model, known, TUNED) if known else f"tuned={model}: no model was tuned yet"
+        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
+    return next(_overrides_in(file) for folder in _conf_dirs() if (file := folder / TUNED / f"{model}.yaml").is_file())
+
+
+def _overrides_in(file: Path) -> list[list[str]]:
     try:
-        content = OmegaConf.to_container(OmegaConf.load(files[name]))
+        content = OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:
-        raise ConfigError(f"{files[name]}: {_first_line(error)}") from error
+        raise ConfigError(f"{file}: {_first_line(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
-        raise ConfigError(f"{files[name]}: an experiment is a mapping with a list `overrides`")
+        raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
     for key in content:
         if key not in ("title", "overrides", "grids"):
-            raise ConfigError(f"{files[name]}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
+            raise ConfigError(f"{file}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
     return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]
 
 
@@ -145,7 +167,7 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
 def _check_key(override: Override) -> None:
     """Refuse a key that the schema has not, and a word that an enum has not, naming the nearest."""
     key = override.key_or_group
-    if key == EXPERIMENT:
+    if key in (EXPERIMENT, TUNED):
         return
     kind = _kind_of(key)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -166,16 +188,17 @@ def _kind_of(key: str) -> Any:
         hints = get_type_hints(kind)
         if part not in hints:
             allowed = [".".join([*parts[:depth], name]) for name in hints]
-            raise ConfigError(closest(key, allowed + ([EXPERIMENT] if depth == 0 else []), "key"))
+            raise ConfigError(closest(key, allowed + ([EXPERIMENT, TUNED] if depth == 0 else []), "key"))
         kind = hints[part]
     return kind
 
 
-def _split_experiment(overrides: list[Override]) -> tuple[list[str], list[Override]]:
+def _split(key: str, overrides: list[Override]) -> tuple[list[str], list[Override]]:
+    """The values of an override that names a file, and the other overrides."""
     names: list[str] = []
     rest = []
     for override in overrides:
-        if override.key_or_group == EXPERIMENT:
+        if override.key_or_group == key:
             names = [str(value) for value in _values(override)]
         else:
             rest.append(override)

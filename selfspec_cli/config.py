@@ -16,8 +16,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.early_exit.gate_rules import GATE_RULES
 from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.settings import SettingsError, check_threshold
 
+MAXP_TAU = 0.35  # threshold of gate maxp where the user gives none
 DRAFT_LENGTH = 5  # k where neither the user nor the model says
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 
@@ -49,11 +52,16 @@ class Runner(StrEnum):
 
 
 class GateKind(StrEnum):
-    """When to stop drafting. `none` never stops before k."""
+    """When to stop drafting (`early_exit.gate_rules` says how). `none` never stops before k."""
 
     none = "none"
     maxp = "maxp"
     varH = "varH"
+    entropy = "entropy"
+    margin = "margin"
+    adaedl = "adaedl"
+    survival = "survival"
+    calibrated = "calibrated"
 
 
 class HeadKind(StrEnum):
@@ -103,6 +111,7 @@ class GateConfig:
     """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold` of the run."""
 
     kind: GateKind = GateKind.none
+    calibration: str | None = None  # file of gate `calibrated`; None: what `selfspec roc` saved for this exit
 
 
 @dataclass
@@ -143,6 +152,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False  # off: a repeat must not be served from the one before
     enable_chunked_prefill: bool | None = None
     async_scheduling: bool | None = None
+    nvtx: bool = False  # named ranges around verify, sample, draft and head, for Nsight Systems
     extra: dict[str, Any] = field(default_factory=dict)  # any other argument of vllm.LLM, by its name
 
 
@@ -168,7 +178,8 @@ class RunConfig:
     method: Method = Method.layer_skip
     layer: int | None = None  # exit layer E: layers 0..E-1 draft; None: the model's, see `resolved`
     k: int | None = None  # draft tokens a round, at most; None: the model's, see `resolved`
-    tau: float = 0.35  # maxp: go on while max p >= tau
+    tau: float | None = None  # of the gates that compare a probability (go on while it is >= tau); None: MAXP_TAU, or
+    # the gate's own default
     tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
     vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
@@ -195,13 +206,18 @@ GROUPS: dict[str, str] = {
 
 
 def gate_threshold(cfg: RunConfig) -> float | None:
-    """The threshold that the chosen gate uses; None for the gate `none` and for a gate that was given none."""
+    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
     kind = cfg.gate.kind
     if kind is GateKind.none:
         return None
     if cfg.threshold is not None:
         return cfg.threshold
-    return {GateKind.maxp: cfg.tau, GateKind.varH: cfg.tau_v}.get(kind)
+    if kind is GateKind.varH:
+        return cfg.tau_v
+    rule = GATE_RULES[kind.value]
+    if rule.key == "tau" and cfg.tau is not None:
+        return cfg.tau
+    return {GateKind.maxp: MAXP_TAU, GateKind.calibrated: None}.get(kind, rule.default)
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
@@ -299,6 +315,8 @@ def run_key(cfg: RunConfig) -> str:
     facts |= method_settings(cfg)
     if cfg.method is Method.layer_skip:
         facts |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
+    if cfg.gate.kind is GateKind.calibrated:
+        facts["calibration"] = cfg.gate.calibration
     measuring = ("seed", "repeats", "warmup", "perplexity_tokens")
     return _digest(facts | {name: getattr(cfg, name) for name in measuring})
 
@@ -331,7 +349,7 @@ def validate(cfg: RunConfig) -> None:
     for key, value, least in at_least:
         if not value >= least:  # written so that NaN is refused too
             raise ConfigError(f"{key}={value}: must be at least {least}")
-    if not 0 <= cfg.tau <= 1:
+    if cfg.tau is not None and not 0 <= cfg.tau <= 1:
         raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
     _validate_threshold(cfg)
     _validate_engine(cfg)
@@ -355,6 +373,11 @@ def _validate_threshold(cfg: RunConfig) -> None:
         raise ConfigError(f"threshold={value}: the gate maxp compares a probability, must lie in [0, 1]")
     if kind is GateKind.varH and not value >= 0:
         raise ConfigError(f"threshold={value}: the gate varH compares a variance, must be at least 0")
+    if kind is not GateKind.none:
+        try:
+            check_threshold(kind.value, value)
+        except SettingsError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _validate_method(cfg: RunConfig) -> None:

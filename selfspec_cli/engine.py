@@ -11,13 +11,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from selfspec_cli import calibrations
 from selfspec_cli.config import (
     EARLY_EXIT,
     SPECULATIVE,
@@ -30,6 +31,8 @@ from selfspec_cli.config import (
     gate_threshold,
 )
 from selfspec_cli.corpora import Encode, standard_library_counts
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.head_files import head_file
 from selfspec_cli.paths import model_path
@@ -57,6 +60,7 @@ class Generation:
     ttft: list[float]  # seconds to the first token, one a request
     itl: list[float]  # mean seconds between the tokens after the first, one a request
     drafts: DraftCounts | None  # None for an engine that does not draft
+    drafting: counters.Snapshot | None = None  # the draft loop's own counters; None where it keeps none
 
     @property
     def tokens_per_second(self) -> float:
@@ -101,9 +105,28 @@ class Engine:
         """Text -> token ids, without special tokens."""
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
-    def set_gate(self, kind: str, threshold: float | None) -> None:
-        """Change the gate of a drafting engine between two rounds; nothing is reloaded."""
-        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold))
+    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
+        """Change the gate of a drafting engine between two rounds; nothing is reloaded.
+
+        calibration: a map in its JSON form, for gate `calibrated`; None keeps the one there is.
+        """
+        more = () if calibration is None else (calibration,)
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, *more))
+
+    def set_draft_length(self, k: int) -> None:
+        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding."""
+        self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], DraftLog]]:
+        """Keep a record of what is drafted inside the block; the function given reads it, also while it grows."""
+        assert self.cfg.k is not None
+        k = self.cfg.k
+        self.call("early_exit_record", True)
+        try:
+            yield lambda: DraftLog.from_plain(self.call("early_exit_recorded"), k)
+        finally:
+            self.call("early_exit_record", False)
 
     def call(self, method: str, *args: Any) -> Any:
         """The first worker's answer to one of `EarlyExitWorker`'s methods."""
@@ -124,7 +147,7 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        before = self._counts()
+        before, own = self._counts(), self._drafting()
         core = self.llm.llm_engine
         waiting = list(enumerate(prompts))[::-1]
         numbers: dict[str, int] = {}
@@ -161,6 +184,7 @@ class Engine:
             ttft=[output.metrics.first_token_latency for output in done],
             itl=[_between_tokens(output) for output in done if len(output.outputs[0].token_ids) > 1],
             drafts=self._drafted_since(before),
+            drafting=counters.since(self._drafting(), own),
         )
 
     def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
@@ -178,6 +202,9 @@ class Engine:
                 total += scores[token].logprob
                 count += 1
         return total, count
+
+    def _drafting(self) -> counters.Snapshot | None:
+        return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
     def _counts(self) -> DraftCounts | None:
         if self.cfg.method not in SPECULATIVE:
@@ -231,6 +258,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     try:
         with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
+        if cfg.engine.nvtx:
+            llm.collective_rpc("early_exit_annotate")
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB
@@ -305,6 +334,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
         spec["num_speculative_tokens"] = cfg.k
     if cfg.method is Method.layer_skip:
         spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
+        spec["calibration"] = calibrations.of(cfg)
     if cfg.method is Method.draft_model:
         spec["model"] = str(shallow_model(cfg, scratch))
     if cfg.method is Method.ngram:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -144,6 +145,32 @@ def show_comparison(found: Comparison) -> None:
     for name, path in found.files.items():
         say(f"{name:<7} {path}")
     warn(found.failed)
+
+
+def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> None:
+    """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
+    say(f"{'':<6}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
+    for row in rows:
+        areas = [f"{area:.3f}" if area is not None else "" for area in (row.auc, row.auc_at_stake)]
+        limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
+        best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
+        say(f"E={row.E:<4}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
+    say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
+        f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
+        f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
+    for name, path in files.items():
+        say(f"{name}: {path}")
+
+
+def show_tuned(document: dict[str, Any]) -> None:
+    """What tuning measured last, what it chose, and how to use it."""
+    for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
+        limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
+        spread = f"{found['speedup']:.2f}x ({found['speedup_min']:.2f} to {found['speedup_max']:.2f})"
+        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}")
+    say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, found in "
+        f"{document['seconds']:.0f} s and {document['trials']} trials", "bold")  # fmt: skip
+    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

@@ -39,6 +39,13 @@ def write(cfg: RunConfig, run_id: str, command: list[str] | None = None) -> Path
     return folder
 
 
+def write_drafting(results_dir: str | Path, key: str, drafting: dict[str, Any]) -> None:
+    """Write results/runs/<key>/drafting.json: how the drafts of a measured arm went."""
+    folder = Path(results_dir) / "runs" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "drafting.json", json.dumps(drafting, indent=2) + "\n")
+
+
 def _replace(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")

@@ -121,6 +121,7 @@ class BenchResult:
     record: Record
     outputs: list[list[int]]
     accept: AcceptRow | None = None
+    drafting: dict[str, Any] | None = None  # `early_exit.counters.summary`; None where no draft loop counted
 
 
 Row = TypeVar("Row", Record, AcceptRow)

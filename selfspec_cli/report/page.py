@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,21 @@ dt { color: var(--muted); } dd { margin: 0; }
 """
 
 
-def html(rows: list[Record], png: Path | None, facts: dict[str, Any]) -> str:
+Section = tuple[str, Path, list[list[str]]]
+"""A title, a PNG, and a table as rows of cells of which the first are the headings."""
+
+
+def html(rows: list[Record], png: Path | None, facts: dict[str, Any], sections: Sequence[Section] = ()) -> str:
     """The page as text; it makes no request.
 
     Args:
         png: the chart, embedded.
         facts: name and value pairs about what produced the rows.
+        sections: further figures and tables, such as the gates' ROC curves.
     """
     rows = latest(rows)
-    picture = ""
-    if png is not None:
-        data = base64.b64encode(png.read_bytes()).decode()
-        picture = f'<img alt="Bar chart of speedups over the baseline" src="data:image/png;base64,{data}">'
+    picture = _picture(png, "Bar chart of speedups over the baseline") if png is not None else ""
+    more = "".join(f"<h2>{escape(name)}</h2>{_picture(file, name)}{_plain(cells_)}" for name, file, cells_ in sections)
     tables = "".join(f"<h2>{escape(title)}</h2>{_table(members)}" for title, members in groups(rows))
     glossary = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning, _ in COLUMNS)
     produced = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
@@ -56,6 +60,7 @@ def html(rows: list[Record], png: Path | None, facts: dict[str, Any]) -> str:
 <p class="lead">{escape(headline(rows))}</p>
 {picture}
 {tables}
+{more}
 <h2>Targets</h2>
 {_targets(rows)}
 <p class="small">Targets come from another model and machine; what carries over is the ratio.</p>
@@ -66,6 +71,20 @@ def html(rows: list[Record], png: Path | None, facts: dict[str, Any]) -> str:
 </body>
 </html>
 """
+
+
+def _picture(png: Path, alt: str) -> str:
+    data = base64.b64encode(png.read_bytes()).decode()
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">'
+
+
+def _plain(lines: list[list[str]]) -> str:
+    """A table of text; empty where there are no lines."""
+    marked = [
+        "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) + "</tr>"
+        for tag, line in zip(["th", *["td"] * len(lines)], lines, strict=False)
+    ]
+    return f'<div class="scroll"><table>{"".join(marked)}</table></div>' if lines else ""
 
 
 def _table(members: list[Record]) -> str:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli import provenance, records
 from selfspec_cli.config import RunConfig
-from selfspec_cli.early_exit import cost_model
+from selfspec_cli.early_exit import cost_model, counters
 from selfspec_cli.engine import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.records import AcceptRow, Baseline, BenchResult, Record
@@ -56,7 +57,15 @@ def run(cfg: RunConfig, engine: Engine, baseline: Baseline | None = None, progre
             record.delta_ppl = record.ppl - baseline.record.ppl
     record.peak_mem_mib = record.peak_mem_mib or peak_memory_mib()
     record.weights_mib, record.kv_blocks = engine.weights_mib, engine.kv_blocks
-    return BenchResult(record, outputs, accept)
+    return BenchResult(record, outputs, accept, _drafting(repeats, accept))
+
+
+def _drafting(repeats: Sequence[Generation], accept: AcceptRow | None) -> dict[str, Any] | None:
+    """What the draft loop counted over the timed repeats; None where it keeps no counters."""
+    counted = counters.total(repeat.drafting for repeat in repeats)
+    if counted is None or accept is None:
+        return None
+    return counters.summary(counted, accept.rounds or 0, accept.drafted or 0, accept.accepted or 0)
 
 
 def _with_speed(record: Record, repeats: Sequence[Generation], baseline: Baseline | None) -> Record:

@@ -8,8 +8,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli import head_files, paths
-from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig
+from selfspec_cli import calibrations, head_files, paths
+from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig, gate_threshold
+from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, warnings_for
 
 
 def check(cfg: RunConfig) -> None:
@@ -46,6 +47,30 @@ def check_model(cfg: RunConfig) -> None:
         raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
     if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
+
+
+def settled(cfg: RunConfig) -> RunConfig:
+    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.settled`; raises ConfigError."""
+    return calibrations.settled(cfg, exit_layer(cfg))
+
+
+def exit_layer(cfg: RunConfig) -> int | None:
+    """The exit layer in force, half the layers where none is given; None where only the Hub knows how many."""
+    if cfg.layer is not None:
+        return cfg.layer
+    layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    return layers // 2 if layers else None
+
+
+def warnings(cfg: RunConfig) -> list[str]:
+    """Settings that are allowed but do nothing: a threshold that the gate can never pass, or never fail."""
+    if cfg.method is not Method.layer_skip:
+        return []
+    document = calibrations.of(cfg)
+    calibration = None if document is None else calibration_from_dict(document)
+    settings = DraftSettings(1, gate=cfg.gate.kind.value, threshold=gate_threshold(cfg), calibration=calibration)
+    vocabulary = int(cfg.vocab) if cfg.vocab.isdigit() else number(cfg, "vocab_size")
+    return warnings_for(settings, vocabulary)
 
 
 def runnable(cfg: RunConfig) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,8 +41,20 @@ def run(results: str | Path, out: str | Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     chart = figure.draw(rows, folder / CHART, footer="   ·   ".join(facts.values()))
     html = folder / PAGE
-    html.write_text(page.html(rows, chart, {**facts, "rows": str(summary)}), encoding="utf-8")
+    html.write_text(
+        page.html(rows, chart, {**facts, "rows": str(summary)}, roc_sections(Path(results))), encoding="utf-8"
+    )
     return Report(rows, warnings, chart, html)
+
+
+def roc_sections(results: Path) -> list[page.Section]:
+    """What `selfspec roc` left in a results folder: a figure and its table for each model."""
+    sections: list[page.Section] = []
+    for figure_file in sorted((results / "roc").glob("*/roc.png")):
+        table = figure_file.with_name("auc.csv")
+        lines = list(csv.reader(table.read_text(encoding="utf-8").splitlines())) if table.is_file() else []
+        sections.append((f"ROC of the gates: {figure_file.parent.name}", figure_file, lines))
+    return sections
 
 
 def provenance_of(row: Record, results: Path) -> dict[str, str]:

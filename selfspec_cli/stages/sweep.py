@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from selfspec_cli import provenance, records
+from selfspec_cli import calibrations, provenance, records
 from selfspec_cli.config import (
     ConfigError,
     Method,
@@ -35,7 +35,7 @@ BAD_INPUT = (ConfigError, SettingsError)
 class Engine(Protocol):
     """What a sweep needs of a live engine."""
 
-    def set_gate(self, kind: str, threshold: float | None) -> None:
+    def set_gate(self, kind: str, threshold: float | None, *calibration: dict[str, Any]) -> None:
         """Change the gate without a reload."""
 
 
@@ -73,6 +73,7 @@ class SweepResult:
     skipped: int = 0
     bad_input: int = 0  # rows that failed because of what the user asked for
     warnings: list[str] = field(default_factory=list)
+    drafting: dict[str, dict[str, Any]] = field(default_factory=dict)  # by run key: how the drafts went
 
     @property
     def failed(self) -> list[Record]:
@@ -142,6 +143,9 @@ class _Run:
         records.append(self.folder / records.SUMMARY, row)
         if measured.accept is not None:
             records.append(self.folder / records.ACCEPT, replace(measured.accept, run_id=self.result.run_id))
+        if measured.drafting is not None:
+            self.result.drafting[row.key] = measured.drafting
+            provenance.write_drafting(self.folder, row.key, measured.drafting)
         self.result.rows.append(row)
         self.guarded("tracker", lambda: self.tracker.log(row))
         self.progress("points", len(self.result.rows), self.total)
@@ -234,7 +238,9 @@ def _measure(context: _Run, cfg: RunConfig, engine: Engine, baselines: dict[str,
     against = None if cfg.method is Method.baseline else baselines[run_key(baseline_of(cfg))]
     try:
         if cfg.method is Method.layer_skip:
-            engine.set_gate(cfg.gate.kind.value, gate_threshold(cfg))
+            calibration = calibrations.of(cfg)
+            more = () if calibration is None else (calibration,)
+            engine.set_gate(cfg.gate.kind.value, gate_threshold(cfg), *more)
         measured = context.bench(cfg, engine, against, context.progress)
     except Exception as error:
         context.fail(cfg, error)

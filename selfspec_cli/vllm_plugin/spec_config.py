@@ -10,11 +10,12 @@ the rejection sampler and the counters. Our own settings must reach the workers 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, SettingsError
+from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, SettingsError, warnings_for
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -51,6 +52,8 @@ def understand_layer_skip(original: Original) -> Original:
             return original(self, target_model_config, target_parallel_config)
         _refuse_parallelism(self)
         settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=_vllm_keys())
+        for warning in warnings_for(settings, target_model_config.get_vocab_size()):
+            logging.getLogger("vllm.selfspec").warning(warning)  # below vLLM's own logger, which users configure
         if not target_parallel_config.worker_extension_cls:
             target_parallel_config.worker_extension_cls = WORKER_EXTENSION
         if not settings.verify:

@@ -12,6 +12,9 @@ after two steps is verified with two draft tokens, not with k.
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +25,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.live_gate import DraftCounters, LiveGate
+from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
 
@@ -79,9 +84,12 @@ class _EarlyExit(DraftModelProposer):
         assert settings is not None
         self.settings = settings
         self.gate = LiveGate(settings.gate, settings.threshold, settings.calibration)
+        self.draft_length = settings.num_speculative_tokens  # may be lowered between two rounds, to 0 for no drafts
         self.counters = DraftCounters(settings.num_speculative_tokens)
+        self.recorder: DraftRecorder | None = None  # only while a record is wanted
         self.runner = runner
         self._sampled: list[list[int]] = []
+        self._verified: Sequence[int] | None = None
         self._draft_probs: Tensor | None = None
         self._groups: list[tuple[AttentionGroup, list[str]]] = []
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
@@ -124,13 +132,17 @@ class _EarlyExit(DraftModelProposer):
 
     def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> Tensor:
         """Remembers which requests sampled anything; a request inside a chunked prefill has an empty list."""
-        self._sampled = sampled_token_ids
+        self._sampled, self._verified = sampled_token_ids, None
         return self._nothing
 
     def prepare_inputs(
-        self, common_attn_metadata: CommonAttentionMetadata, *args: Any
+        self, common_attn_metadata: CommonAttentionMetadata, sampled: Any, verified: Sequence[int], *args: Any
     ) -> tuple[CommonAttentionMetadata, Tensor]:
-        """The runner gathers hidden states for drafters that want them; this one wants none."""
+        """Remembers how many draft tokens of each request were verified; called only where there were any.
+
+        The runner gathers hidden states for drafters that want them; this one wants none.
+        """
+        self._verified = verified
         return common_attn_metadata, self._nothing
 
     _nothing = torch.empty(0, dtype=torch.int64)
@@ -149,28 +161,30 @@ class _EarlyExit(DraftModelProposer):
 
         Returns: one list of 0..k token ids a request, in batch order.
         """
+        began = time.perf_counter()
         batch = self.runner.input_batch
+        if self.recorder is not None:
+            self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
         self._draft_probs = None
-        state = self._start(batch, limit=num_speculative_tokens)
+        limit = min(num_speculative_tokens, self.draft_length)
+        state = self._start(batch, limit)
         if state is None:
             return proposals
         probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         probs: list[tuple[Tensor, Tensor]] = []
-        for step in range(num_speculative_tokens):
-            hidden = self._forward(state)  # [n, hidden]
-            logits = self.head.logits(hidden)  # [n, V]
-            open_ = self.gate.decide(logits, state)  # before sampling, which scales the logits in place
+        for step in range(limit):
+            logits, best, open_ = self._decide(state, batch.req_ids)  # before sampling, which scales logits in place
             if probabilistic:
                 tokens, step_probs = self._sample(logits, state.rows, sampling_metadata)
                 probs.append((state.rows, step_probs))
             else:
-                tokens = self.head.to_full_ids(logits.argmax(-1))
+                tokens = self.head.to_full_ids(best)
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
             state.tokens, state.positions = tokens.int(), state.positions + 1
-            if step + 1 == num_speculative_tokens:
+            if step + 1 == limit:
                 break
             state.keep(open_ & (state.positions < self._last_useful))
             if not len(state.rows):
@@ -178,7 +192,25 @@ class _EarlyExit(DraftModelProposer):
                 break
         if probabilistic:
             self._draft_probs = self._stack_probs(probs, batch.num_reqs, num_speculative_tokens)
+        self.counters.seconds += time.perf_counter() - began
         return proposals
+
+    def _decide(self, state: _Round, ids: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n].
+
+        Logits that are no numbers close the gate, `none` too, and are counted. They go on as zeros, so that the
+        sampler sees a proper distribution and the verifier a token that it will hardly take.
+        """
+        logits = self.head.logits(self._forward(state))  # [n, V]
+        best = logits.max(-1)  # NaN counts as the largest; so does +inf
+        if self.recorder is not None:
+            self.recorder.step([ids[row] for row in state.rows.tolist()], logits)
+        if math.isfinite(best.values.sum().item()):
+            return logits, best.indices, self.gate.decide(logits, state)
+        bad = ~torch.isfinite(best.values)
+        self.counters.nan_logits += int(bad.sum())
+        logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
+        return logits, logits.argmax(-1), self.gate.decide(logits, state) & ~bad
 
     def _start(self, batch: Any, limit: int) -> _Round | None:
         """The round's first state: requests that sampled a token and have room for another."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin import compat
 
 
@@ -32,9 +33,22 @@ class EarlyExitWorker:
     model_runner: Any
     vllm_config: Any
 
-    def early_exit_set_gate(self, kind: str, threshold: float | None) -> None:
-        """Change the gate between two rounds. Raises SettingsError for a bad gate or threshold."""
-        self._early_exit_drafter().gate.set(kind, threshold)
+    def early_exit_set_gate(
+        self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
+    ) -> None:
+        """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration."""
+        self._early_exit_drafter().gate.set(kind, threshold, *(() if calibration is None else (calibration,)))
+
+    def early_exit_set_draft_length(self, k: int) -> None:
+        """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the
+        engine was started with, which is what it has room for."""
+        drafter: Any = self._early_exit_drafter()
+        if not hasattr(drafter, "draft_length"):
+            raise SettingsError("this engine's draft length is fixed; on vLLM's V1 runner (the CPU's) it can change")
+        most = drafter.settings.num_speculative_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
+            raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
+        drafter.draft_length = k
 
     def _early_exit_drafter(self) -> Any:
         """The V1 runner's drafter or the V2 runner's speculator; None where nothing drafts."""
@@ -44,6 +58,22 @@ class EarlyExitWorker:
         """What drafting did since the engine started; None for an engine that does not draft."""
         counters = getattr(getattr(self.model_runner, "drafter", None), "counters", None)
         return counters.snapshot() if counters is not None else None
+
+    def early_exit_record(self, on: bool) -> None:
+        """Begin an empty record of drafting, or drop the one there is."""
+        from selfspec_cli.early_exit.draft_log import DraftRecorder
+
+        drafter: Any = getattr(self.model_runner, "drafter", None)
+        if not hasattr(drafter, "recorder"):
+            raise SettingsError("this engine keeps no record of its drafts; vLLM's V1 runner does (on the CPU)")
+        drafter.recorder = DraftRecorder() if on else None
+
+    def early_exit_recorded(self) -> dict[str, Any]:
+        """The record so far: `DraftRecorder.plain`. Raises SettingsError if none was begun."""
+        recorder = getattr(getattr(self.model_runner, "drafter", None), "recorder", None)
+        if recorder is None:
+            raise SettingsError("no record of drafts was begun on this engine")
+        return recorder.plain()
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head)."""
@@ -68,6 +98,12 @@ class EarlyExitWorker:
             return None
         layers = drafter.settings.layer
         return step_bytes(self.model_runner.get_model(), drafter.head, layers, self.model_runner.kv_cache_config)
+
+    def early_exit_annotate(self) -> list[str]:
+        """From now on, named ranges around verify, sample, draft and head, for NVTX and PyTorch's profiler."""
+        from selfspec_cli.vllm_plugin.annotate import annotate
+
+        return annotate(self.model_runner, self._early_exit_drafter())
 
     # ---- what the GPU does ----------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ _TIED = {"tie_word_embeddings": True}  # vLLM's Gemma has no lm_head of its own
 # Soft-capping of Gemma 2's logits and attention is on by default; sliding windows alternate with full attention.
 _GEMMA2 = _TIED | {"sliding_window": _WINDOW, "query_pre_attn_scalar": 32}
 _GEMMA3_KINDS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * (LAYERS // 4)
-# Llama 4's text decoder (Scout's): each third layer without positions and with full attention, the others in chunks; every
-# second layer a mixture of experts beside a shared one.
+# Llama 4's text decoder (Scout's): each third layer without positions and with full attention, the others in chunks;
+# every second layer a mixture of experts beside a shared one.
 _LLAMA4 = {
     "intermediate_size_mlp": 128,
     "num_local_experts": 4,

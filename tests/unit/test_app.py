@@ -73,7 +73,7 @@ def engines(monkeypatch):
     return opened
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "report"])
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report"])
 def test_every_command_has_help_with_an_example(command):
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -81,7 +81,7 @@ def test_every_command_has_help_with_an_example(command):
     assert "--json" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["bench", "sweep", "fit-lsq"])
+@pytest.mark.parametrize("command", ["bench", "sweep", "fit-lsq", "roc", "tune"])
 def test_what_starts_an_engine_has_a_dry_run(command):
     assert "--dry-run" in call(command, "--help").stdout
 
@@ -93,6 +93,14 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "--jsn"), "--json"),
         (("sweep", "gate=varh"), "'varH'"),
         (("sweep", "tua=1"), "'tau'"),
+        (("sweep", "gate=margn"), "did you mean 'margin'"),
+        (("sweep", "gate=margin", "threshold=0.1,2"), "from 0 to 1"),
+        (("sweep", "gate=entropy", "threshold=-1"), "at least 0"),
+        (("sweep", "gate=calibrated", "layer=2"), "selfspec roc layer=2"),
+        (("sweep", "gate=calibrated", "gate.calibration=gone.json"), "gone.json"),
+        (("bench", "tuned=nothing"), "selfspec tune model=nothing"),
+        (("roc", "layer=8"), "1..7"),
+        (("tune", "layer=8"), "1..7"),
         (("bench", "k=0"), "k=0"),
         (("bench", "tau=1.5"), "[0, 1]"),
         (("bench", "tau_v=-1"), "tau_v=-1"),
@@ -147,6 +155,22 @@ def test_a_sweep_in_json_ends_in_one_document(engines, model):
     found = document(call("sweep", "gate=varH", "tau_v=4,5", model, "--json"))
     assert (found["measured"], found["failed"], len(found["rows"])) == (3, 0, 3)
     assert set(found["rows"][0]) == set(records.header(Record))
+
+
+def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
+    for words, fate in ((("gate=maxp", "tau=0"), "never closes"), (("gate=entropy", "threshold=0"), "never opens")):
+        result = call("sweep", *words, model, "--json")
+        assert result.exit_code == 0
+        assert fate in result.stderr
+        assert fate in document(result)["warnings"][0]
+    assert not document(call("sweep", "gate=margin", "threshold=0.2", model, "--json"))["warnings"]
+
+
+def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):
+    assert document(call("roc", model, "--dry-run", "--json"))["layers"] == [2, 4]
+    assert document(call("tune", model, "--dry-run", "--json"))["exits"] == [f"E={n} lens" for n in (1, 2, 4)]
+    assert document(call("roc", model, "layer=3,5", "--dry-run", "--json"))["layers"] == [3, 5]
+    assert document(call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json"))["layers"] == [3]
 
 
 def test_a_failed_point_exits_with_1_and_is_shown(engines, model):

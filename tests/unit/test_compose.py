@@ -1,8 +1,21 @@
 import pytest
 
-from selfspec_cli import paths
+from selfspec_cli import paths, tuned
 from selfspec_cli.compose import choices, compose_runs, experiment_files, load_config
-from selfspec_cli.config import GROUPS, ConfigError, GateKind, HeadKind, Method, RunConfig, dump, head_spec, resolved
+from selfspec_cli.config import (
+    GROUPS,
+    ConfigError,
+    GateConfig,
+    GateKind,
+    HeadConfig,
+    HeadKind,
+    Method,
+    RunConfig,
+    dump,
+    head_spec,
+    resolved,
+)
+from selfspec_cli.early_exit.replay import Setting
 
 
 @pytest.fixture(autouse=True)
@@ -216,3 +229,18 @@ def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_
     assert (one().layer, one().k) == (3, 4)
     assert (one("layer=6", "k=2").layer, one("layer=6", "k=2").k) == (6, 2)
     assert (one("model=llama3_8b").layer, one("model=llama3_8b").k) == (None, 5)
+
+
+def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
+    tuned.write(elsewhere / "conf", "mine", ["layer=6", "k=7", "gate=margin", "threshold=0.2"], "a title")
+    assert one("tuned=mine") == resolved(RunConfig(layer=6, k=7, gate=GateConfig(GateKind.margin), threshold=0.2))
+    assert [cfg.k for cfg in compose_runs(None, ["tuned=mine", "k=2,3"])] == [2, 3]
+    assert "selfspec tune model=other" in refusal("tuned=other")
+
+
+def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
+    cfg = resolved(RunConfig(layer=6, head=HeadConfig(HeadKind.lsq)))
+    for setting in (Setting("entropy", 2.25, 7), Setting("none", None, 3)):
+        chosen = tuned.apply(cfg, setting)
+        tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")
+        assert one("tuned=mine") == chosen

@@ -20,7 +20,9 @@ from selfspec_cli.config import (
     run_key,
     validate,
 )
+from selfspec_cli.early_exit.gate_rules import GATE_RULES
 
+KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
 VARH = GateConfig(kind=GateKind.varH)
 MAXP = GateConfig(kind=GateKind.maxp)
 
@@ -140,3 +142,20 @@ def test_all_candidates_of_one_workload_share_a_baseline():
     assert len(keys) == 1
     other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
     assert run_key(other) not in keys
+
+
+def test_every_gate_of_the_rules_can_be_chosen():
+    assert [kind.value for kind in GateKind] == list(GATE_RULES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_threshold_is_read_by_every_gate(kind):
+    assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
+    own = gate_threshold(RunConfig(gate=GateConfig(kind), tau=0.6, tau_v=3.0))
+    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATE_RULES[kind.value].default}[GATE_RULES[kind.value].key]
+    assert gate_threshold(RunConfig(gate=GateConfig(kind))) is not None
+
+
+def test_the_calibrated_gates_threshold_is_its_files_to_say():
+    assert gate_threshold(RunConfig(gate=GateConfig(GateKind.calibrated))) is None
+    assert gate_threshold(RunConfig(gate=GateConfig(GateKind.calibrated), tau=0.4)) == 0.4

@@ -132,3 +132,21 @@ def test_provenance_comes_from_the_runs_folder(tmp_path):
     facts = report.provenance_of(ARM, tmp_path)
     assert facts["versions"] == "vllm 0.32.0"
     assert facts["git revision"] == "abc with changes"
+
+
+def test_roc_figures_in_the_results_are_in_the_page(tmp_path):
+    for row in (BASE, ARM):
+        records.append(tmp_path / "summary.csv", row)
+    folder = tmp_path / "roc" / "m"
+    folder.mkdir(parents=True)
+    figure.draw([BASE, ARM], folder / "roc.png")
+    (folder / "auc.csv").write_text("gate,auc\n<margin>,0.81\n")
+    text = report.run(tmp_path, tmp_path).page.read_text()
+    assert text.count("data:image/png") == 2
+    assert "ROC of the gates: m" in text
+    assert "<td>&lt;margin&gt;</td><td>0.81</td>" in text
+
+
+def test_every_gate_is_labelled_with_its_direction():
+    labels = [rows.gate_label(replace(ARM, gate=name, threshold=0.5)) for name in ("margin", "entropy", "calibrated")]
+    assert labels == ["margin ≥ 0.5", "entropy ≤ 0.5", "calibrated ≥ 0.5"]

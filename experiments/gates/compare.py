@@ -1,0 +1,119 @@
+"""Gated drafting against ungated, and a full grid, on one live engine whose arms take turns prompt by prompt.
+
+    python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
+    python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
+
+`fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each; what a
+gate costs that never closes, and one that closes at once; what the record costs while it is kept.
+`grid`: every gate at five thresholds with three draft lengths, screened on a few prompts; the best of them, and the
+settings named, then run five repeats on the whole workload. The best of the screening is partly luck, which is why the
+comparison is of the second measurement. A setting is gate:threshold:k.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from selfspec_cli import provenance
+from selfspec_cli.config import RunConfig, WorkloadConfig
+from selfspec_cli.early_exit import replay
+from selfspec_cli.early_exit.gate_rules import FEATURES
+from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.engine import Engine, open_engine
+from selfspec_cli.stages import arms, roc, workload
+
+LONGEST, REPEATS = 12, 5
+GRID_LENGTHS, GRID_THRESHOLDS = (3, 6, 12), 5
+
+
+def setting(text: str) -> Setting:
+    """gate:threshold:k, such as survival:0.12:12 or none::4."""
+    gate, threshold, k = text.split(":")
+    return Setting(gate, float(threshold) if threshold else None, int(k))
+
+
+def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
+    """Five repeats by turns; speedups over plain decoding, and against it the identity of every output."""
+    plain, *others = arms.measure(engine, cfg, workload.prompts(cfg, engine), [arms.PLAIN, *settings], repeats=REPEATS)
+    rows = []
+    for arm in [plain, *others]:
+        same = sum(ours == theirs for ours, theirs in zip(arm.outputs(), plain.outputs(), strict=True))
+        rows.append({"E": cfg.layer, **arm.to_dict(plain), "identical": f"{same} of {len(plain.outputs())}"})
+    return rows
+
+
+def fixed(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
+    """Every draft length without a gate, and the settings named."""
+    idle = [Setting("maxp", 0.0, 4), Setting("maxp", 1.0, 4)]
+    rows = race(engine, cfg, [*(Setting("none", None, k) for k in range(1, 9)), *named, *idle])
+    ungated = max((row for row in rows if row["gate"] == "none" and row["k"]), key=lambda row: row["speedup"])
+    best = max((row for row in rows if row["gate"] != "none"), key=lambda row: row["speedup"])
+    ratios = [ours / theirs for ours, theirs in zip(best["tok_s"], ungated["tok_s"], strict=True)]
+    return {"rows": rows, "best_ungated": ungated, "best_gated": best, "gated_over_ungated": ratios,
+            "gated_over_ungated_median": statistics.median(ratios),
+            "recorded_over_unrecorded": recording(engine, cfg)}  # fmt: skip
+
+
+def recording(engine: Engine, cfg: RunConfig) -> list[float]:
+    """Speed with the record on over speed with it off, one number a repeat; ungated drafts of 8, by turns."""
+    prompts, ratios = workload.prompts(cfg, engine), []
+    arms.apply(engine, Setting("none", None, 8))
+    for _ in range(REPEATS):
+        on = off = 0.0
+        for prompt in prompts:
+            with engine.recording():
+                on += engine.generate([prompt], cfg.workload.output_len, batch=1).seconds
+            off += engine.generate([prompt], cfg.workload.output_len, batch=1).seconds
+        ratios.append(off / on)
+    return ratios
+
+
+def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
+    """Screen every point, then race the best ones with the settings named."""
+    log = roc.record(engine, cfg, 16)
+    points = [Setting("none", None, k) for k in range(1, 9)]
+    points += [Setting(gate, limit, k) for gate in FEATURES for k in GRID_LENGTHS
+               for limit in replay.thresholds(log, gate, GRID_THRESHOLDS)]  # fmt: skip
+    few = replace(cfg, workload=replace(cfg.workload, num_prompts=3, output_len=96))
+    plain, *screened = arms.measure(engine, few, workload.prompts(few, engine), [arms.PLAIN, *points], repeats=1)
+    ranked = sorted(screened, key=lambda arm: -arm.median)
+    rows = race(engine, cfg, list(dict.fromkeys([arm.setting for arm in ranked[:6]] + named)))
+    best = max(rows, key=lambda row: row["speedup"])
+    return {"points": len(points), "rows": rows, "best": best,
+            "screened": [{"E": cfg.layer, **arm.to_dict(plain)} for arm in ranked]}  # fmt: skip
+
+
+def main() -> None:
+    """Run one of the two and write a JSON file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["fixed", "grid"], nargs="+")
+    parser.add_argument("--layer", type=int, default=3)
+    parser.add_argument("--setting", type=setting, action="append", default=[])
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    cfg = RunConfig(layer=given.layer, k=LONGEST, workload=WorkloadConfig())
+    with open_engine(cfg) as engine:
+        for what in given.what:
+            found = {"fixed": fixed, "grid": grid}[what](engine, cfg, given.setting)
+            show(found, given.out / f"{what}_E{given.layer}.json")
+
+
+def show(found: dict, file: Path) -> None:
+    """Write a JSON file and print its rows."""
+    found |= {"device": provenance.device(), "versions": provenance.versions()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for row in found["rows"]:
+        spread = f"{row['speedup']:.3f}x ({row['speedup_min']:.3f} to {row['speedup_max']:.3f})"
+        limit = "" if row["threshold"] is None else f"{row['threshold']:g}"
+        name = f"E={row['E']} k={row['k']:<3} {row['gate']:<9} {limit:<7}"
+        print(f"{name} {row['tok_s_median']:7.1f} tok/s  {spread}  {row['identical']}")
+    print({key: value for key, value in found.items() if key.endswith(("_median", "_unrecorded"))}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Where the time of a round goes on a GPU: a table from a profiler trace, beside what the cost model allows.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python experiments/gpu_trace.py --out results/published/gpu [--batch 1]
+
+Llama-3-8B shape, random weights, E=8, k=3, acceptance length 3.0. The profiler slows the host, so the idle share is an
+upper bound; what kernels take is not affected. The engine must be in this process, or the profiler does not see it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig, baseline_of
+from selfspec_cli.engine import open_engine
+from selfspec_cli.report.trace import shares
+from selfspec_cli.stages import workload
+
+MODEL = ModelConfig(
+    name="llama3_8b_shape", path="shape:llama3_8b", dtype="bfloat16", load_format="dummy", max_model_len=4096
+)
+ENGINE = EngineConfig(name="h100", kv_cache_gib=8.0, max_num_seqs=32, max_num_batched_tokens=8192)
+
+
+def table(cfg: RunConfig) -> dict:
+    """Profile about 60 rounds of one arm."""
+    with open_engine(cfg) as engine:
+        prompts = workload.prompts(cfg, engine)
+        engine.generate(prompts, 64, batch=cfg.workload.batch)
+        plain = engine.generate(prompts, 192, batch=cfg.workload.batch)
+        engine.call("early_exit_annotate")
+        with torch.profiler.profile() as p:
+            engine.generate(prompts, 192, batch=cfg.workload.batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "trace.json")
+        p.export_chrome_trace(path)
+        parts, wall, rounds = shares(json.loads(Path(path).read_text())["traceEvents"])
+    return {
+        "arm": cfg.method.value,
+        "batch": cfg.workload.batch,
+        "rounds": rounds,
+        "wall_us_profiled": round(wall, 1),
+        "tok_s_unprofiled": round(plain.tokens_per_second, 1),
+        "parts": [
+            {key: round(value, 2) if key != "part" else value for key, value in asdict(s).items()} for s in parts
+        ],
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--batch", type=int, default=1)
+    chosen = options.parse_args()
+    work = WorkloadConfig(
+        "decode", input_len=32, output_len=200, num_prompts=chosen.batch, batch=chosen.batch, prompts="random"
+    )
+    drafting = RunConfig(
+        model=MODEL, engine=ENGINE, workload=work, method=Method.layer_skip, layer=8, k=3, acceptance_length=3.0,
+        perplexity_tokens=0,
+    )  # fmt: skip
+    found = [table(cfg) for cfg in (baseline_of(drafting), drafting)]
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    (chosen.out / f"trace_batch{chosen.batch}.json").write_text(json.dumps(found, indent=1) + "\n")
+    for arm in found:
+        print(f"{arm['arm']}: {arm['wall_us_profiled']} us a round (profiled), {arm['tok_s_unprofiled']} tok/s (not)")
+        for part in arm["parts"]:
+            print(f"  {part['part']:8} {part['busy']:9.1f} us  {part['launches']:6.1f} launches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What drafting did, counted where it happens, and what the counts say. Plain integers, free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Snapshot = dict[str, Any]
+"""Totals since the engine started: `TOTALS` as numbers, `HISTOGRAMS` as lists of counts by value from 0."""
+
+TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "seconds")
+HISTOGRAMS = ("length_histogram", "active_histogram")
+
+
+@dataclass
+class DraftCounters:
+    """Counters of one draft loop. A round drafts for a whole batch; it has as many steps as its longest draft."""
+
+    k: int
+    rounds: int = 0  # rounds in which anything was drafted
+    steps: int = 0  # forward passes of the trunk
+    drafted: int = 0  # tokens: active requests summed over steps
+    gate_ended: int = 0  # rounds that the gate ended before k
+    nan_logits: int = 0  # drafted tokens whose logits were no numbers
+    seconds: float = 0.0  # host time inside the draft loop
+    length_histogram: list[int] = field(default_factory=list)  # rounds by number of steps taken, index 0..k
+    active_histogram: list[int] = field(default_factory=list)  # steps by number of requests taking part, from 0
+
+    def __post_init__(self) -> None:
+        self.length_histogram = [0] * (self.k + 1)
+        self._taken = 0
+
+    def round(self, requests: int) -> None:
+        """A round begins with so many requests."""
+        self._close()
+        self.rounds += 1
+        missing = requests + 1 - len(self.active_histogram)
+        if missing > 0:
+            self.active_histogram += [0] * missing
+
+    def step(self, requests: int) -> None:
+        """One forward pass of the trunk over so many requests."""
+        self.steps += 1
+        self.drafted += requests
+        self.active_histogram[requests] += 1
+        self._taken += 1
+
+    def ended_early(self) -> None:
+        """Every request's gate closed before the last step."""
+        self.gate_ended += 1
+
+    def snapshot(self) -> Snapshot:
+        """The counters since the engine started, as plain values."""
+        self._close()
+        totals = {name: getattr(self, name) for name in TOTALS}
+        return totals | {name: list(getattr(self, name)) for name in HISTOGRAMS}
+
+    def _close(self) -> None:
+        if self._taken:
+            self.length_histogram[self._taken] += 1
+            self._taken = 0
+
+
+def since(after: Snapshot | None, before: Snapshot | None) -> Snapshot | None:
+    """What happened between two snapshots; None for an engine that does not draft."""
+    if after is None or before is None:
+        return None
+    return _combine([after, {name: _negative(value) for name, value in before.items()}])
+
+
+def total(snapshots: Iterable[Snapshot | None]) -> Snapshot | None:
+    """Several stretches together; None where none of them drafted."""
+    known = [snapshot for snapshot in snapshots if snapshot is not None]
+    return _combine(known) if known else None
+
+
+def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[str, Any]:
+    """What a run says of its drafting.
+
+    counts: the draft loop's own, over one stretch. rounds, drafted, accepted: vLLM's, over the same stretch, each
+    round one request's. Values that nothing was counted for are None.
+    """
+    active = [(number, count) for number, count in enumerate(counts.get("active_histogram", [])) if count]
+    return {
+        "rounds": counts["rounds"],
+        "draft_steps": counts["steps"],
+        "draft_steps_histogram": counts["length_histogram"],
+        "mean_draft_steps": _share(counts["steps"], counts["rounds"]),
+        "ended_by_gate": _share(counts["gate_ended"], counts["rounds"]),
+        "active_requests_mean": _share(counts["drafted"], counts["steps"]),
+        "active_requests_min": active[0][0] if active else None,
+        "active_requests_max": active[-1][0] if active else None,
+        # One active request in one step drafts one token, so acceptance a token is acceptance an active request.
+        "acceptance_per_active_request": _share(accepted, drafted),
+        "accepted_per_request_and_round": _share(accepted, rounds),
+        "nan_logits": counts.get("nan_logits", 0),
+        "draft_seconds": counts.get("seconds"),
+    }
+
+
+def _combine(parts: list[Snapshot]) -> Snapshot:
+    combined: Snapshot = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        combined[name] = _added(values) if isinstance(values[0], list) else sum(values)
+    return combined
+
+
+def _added(lists: list[list[int]]) -> list[int]:
+    length = max(map(len, lists))
+    return [sum(values[place] for values in lists if place < len(values)) for place in range(length)]
+
+
+def _negative(value: Any) -> Any:
+    return [-count for count in value] if isinstance(value, list) else -value
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

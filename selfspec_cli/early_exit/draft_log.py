@@ -1,0 +1,151 @@
+"""The record of real drafting: for each drafted token every gate statistic, and whether the verifier took it.
+
+A recorder stands beside the draft loop and is told of three things: a draft step, the proposal's fate, and that the
+record is wanted. What a gate would have done is then a question to the log (`replay.py`), not to the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.gate_rules import FEATURES
+from selfspec_cli.early_exit.gates import all_statistics
+
+
+@dataclass(frozen=True)
+class DraftLog:
+    """Verified rounds of single requests, in the order of their verdicts.
+
+    statistics: float32 [rounds, k, len(FEATURES)], NaN beyond what was drafted. drafted: int64 [rounds], tokens that
+    the verifier saw, 1..k. accepted: int64 [rounds], how many of them it took, 0..drafted. request: int64 [rounds],
+    numbers requests from 0.
+    """
+
+    statistics: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    request: Tensor
+
+    @property
+    def k(self) -> int:
+        """Longest draft."""
+        return int(self.statistics.shape[1])
+
+    @property
+    def was_drafted(self) -> Tensor:
+        """Which places of the table hold a drafted token, bool [rounds, k]."""
+        return torch.arange(self.k) < self.drafted.unsqueeze(1)
+
+    @property
+    def was_accepted(self) -> Tensor:
+        """Which tokens the verifier took: they and all before them in the round were right, bool [rounds, k]."""
+        return torch.arange(self.k) < self.accepted.unsqueeze(1)
+
+    @property
+    def was_at_stake(self) -> Tensor:
+        """Drafted tokens whose predecessors were all accepted: the verdict is on them alone, bool [rounds, k]."""
+        return self.was_drafted & (torch.arange(self.k) <= self.accepted.unsqueeze(1))
+
+    def feature(self, name: str) -> Tensor:
+        """One statistic, float32 [rounds, k]."""
+        return self.statistics[:, :, FEATURES.index(name)]
+
+    def conditional_acceptance(self) -> list[float]:
+        """Acceptance at position 1..k given that all before it were accepted; ends where nothing was at stake."""
+        at_stake, taken = self.was_at_stake.sum(0).tolist(), (self.was_accepted & self.was_drafted).sum(0).tolist()
+        rates: list[float] = []
+        for reached, hits in zip(at_stake, taken, strict=True):
+            if not reached:
+                break
+            rates.append(hits / reached)
+        return rates
+
+    def choose(self, rounds: Tensor) -> DraftLog:
+        """The log of some rounds: bool or indices [rounds]."""
+        return DraftLog(self.statistics[rounds], self.drafted[rounds], self.accepted[rounds], self.request[rounds])
+
+    def halves(self) -> tuple[DraftLog, DraftLog]:
+        """Rounds of every other request, and those of the rest: to fit on one and to judge on the other."""
+        even = self.request % 2 == 0
+        return self.choose(even), self.choose(~even)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Sequence[Any]], k: int) -> DraftLog:
+        """From `DraftRecorder.plain`: columns by name, `statistics` one list of tokens a round."""
+        rounds = len(plain["drafted"])
+        statistics = torch.full((rounds, k, len(FEATURES)), torch.nan)
+        for number, tokens in enumerate(plain["statistics"]):
+            statistics[number, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)
+        columns = [torch.tensor(plain[name], dtype=torch.int64) for name in ("drafted", "accepted", "request")]
+        return cls(statistics, *columns)
+
+
+@dataclass
+class DraftRecorder:
+    """Collects a `DraftLog` beside a draft loop. A draft waits under its request's id until the verifier has spoken.
+
+    A step only copies the logits. The statistics are computed for `BLOCK` tokens at once: one token at a time they cost
+    a tenth of a small model's speed, which would not be the drafting that is to be recorded.
+    """
+
+    BLOCK = 64  # tokens; at a vocabulary of 128,256 their logits are 33 MB
+
+    _rounds: list[tuple[list[int], int, int]] = field(default_factory=list)  # tokens by number, accepted, request
+    _waiting: dict[str, list[int]] = field(default_factory=dict)
+    _requests: dict[str, int] = field(default_factory=dict)
+    _logits: list[Tensor] = field(default_factory=list)
+    _statistics: list[Tensor] = field(default_factory=list)
+    _tokens: int = 0  # seen, and how many of them are still logits
+    _pending: int = 0
+
+    def step(self, ids: Sequence[str], logits: Tensor) -> None:
+        """One draft step over requests `ids`: logits [n, V] before any sampling."""
+        self._logits.append(logits.clone())
+        for name in ids:
+            self._waiting.setdefault(name, []).append(self._tokens)
+            self._tokens += 1
+        self._pending += len(ids)
+        if self._pending >= self.BLOCK:
+            self._reduce()
+
+    def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
+        """The verify pass is over. ids: the batch. sampled: tokens each request gained, empty inside a prefill.
+        verified: draft tokens the pass looked at, one number a request; None if it looked at none.
+
+        A request gains its accepted tokens and one of the verifier's own, so it accepted one less than it gained.
+        """
+        for place, name in enumerate(ids):
+            draft = self._waiting.pop(name, None)
+            seen = int(verified[place]) if verified is not None else 0
+            if draft and seen and sampled[place]:
+                tokens = draft[:seen]  # the scheduler may have cut a draft short
+                number = self._requests.setdefault(name, len(self._requests))
+                self._rounds.append((tokens, min(len(sampled[place]) - 1, len(tokens)), number))
+
+    def plain(self) -> dict[str, list[Any]]:
+        """The log so far in plain values, which cross process borders."""
+        self._reduce()
+        table = torch.cat(self._statistics) if self._statistics else torch.empty(0, len(FEATURES))
+        return {
+            "statistics": [_with_survival(table[tokens]).tolist() for tokens, _, _ in self._rounds],
+            "drafted": [len(tokens) for tokens, _, _ in self._rounds],
+            "accepted": [accepted for _, accepted, _ in self._rounds],
+            "request": [request for _, _, request in self._rounds],
+        }
+
+    def _reduce(self) -> None:
+        if self._logits:
+            self._statistics.append(all_statistics(torch.cat(self._logits)).cpu())
+        self._logits, self._pending = [], 0
+
+
+def _with_survival(statistics: Tensor) -> Tensor:
+    """One draft's statistics [tokens, features], the last column now the product of confidences so far."""
+    filled = statistics.clone()
+    filled[:, FEATURES.index("survival")] = statistics[:, FEATURES.index("maxp")].cumprod(0)
+    return filled

@@ -1,0 +1,137 @@
+"""What a gate would have done: logged drafts, cut where it would have stopped them, and what the rest had cost.
+
+A log of ungated drafts of k tokens holds, for every gate, threshold and shorter draft length, how many steps a round
+takes and how many of its tokens are accepted. That needs no engine and has no timing noise. Two things are not as in a
+run: where rounds begin is the log's own (after drafts of k), and every request has its rounds to itself, while a batch
+drafts as long as its longest draft. So `selfspec tune` measures what comes out best here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.gate_rules import GATE_RULES, Calibration
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, measured. plain: a decoding step without drafts. draft: one draft step. verify and verify_token: a
+    verify step over n drafts takes verify + n * verify_token (on a CPU another token is not free)."""
+
+    plain: float
+    draft: float
+    verify: float
+    verify_token: float
+
+    def round(self, steps: float) -> float:
+        """Time of a round that drafts and verifies so many tokens."""
+        return self.verify + steps * (self.draft + self.verify_token)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A gate with its threshold, and the draft length."""
+
+    gate: str
+    threshold: float | None
+    k: int
+
+    def label(self) -> str:
+        """In a few words."""
+        rule = GATE_RULES[self.gate]
+        if rule.key is None or self.threshold is None:
+            return f"k={self.k} no gate"
+        return f"k={self.k} {self.gate} {'≥' if rule.direction == 'at_least' else '≤'} {self.threshold:.3g}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a setting makes of a log."""
+
+    setting: Setting
+    rounds: int
+    drafted: int
+    accepted: int
+    speedup: float  # over plain decoding, by the costs
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON."""
+        return {**asdict(self.setting), **{key: value for key, value in asdict(self).items() if key != "setting"}}
+
+
+def draft_lengths(log: DraftLog, setting: Setting, calibration: Calibration | None = None) -> Tensor:
+    """Steps that each logged round would have taken, int64 [rounds], at most what was drafted."""
+    longest = log.drafted.clamp_max(setting.k)
+    if setting.gate == "none":
+        return longest
+    feature = calibration.feature if setting.gate == "calibrated" and calibration is not None else setting.gate
+    value = log.feature(feature)  # [rounds, k]
+    if setting.gate == "calibrated":
+        assert calibration is not None
+        value = gates.calibrated(value.reshape(-1), calibration).view_as(value)
+    open_ = gates.is_open(setting.gate, value, setting.threshold)  # NaN, beyond the draft, is closed
+    return torch.minimum(open_.long().cumprod(1).sum(1) + 1, longest)
+
+
+def replay(log: DraftLog, setting: Setting, costs: Costs, calibration: Calibration | None = None) -> Outcome:
+    """The log's rounds under another setting."""
+    return _outcome(log, setting, draft_lengths(log, setting, calibration), costs)
+
+
+def oracle(log: DraftLog, k: int, costs: Costs) -> Outcome:
+    """The gate that cannot be beaten: it stops a draft just after its first wrong token. Bounds what any gate gains."""
+    return _outcome(log, Setting("none", None, k), torch.minimum(log.accepted + 1, log.drafted.clamp_max(k)), costs)
+
+
+def thresholds(log: DraftLog, gate: str, count: int = 16, calibration: Calibration | None = None) -> list[float]:
+    """Thresholds worth trying: evenly spaced quantiles of what the gate's statistic was in the log."""
+    value = log.feature(calibration.feature if calibration is not None and gate == "calibrated" else gate)
+    value = value[log.was_drafted & torch.isfinite(value)]
+    if gate == "calibrated" and calibration is not None:
+        value = gates.calibrated(value, calibration)
+    quantiles = torch.quantile(value[:1_000_000], torch.linspace(0, 1, count + 2)[1:-1])
+    rule = GATE_RULES[gate]
+    return sorted({round(min(max(item, rule.low), rule.high), 4) for item in quantiles.tolist()})
+
+
+def settings_for(
+    log: DraftLog, names: Iterable[str], lengths: Sequence[int], calibration: Calibration | None = None
+) -> list[Setting]:
+    """Every gate of `names` at each of its `thresholds`, with every draft length."""
+    found: list[Setting] = []
+    for name in names:
+        if name == "calibrated" and calibration is None:
+            continue
+        limits: list[float | None] = [None] if name == "none" else [*thresholds(log, name, calibration=calibration)]
+        found += [Setting(name, limit, k) for limit in limits for k in lengths if name == "none" or k > 1]
+    return found
+
+
+def fit_costs(arms: Sequence[tuple[float, float, float, float]], plain: float) -> Costs:
+    """Costs from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds), two or more.
+
+    plain: seconds of a step without drafts. A verify step's time is fitted as a line over the draft length by least
+    squares; its slope is kept from falling below 0.
+    """
+    lengths = torch.tensor([length for length, *_ in arms], dtype=torch.float64)
+    verify = torch.tensor([(seconds - drafting) / rounds for _, seconds, drafting, rounds in arms], dtype=torch.float64)
+    spread = ((lengths - lengths.mean()) ** 2).sum()
+    slope = float(((lengths - lengths.mean()) * (verify - verify.mean())).sum() / spread) if spread > 0 else 0.0
+    slope = max(slope, 0.0)
+    steps = sum(length * rounds for length, _, _, rounds in arms)
+    draft = sum(drafting for _, _, drafting, _ in arms) / steps
+    return Costs(plain, draft, float(verify.mean()) - slope * float(lengths.mean()), slope)
+
+
+def _outcome(log: DraftLog, setting: Setting, steps: Tensor, costs: Costs) -> Outcome:
+    rounds, drafted = len(steps), int(steps.sum())
+    accepted = int(torch.minimum(log.accepted, steps).sum())
+    seconds = rounds * costs.verify + drafted * (costs.draft + costs.verify_token)
+    speedup = (rounds + accepted) * costs.plain / seconds if rounds else 1.0
+    return Outcome(setting, rounds, drafted, accepted, speedup)

@@ -1,0 +1,249 @@
+"""Find exit layer, head, draft length, gate and threshold for a model and a workload, and write them down.
+
+First the cost model: each exit's real drafts are logged once, and replaying the log under every gate, threshold and
+length, with the step times measured there, says what each is worth. Then Optuna, over the exits, gates and thresholds
+that this leaves, on live engines (one for each exit and head; everything else changes between two rounds). The
+finalists run once more, longer and by turns, because the best of many noisy trials is mostly a lucky one.
+
+Everything is kept under results/tune/<key>/: logs, costs, trials. The same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli import paths, tuned
+from selfspec_cli.config import GateConfig, HeadConfig, HeadKind, Method, RunConfig, baseline_of, run_key
+from selfspec_cli.early_exit import replay
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.replay import Costs, Outcome
+from selfspec_cli.engine import Engine
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.stages import arms, preflight, roc, search, workload
+
+LONGEST = 12  # tokens a draft, at most
+RECORDED = 24  # requests logged at each exit
+NEAR = 0.95  # exits whose expected speedup is at least so much of the best one's are searched on
+ENGINES = 2  # and at most so many of them
+BATCH = 6  # trials measured by turns
+FINALISTS, FINAL_REPEATS = 4, 3
+
+
+@dataclass
+class Budget:
+    """How long the search may take. started: time.monotonic()."""
+
+    minutes: float
+    trials: int  # on each engine
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds, may be negative."""
+        return self.minutes * 60 - (time.monotonic() - self.started)
+
+
+@dataclass
+class Exit:
+    """One exit and head: what the cost model says of it."""
+
+    cfg: RunConfig
+    log: DraftLog
+    costs: Costs
+    outcomes: list[Outcome]  # best first
+
+    @property
+    def name(self) -> str:
+        """Names its files and its study."""
+        return f"E{self.cfg.layer}-{self.cfg.head.kind.value}"
+
+
+@dataclass
+class Finalist:
+    """A setting, measured with others by turns against plain decoding on its own engine."""
+
+    cfg: RunConfig
+    measured: dict[str, Any]
+
+    @property
+    def speedup(self) -> float:
+        """Median over the repeats."""
+        return float(self.measured["speedup"])
+
+
+@dataclass
+class TuneResult:
+    """The choice, what it was chosen from, and where it is written."""
+
+    choice: Finalist
+    finalists: list[Finalist]
+    expected: list[dict[str, Any]]  # of each exit: its best setting by the cost model
+    trials: int
+    seconds: float
+    file: str
+    overrides: list[str]
+
+
+def run(
+    cfgs: Sequence[RunConfig],
+    *,
+    open_engine: Any,
+    budget: Budget,
+    conf: Path,
+    model_words: Sequence[str] = (),
+    progress: Progress = ignore,
+) -> TuneResult:
+    """Choose among `cfgs`, which differ in exit layer and head; writes conf/tuned/<model>.yaml.
+
+    Args:
+        conf: the folder of choices to write to. model_words: the overrides that name the model.
+
+    Raises:
+        ConfigError: nothing was drafted.
+    """
+    first = cfgs[0]
+    folder = Path(first.results_dir) / "tune" / f"{first.model.name.replace('/', '--')}-{run_key(baseline_of(first))}"
+    folder.mkdir(parents=True, exist_ok=True)
+    exits = survey(cfgs, folder, open_engine, budget, progress)
+    finalists: list[Finalist] = []
+    trials = 0
+    remaining = promising(exits)
+    for number, found in enumerate(remaining):
+        share = budget.left / (len(remaining) - number)
+        with open_engine(replace(found.cfg, gate=GateConfig())) as engine:
+            trials += _search(engine, found, folder, budget, until=budget.left - share, progress=progress)
+            finalists += _final(engine, found, folder, progress)
+    choice = max(finalists, key=lambda finalist: finalist.speedup)
+    words = [*model_words, *tuned.overrides(choice.cfg)]
+    about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
+    file = tuned.write(conf, first.model.name, words, about)
+    expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in exits]
+    seconds = time.monotonic() - budget.started
+    result = TuneResult(choice, finalists, expected, trials, seconds, str(file), words)
+    (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def document(result: TuneResult) -> dict[str, Any]:
+    """The result as JSON."""
+    finalists = [
+        {"E": finalist.cfg.layer, "head": finalist.cfg.head.kind.value, **finalist.measured}
+        for finalist in result.finalists
+    ]
+    return {"overrides": result.overrides, "file": result.file, "speedup": result.choice.speedup,
+            "seconds": result.seconds, "trials": result.trials, "finalists": finalists,
+            "expected": result.expected}  # fmt: skip
+
+
+def candidate_layers(cfg: RunConfig) -> list[int]:
+    """Exit layers to try where the user names none: a twelfth to a half of the layers, and the model's own choice.
+
+    Raises:
+        ConfigError: nothing here says how many layers the model has.
+    """
+    layers = preflight.num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    if layers is None:
+        return roc.default_layers(cfg)
+    wanted = {max(layers // part, 1) for part in (12, 8, 6, 4, 2)} | {cfg.model.exit_layer or 1}
+    return sorted(layer for layer in wanted if layer < layers)
+
+
+def with_heads(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
+    """Each exit with the head asked for, and with every other kind that is fitted for it."""
+    found = []
+    for cfg in cfgs:
+        found.append(cfg)
+        for kind in HeadKind:
+            other = replace(cfg, head=HeadConfig(kind))
+            if kind is not cfg.head.kind and kind is not HeadKind.lens and _is_fitted(other):
+                found.append(other)
+    return found
+
+
+def survey(
+    cfgs: Sequence[RunConfig], folder: Path, open_engine: Any, budget: Budget, progress: Progress = ignore
+) -> list[Exit]:
+    """Log and time each exit once, from the shallowest on, until two in a row expect less than the best before."""
+    found: list[Exit] = []
+    worse = 0
+    for number, cfg in enumerate(cfgs):
+        plain = replace(cfg, k=LONGEST, gate=GateConfig(), method=Method.layer_skip)
+        exit_ = _surveyed(plain, folder, open_engine)
+        best = max((known.outcomes[0].speedup for known in found), default=0.0)
+        found.append(exit_)
+        worse = worse + 1 if exit_.outcomes[0].speedup < best else 0
+        progress("exits", number + 1, len(cfgs))
+        # Half of the time belongs to the search.
+        if worse == 2 or budget.left < budget.minutes * 30:
+            break
+    progress("exits", len(cfgs), len(cfgs))
+    return found
+
+
+def promising(exits: Sequence[Exit]) -> list[Exit]:
+    """The exits to search on, best first."""
+    ranked = sorted(exits, key=lambda found: -found.outcomes[0].speedup)
+    return [found for found in ranked if found.outcomes[0].speedup >= NEAR * ranked[0].outcomes[0].speedup][:ENGINES]
+
+
+def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any) -> Exit:
+    """Drafts and costs of one exit, from the folder if an earlier run left them there."""
+    import torch
+
+    file = folder / f"drafts-E{cfg.layer}-{cfg.head.kind.value}-{cfg.vocab}.pt"
+    if file.is_file():
+        saved = torch.load(file, weights_only=True)
+        log, costs = DraftLog(**saved["log"]), Costs(**saved["costs"])
+    else:
+        with open_engine(cfg) as engine:
+            log = roc.record(engine, cfg, max(RECORDED, cfg.workload.batch))
+            costs = roc.time_steps(engine, cfg, LONGEST)
+        part = file.with_suffix(".part")
+        torch.save(
+            {"log": {name: getattr(log, name) for name in DraftLog.__annotations__}, "costs": asdict(costs)}, part
+        )
+        part.replace(file)
+    settings = replay.settings_for(log, search.GATES, range(1, LONGEST + 1))
+    outcomes = sorted((replay.replay(log, one, costs) for one in settings), key=lambda outcome: -outcome.speedup)
+    return Exit(cfg, log, costs, outcomes)
+
+
+def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
+    """Trials on one live engine, in batches that take turns; returns how many this exit's study now has."""
+    study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
+    prompts = workload.prompts(found.cfg, engine)
+    while (done := search.completed(study)) < budget.trials and budget.left > until:
+        asked = search.ask(study, found.log, min(BATCH, budget.trials - done))
+        plain, *measured = arms.measure(
+            engine, found.cfg, prompts, [arms.PLAIN, *asked.values()], repeats=1, warmup=int(done == 0)
+        )
+        search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
+        progress(f"trials {found.name}", search.completed(study), budget.trials)
+    progress(f"trials {found.name}", budget.trials, budget.trials)
+    return search.completed(study)
+
+
+def _final(engine: Engine, found: Exit, folder: Path, progress: Progress) -> list[Finalist]:
+    """The best trials and the cost model's own choice once more, longer."""
+    study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
+    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
+    prompts = workload.prompts(found.cfg, engine)
+    plain, *measured = arms.measure(
+        engine, found.cfg, prompts, [arms.PLAIN, *settings], repeats=FINAL_REPEATS, progress=progress
+    )
+    return [Finalist(tuned.apply(found.cfg, arm.setting), arm.to_dict(plain)) for arm in measured]
+
+
+def _is_fitted(cfg: RunConfig) -> bool:
+    from selfspec_cli.config import ConfigError
+
+    try:
+        preflight.head_file(cfg, int(cfg.layer or 0))
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""conf/tuned/<model>.yaml: what `selfspec tune` found, as overrides that `tuned=<model>` puts before the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from selfspec_cli.config import GateConfig, GateKind, RunConfig, gate_threshold
+from selfspec_cli.early_exit.replay import Setting
+
+FOLDER = "tuned"
+
+
+def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
+    """`cfg` with a tuned gate, threshold and draft length."""
+    gate = GateConfig(GateKind(setting.gate), cfg.gate.calibration)
+    return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
+
+
+def overrides(cfg: RunConfig) -> list[str]:
+    """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
+    threshold = gate_threshold(cfg)
+    words = [f"layer={cfg.layer}", f"k={cfg.k}", f"head={cfg.head.kind.value}", f"vocab={cfg.vocab}"]
+    words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
+    return words
+
+
+def write(conf: Path, model: str, words: list[str], title: str) -> Path:
+    """Write the file of `model` under the configuration folder `conf`, whole or not at all."""
+    import yaml
+
+    file = conf / FOLDER / f"{model.replace('/', '--')}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={file.stem}\n"
+    part = file.with_suffix(".part")
+    document = {"title": title, "overrides": words}
+    part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.replace(file)
+    return file

@@ -1,0 +1,194 @@
+"""What gates can do on a live engine, without changing a token: be recorded, change their mind, meet broken logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB
+
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.replay import Setting, draft_lengths
+from selfspec_cli.early_exit.settings import SettingsError, calibration_from_dict
+
+pytestmark = pytest.mark.engine
+
+K = 6
+PROMPTS = ragged_prompts(12, VOCAB, seed=3)
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir) -> list[list[int]]:
+    """What the plain engine generates."""
+    with live(model_dir("llama")) as engine:
+        return tokens(engine.generate(PROMPTS, greedy(LENGTH)))
+
+
+@pytest.fixture(scope="module")
+def drafting(plain, model_dir) -> Iterator[Live]:
+    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def ungated(drafting):
+    """Every test begins with the same drafting."""
+    drafting.call("early_exit_set_draft_length", K)
+    drafting.call("early_exit_set_gate", "none", None)
+
+
+def same(engine: Live, plain: list[list[int]]) -> Any:
+    """Generate, compare, and give vLLM's counts; drafts were made, some accepted and some not."""
+    before = engine.counts()
+    outputs = tokens(engine.generate(PROMPTS, greedy(LENGTH)))
+    made = engine.counts() - before
+    made.require_both_verdicts()
+    assert not differing(outputs, plain)
+    return made
+
+
+def recorded(engine: Live, plain: list[list[int]]) -> tuple[Any, DraftLog]:
+    engine.call("early_exit_record", True)
+    try:
+        made = same(engine, plain)
+        return made, DraftLog.from_plain(engine.call("early_exit_recorded"), K)
+    finally:
+        engine.call("early_exit_record", False)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_recording_changes_nothing_and_agrees_with_vllms_counters(drafting, plain, gate):
+    drafting.call("early_exit_set_gate", gate, GATES[gate], CALIBRATION)
+    made, log = recorded(drafting, plain)
+    assert (len(log.drafted), int(log.drafted.sum()), int(log.accepted.sum())) == (
+        made.rounds, made.drafted, made.accepted)  # fmt: skip
+    assert len(log.request.unique()) == len(PROMPTS)
+    assert torch.isfinite(log.statistics[log.was_drafted]).all()
+    if gate != "none":
+        # The recorded statistics are those on which the gate decided: replayed, it stops where it stopped.
+        calibration = calibration_from_dict(CALIBRATION) if gate == "calibrated" else None
+        setting = Setting(gate, GATES[gate], K)
+        assert (draft_lengths(log, setting, calibration) == log.drafted).float().mean() > 0.99
+
+
+def test_a_replayed_log_foretells_the_gated_run(drafting, plain):
+    """Counts only: which drafts a gate would cut, from a run without one."""
+    _, log = recorded(drafting, plain)
+    drafting.call("early_exit_set_gate", "maxp", GATES["maxp"])
+    made = same(drafting, plain)
+    foretold = draft_lengths(log, Setting("maxp", GATES["maxp"], K)).float().mean()
+    assert made.drafted / made.rounds == pytest.approx(float(foretold), rel=0.15)
+
+
+def test_the_draft_length_changes_between_rounds(drafting, plain):
+    for k in (1, 3, K):
+        drafting.call("early_exit_set_draft_length", k)
+        made = same(drafting, plain)
+        assert made.drafted <= k * made.rounds
+        assert made.drafted > (k - 1) * made.rounds
+
+
+def test_a_draft_length_of_zero_is_plain_decoding(drafting, plain):
+    drafting.call("early_exit_set_draft_length", 0)
+    before = drafting.counts()
+    assert not differing(tokens(drafting.generate(PROMPTS, greedy(LENGTH))), plain)
+    assert (drafting.counts() - before).drafted == 0
+
+
+@pytest.mark.parametrize("k", [-1, K + 1, 2.5, True])
+def test_a_draft_length_that_the_engine_has_no_room_for_is_refused(drafting, k):
+    with pytest.raises(SettingsError, match=f"allowed: 0 to {K}"):
+        drafting.call("early_exit_set_draft_length", k)
+
+
+def test_everything_changes_in_the_middle_of_a_generation(drafting, plain):
+    """Gate, threshold, draft length and the record, between any two steps of the engine."""
+    core, before = drafting.llm.llm_engine, drafting.counts()
+    for number, prompt in enumerate(PROMPTS):
+        core.add_request(f"live-{number}", {"prompt_token_ids": prompt}, greedy(LENGTH))
+    settings = cycle([("none", None), ("survival", 0.2), ("calibrated", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
+    lengths, records = cycle([K, 2, 0, 5, 1, 4, 3]), cycle([True, *[None] * 6, False, *[None] * 3])
+    done = {}
+    while core.has_unfinished_requests():
+        drafting.call("early_exit_set_gate", *next(settings), CALIBRATION)
+        drafting.call("early_exit_set_draft_length", next(lengths))
+        if (on := next(records)) is not None:
+            drafting.call("early_exit_record", on)
+        done |= {out.request_id: out for out in core.step() if out.finished}
+    drafting.call("early_exit_record", False)
+    assert not differing(tokens([done[f"live-{number}"] for number in range(len(PROMPTS))]), plain)
+    (drafting.counts() - before).require_both_verdicts()
+
+
+def test_asking_for_a_record_that_was_not_begun(drafting):
+    with pytest.raises(SettingsError, match="no record"):
+        drafting.call("early_exit_recorded")
+
+
+def test_counters_of_a_run(drafting, plain):
+    before = drafting.call("early_exit_counters")
+    drafting.call("early_exit_set_gate", "margin", GATES["margin"])
+    same(drafting, plain)
+    after = drafting.call("early_exit_counters")
+    active = [
+        new - old for new, old in zip(after["active_histogram"], [*before["active_histogram"], *[0] * 9], strict=False)
+    ]
+    assert sum(active) == after["steps"] - before["steps"]
+    assert sum(number * count for number, count in enumerate(active)) == after["drafted"] - before["drafted"]
+    assert sum(count > 0 for count in active) > 2
+    assert after["nan_logits"] == before["nan_logits"]
+
+
+class Broken:
+    """Stands before a head and spoils the logits of every third step."""
+
+    def __init__(self, head: Any, value: float) -> None:
+        self.head, self.value, self.steps, self.spoiled = head, value, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.head.logits(hidden)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            logits = logits.clone()
+            logits[0] = (
+                self.value if self.value == self.value else torch.where(torch.arange(VOCAB) == 7, self.value, 0.0)
+            )
+            self.spoiled += 1
+        return logits
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
+def test_logits_that_are_no_numbers_close_the_gate_and_are_counted(drafting, plain, gate, value):
+    seen = SimpleNamespace()
+
+    def spoil(worker: Any) -> None:
+        seen.drafter = worker.model_runner.drafter
+        seen.drafter.head = seen.broken = Broken(seen.drafter.head, value)
+
+    drafting.llm.collective_rpc(spoil)
+    before = seen.drafter.counters.nan_logits
+    try:
+        drafting.call("early_exit_set_gate", gate, GATES[gate], CALIBRATION)
+        made = same(drafting, plain)
+        assert seen.broken.spoiled > 10
+        assert seen.drafter.counters.nan_logits - before == seen.broken.spoiled
+        assert made.drafted < made.rounds * K
+        sampled = drafting.generate(PROMPTS, greedy(16, temperature=1.0))
+        assert all(0 <= token < VOCAB for output in tokens(sampled) for token in output)
+    finally:
+        seen.drafter.head = seen.broken.head
+
+
+def test_every_gate_is_covered():
+    assert set(GATES) == set(GATE_RULES)

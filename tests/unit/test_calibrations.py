@@ -1,0 +1,54 @@
+from dataclasses import replace
+
+import pytest
+
+from selfspec_cli import calibrations
+from selfspec_cli.calibrations import SavedGate
+from selfspec_cli.config import ConfigError, GateConfig, GateKind, RunConfig, run_key
+from selfspec_cli.early_exit.gate_rules import Calibration
+
+GATE = SavedGate(Calibration("margin", (0.1, 0.5), (0.2, 0.9)), 0.4, {"rounds": 3})
+CALIBRATED = RunConfig(layer=3, gate=GateConfig(GateKind.calibrated))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_saved_and_loaded_are_equal(folder):
+    calibrations.save(folder / "a" / "g.json", GATE)
+    assert calibrations.load(folder / "a" / "g.json") == GATE
+
+
+def test_the_file_and_its_threshold_are_found_by_model_and_exit():
+    calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
+    settled = calibrations.settled(CALIBRATED, 3)
+    assert settled.threshold == 0.4
+    assert calibrations.of(settled) == GATE.calibration.to_dict()
+    assert run_key(settled) != run_key(CALIBRATED)
+
+
+def test_a_threshold_of_the_users_own_wins():
+    calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
+    assert calibrations.settled(replace(CALIBRATED, tau=0.7), 3).threshold == 0.7
+    assert calibrations.settled(replace(CALIBRATED, threshold=0.6), 3).threshold == 0.6
+
+
+def test_other_gates_are_left_alone():
+    cfg = RunConfig(gate=GateConfig(GateKind.margin))
+    assert calibrations.settled(cfg, None) is cfg
+    assert calibrations.of(cfg) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"threshold": 0.4, "calibration": {"feature": "size"}}'])
+def test_a_wrong_file_is_named(folder, text):
+    (folder / "g.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"g\.json"):
+        calibrations.load("g.json")
+
+
+def test_a_missing_file_says_how_to_make_it():
+    with pytest.raises(ConfigError, match="selfspec roc layer=3"):
+        calibrations.settled(CALIBRATED, 3)

@@ -1,0 +1,53 @@
+from selfspec_cli.early_exit.counters import DraftCounters, since, summary, total
+
+
+def rounds_of(*rounds, k=3, counters=None):
+    """Counters after rounds given as lists of active requests, one number a step; a round below k ended early."""
+    counters = counters or DraftCounters(k)
+    for steps in rounds:
+        counters.round(steps[0])
+        for active in steps:
+            counters.step(active)
+        if len(steps) < k:
+            counters.ended_early()
+    return counters
+
+
+def test_what_is_counted():
+    counted = rounds_of([4, 2, 1], [3], [2, 2]).snapshot()
+    assert (counted["rounds"], counted["steps"], counted["drafted"], counted["gate_ended"]) == (3, 6, 14, 2)
+    assert counted["length_histogram"] == [0, 1, 1, 1]
+    assert counted["active_histogram"] == [0, 1, 3, 1, 1]
+
+
+def test_a_stretch_is_the_difference_of_two_snapshots():
+    counters = rounds_of([2, 1])
+    before = counters.snapshot()
+    rounds_of([7, 7, 7], counters=counters)
+    stretch = since(counters.snapshot(), before)
+    assert (stretch["rounds"], stretch["drafted"]) == (1, 21)
+    assert stretch["length_histogram"] == [0, 0, 0, 1]
+    assert stretch["active_histogram"] == [0, 0, 0, 0, 0, 0, 0, 3]
+    assert since(None, before) is None
+
+
+def test_stretches_add_up():
+    parts = [rounds_of([1]).snapshot(), None, rounds_of([5, 5]).snapshot()]
+    assert total(parts)["drafted"] == 11
+    assert total(parts)["active_histogram"] == [0, 1, 0, 0, 0, 2]
+    assert total([None]) is None
+
+
+def test_the_summary_names_what_the_issue_asks_for():
+    told = summary(rounds_of([4, 2, 1], [3], [2, 2]).snapshot(), rounds=9, drafted=14, accepted=7)
+    assert told["draft_steps_histogram"] == [0, 1, 1, 1]
+    assert told["ended_by_gate"] == 2 / 3
+    assert (told["active_requests_min"], told["active_requests_max"]) == (1, 4)
+    assert told["active_requests_mean"] == 14 / 6
+    assert told["acceptance_per_active_request"] == 0.5
+
+
+def test_what_was_not_counted_is_none_and_not_zero():
+    told = summary(DraftCounters(3).snapshot(), 0, 0, 0)
+    for name in ("ended_by_gate", "active_requests_mean", "active_requests_min", "acceptance_per_active_request"):
+        assert told[name] is None

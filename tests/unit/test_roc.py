@@ -1,0 +1,100 @@
+import csv
+
+import pytest
+import torch
+from test_early_exit_replay import COSTS, make
+
+from selfspec_cli import calibrations
+from selfspec_cli.config import GateConfig, GateKind, RunConfig
+from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES
+from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.report import roc as curves
+from selfspec_cli.stages import roc
+
+
+@pytest.mark.parametrize("gate", FEATURES)
+@pytest.mark.parametrize("at_stake", [False, True])
+def test_the_area_is_the_chance_that_an_accepted_token_scores_higher(gate, at_stake):
+    """Against its definition (Mann and Whitney), over all pairs."""
+    log = make(40)
+    mask = log.was_at_stake if at_stake else log.was_drafted
+    score = curves.scores(log, gate)
+    score, taken = (score if at_stake else score.cummin(1).values)[mask], log.was_accepted[mask]
+    pairs = score[taken].unsqueeze(1) - score[~taken].unsqueeze(0)
+    want = float(((pairs > 0).float() + 0.5 * (pairs == 0).float()).mean())
+    assert curves.auc(log, gate, at_stake=at_stake) == pytest.approx(want, abs=1e-5)
+
+
+def test_a_gate_that_tells_nothing_and_one_that_tells_all():
+    log = make(60)
+    log.statistics[:, :, FEATURES.index("entropy")] = torch.where(log.was_accepted, 0.1, 3.0)
+    assert curves.auc(log, "none") == 0.5
+    assert curves.auc(log, "entropy") == 1.0  # low entropy is open
+
+
+def test_one_fate_has_no_area():
+    log = make(10)
+    all_right = DraftLog(log.statistics, log.drafted, log.drafted, log.request)
+    assert curves.auc(all_right, "maxp") is None
+
+
+def test_a_curve_runs_from_corner_to_corner():
+    false_rate, true_rate = curves.curve(make(60), "margin")
+    assert (false_rate[0], true_rate[0]) == (0, 0)
+    assert (false_rate[-1], true_rate[-1]) == (1, 1)
+    assert true_rate == sorted(true_rate)
+
+
+def judged(seed=0):
+    return roc.judge(RunConfig(layer=3, k=5), make(400, seed), COSTS)
+
+
+def test_every_gate_has_a_row_and_a_setting():
+    found = judged()
+    rows = roc.table(found)
+    assert [row.gate for row in rows] == list(GATE_RULES)
+    for row in rows:
+        assert row.best_fixed_speedup == rows[0].expected_speedup
+        assert (row.threshold is None) == (row.gate == "none")
+        assert row.expected_speedup <= found.oracle.speedup + 1e-9
+    assert found.choice.speedup == max(row.expected_speedup for row in rows)
+
+
+def test_the_calibrated_gate_is_as_good_as_its_feature_and_breaks_even_below_certainty():
+    found = judged()
+    feature = found.calibration.feature
+    same = curves.auc(found.judged, "calibrated", found.calibration)
+    assert same == pytest.approx(curves.auc(found.judged, feature), abs=0.02)  # binning ties some of them
+    assert 0 < found.tau < 1
+    best_fixed = found.best["none"].speedup
+    assert found.best["calibrated"].speedup >= 0.97 * best_fixed
+
+
+def test_files_and_what_reads_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = judged()
+    result = roc.RocResult(roc.table(found), [found])
+    files = roc.write(result, tmp_path / "roc")
+    assert (tmp_path / "roc" / "roc.png").stat().st_size > 10_000
+    with open(files["table"], encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert [row["gate"] for row in table] == list(GATE_RULES)
+    assert table[0]["threshold"] == ""
+    words = result.choice()["overrides"]
+    assert words[0] == "layer=3"
+    assert any(word.startswith("gate=") for word in words)
+    # What was saved is what gate=calibrated reads, with its threshold.
+    settled = calibrations.settled(RunConfig(layer=3, gate=GateConfig(GateKind.calibrated)), 3)
+    assert settled.threshold == found.tau
+    calibration = calibrations.of(settled)
+    DraftSettings.from_user({"gate": "calibrated", "tau": settled.threshold, "calibration": calibration}, 24)
+
+
+def test_break_even_rises_with_the_price_of_a_draft():
+    log = make(400)
+    drafted = log.was_drafted
+    calibration = fit_calibration("maxp", log.feature("maxp")[drafted], log.was_accepted[drafted])
+    cheap, dear = (roc.break_even_tau(log, roc.Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
+    assert cheap < dear

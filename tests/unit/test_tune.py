@@ -1,0 +1,169 @@
+"""Tuning against an engine of arithmetic: drafts from a log, times from a cost model."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from test_early_exit_replay import COSTS, make
+
+from selfspec_cli.config import GateConfig, GateKind, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
+from selfspec_cli.engine import DraftCounts, Generation
+from selfspec_cli.stages import arms, search, tune
+
+
+class FakeEngine:
+    """Drafts as a log says they go, and takes the time that the costs say; deeper exits cost more and are righter."""
+
+    vocab_size, max_model_len = 100, 2048
+
+    def __init__(self, cfg):
+        self.cfg, self.layer = cfg, cfg.layer
+        self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
+        log = make(300, seed=cfg.layer)
+        worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
+        self.log = DraftLog(log.statistics, log.drafted, torch.where(worse, 0, log.accepted), log.request)
+        self.setting, self.generated = Setting("none", None, cfg.k), 0
+
+    def set_draft_length(self, k):
+        self.setting = Setting(self.setting.gate, self.setting.threshold, k)
+
+    def set_gate(self, kind, threshold, calibration=None):
+        self.setting = Setting(kind, threshold, self.setting.k)
+
+    @contextmanager
+    def recording(self):
+        yield lambda: self.log
+
+    def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+        self.generated += 1
+        outputs = [[0] * output_len for _ in prompts]
+        tokens = output_len * len(prompts)
+        if not self.setting.k:
+            return Generation(outputs, tokens * COSTS.plain, [1.0], [1.0], DraftCounts(0, 0, 0, []), counters_of([]))
+        outcome = replay(self.log, self.setting, self.costs)
+        share = tokens / (outcome.rounds + outcome.accepted)
+        seconds = tokens * self.costs.plain / outcome.speedup
+        counts = DraftCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
+        own = counters_of(draft_lengths(self.log, self.setting).tolist())
+        own["seconds"] = outcome.drafted * self.costs.draft * share
+        for name in ("rounds", "steps", "drafted"):
+            own[name] *= share
+        return Generation(outputs, seconds, [1.0], [1.0], counts, own)
+
+
+def counters_of(lengths):
+    counters = DraftCounters(10)
+    for length in lengths:
+        counters.round(1)
+        for _ in range(length):
+            counters.step(1)
+    return counters.snapshot()
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """Opens fake engines and remembers them; the workload needs no text."""
+    monkeypatch.setattr(tune, "LONGEST", 5)
+    opened = []
+
+    @contextmanager
+    def open_engine(cfg):
+        opened.append(FakeEngine(cfg))
+        yield opened[-1]
+
+    work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
+    cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
+
+    def run(minutes=5.0, trials=12, chosen=cfgs):
+        budget = tune.Budget(minutes, trials)
+        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=tmp_path / "conf", model_words=["model=m"])
+
+    return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path)
+
+
+def best_of_grid(cfg):
+    engine = FakeEngine(cfg)
+    settings = [Setting("none", None, k) for k in range(1, 6)]
+    settings += [Setting("maxp", limit / 50, k) for k in range(2, 6) for limit in range(50)]
+    settings += [Setting("margin", limit / 50, k) for k in range(2, 6) for limit in range(50)]
+    return max(replay(engine.log, one, engine.costs).speedup for one in settings)
+
+
+def test_the_choice_is_near_the_best_of_a_full_grid(lab):
+    result = lab.run()
+    best = max(best_of_grid(cfg) for cfg in lab.cfgs)
+    assert result.choice.speedup >= 0.97 * best
+    assert result.choice.speedup == max(finalist.speedup for finalist in result.finalists)
+
+
+def test_the_choice_is_written_and_composes(lab, monkeypatch):
+    result = lab.run()
+    written = yaml.safe_load((lab.folder / "conf" / "tuned" / "reference.yaml").read_text())
+    assert written["overrides"] == result.overrides
+    assert written["overrides"][0] == "model=m"
+    assert f"layer={result.choice.cfg.layer}" in written["overrides"]
+
+
+def test_it_goes_on_where_it_stopped(lab):
+    lab.run(trials=6)
+    engines, trials = len(lab.opened), sum(engine.generated for engine in lab.opened)
+    result = lab.run(trials=6)
+    # No exit is surveyed again and no trial measured again: only the finalists are.
+    assert len(lab.opened) - engines < engines
+    assert sum(engine.generated for engine in lab.opened[engines:]) < trials
+    assert lab.run(trials=9).trials >= result.trials + 3
+
+
+def test_two_exits_that_expect_less_end_the_survey(lab):
+    layers = [1, 3, 12, 18, 20, 22]
+    chosen = [RunConfig(layer=n, workload=lab.cfgs[0].workload, results_dir=lab.cfgs[0].results_dir) for n in layers]
+    lab.run(chosen=chosen)
+    assert 22 not in {engine.layer for engine in lab.opened}
+
+
+def test_no_time_left_still_gives_an_answer(lab):
+    result = lab.run(minutes=1e-9)
+    assert result.trials == 0
+    assert result.choice.speedup > 0
+
+
+def test_a_threshold_survives_the_way_through_its_share(lab):
+    log = make()
+    for gate in ("maxp", "entropy", "survival"):
+        setting = Setting(gate, float(torch.quantile(log.feature(gate).reshape(-1), 0.3)), 4)
+        back = search._setting(gate, 4, search._parameters(setting, log)["passing"], log)
+        assert back.threshold == pytest.approx(setting.threshold, rel=0.02, abs=0.01)
+
+
+def test_gates_that_the_cost_model_rules_out_are_not_searched():
+    outcomes = [replay(make(), setting, COSTS) for setting in (Setting("maxp", 0.5, 5), Setting("maxp", 0.999, 5))]
+    assert search.worthwhile(outcomes) == ["maxp"]
+
+
+def test_arms_take_turns_and_ratios_are_within_a_repeat():
+    cfg = RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=4, batch=2, output_len=8))
+    order = []
+
+    class Noted(FakeEngine):
+        def generate(self, prompts, output_len, **options):
+            order.append((self.setting.k, len(prompts)))
+            return super().generate(prompts, output_len, **options)
+
+    plain, two = arms.measure(Noted(cfg), cfg, [[1]] * 4, [arms.PLAIN, Setting("none", None, 2)], repeats=3, warmup=0)
+    assert len(order) == 3 * 2 * 2
+    assert all(count == 2 for _, count in order)
+    assert {order[0][0], order[1][0]} == {0, 2}
+    assert order[0] != order[2]  # who goes first changes
+    told = two.to_dict(plain)
+    assert told["speedup"] == pytest.approx(two.median / plain.median)
+    assert plain.to_dict(plain)["accept_rate"] is None
+
+
+def test_heads_that_are_not_fitted_are_not_tried(tmp_path):
+    cfg = RunConfig(layer=3, head_dir=str(tmp_path), gate=GateConfig(GateKind.none))
+    assert tune.with_heads([cfg]) == [cfg]

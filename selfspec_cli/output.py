@@ -138,7 +138,7 @@ def show_comparison(found: Comparison) -> None:
     """The table of heads, the best of them, and what could not be measured."""
     from selfspec_cli.report import heads
 
-    Console(width=None if Console().is_terminal else 120).print(heads.table(found.rows))
+    Console(width=None if Console().is_terminal else 136).print(heads.table(found.rows))
     if found.best is not None:
         best = found.best
         say(f"best: {best.label} k={best.best_k}, predicted {best.predicted_speedup:.2f}x", "bold")

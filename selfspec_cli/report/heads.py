@@ -25,10 +25,10 @@ class HeadRow:
     the head in a draft step. head_us: microseconds of it. pairs, ridge, residual, explained, condition: of the fit
     (`fitting.FitReport`).
     predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
-    k = best_k; min and max over the repeats. efficiency: measured over predicted, the product of three ratios that say
-    where it comes from: tokens_ratio (tokens a round, measured over predicted), round_ratio (time of a round, predicted
-    over measured) and baseline_ratio (time of a baseline's step, measured then over measured for the prediction: what
-    the machine drifted).
+    k = best_k; min and max over the repeats. efficiency: measured over predicted. Three ratios say where it comes from;
+    their product is close to it, for they use the median time between tokens, not the speed of whole repeats:
+    tokens_ratio (tokens a round, measured over predicted), round_ratio (time of a round, predicted over measured),
+    baseline_ratio (the baseline's step when the head was measured, over T: how the machine drifted between).
     """
 
     model: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
         split = ShardedProjection(weight, bias, engine.llm.llm_engine.vllm_config)
         torch.testing.assert_close(split.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
         assert torch.equal(gathered(split.weight, 100), weight)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("key", [(4, "lsq_argmax", "full"), (4, "translator_r4", "quarter")], ids=str)
+def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
+    """Fitted on one rank, served on two: the same model by its fingerprint, half of the rows on each, lossless."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))
+    found = fitted.reports[key]
+    with live(fitted.path, layer_skip(4, 3, head_path=found["path"]), tensor_parallel_size=2) as engine:
+        expected("llama").check(engine, range(0, 32, 8))
+        made, weights = engine.counts(), engine.llm.collective_rpc("early_exit_weights")
+    made.require_both_verdicts()
+    rows = VOCAB if key[2] == "full" else QUARTER
+    stored = 0 if key[1] == "lsq_argmax" else 2 * 4 * 64 * 4 + 8 * QUARTER  # down and up, and the map of ids
+    assert [share["draft"] for share in weights] == [rows // 2 * 64 * 4 + stored] * 2
 
 
 def refused(path: Path, folder: Path, match: str, **request: Any) -> None:

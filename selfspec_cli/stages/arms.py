@@ -35,8 +35,12 @@ class Arm:
 
     @property
     def median(self) -> float:
-        """Median tokens a second over the repeats."""
-        return statistics.median(self.tok_s)
+        """Tokens a second of a median repeat: each prompt chunk takes the median of its times.
+
+        A machine that stalls spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk.
+        """
+        seconds = (statistics.median(part.seconds for part in chunk) for chunk in zip(*self.repeats, strict=True))
+        return _tokens(self.repeats[0]) / sum(seconds)
 
     def outputs(self) -> list[list[int]]:
         """Token ids of the last repeat, one list a prompt."""
@@ -67,7 +71,7 @@ class Arm:
             "k": self.setting.k,
             "tok_s": self.tok_s,
             "tok_s_median": self.median,
-            "speedup": statistics.median(ratios),
+            "speedup": self.median / reference.median,
             "speedup_min": min(ratios),
             "speedup_max": max(ratios),
             "accept_rate": accepted / drafted if drafted else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit import gates
@@ -37,10 +36,13 @@ class LiveGate:
             raise SettingsError("gate 'calibrated' needs a calibration, and the engine was started without one")
         self.kind, self.threshold, self.calibration = kind, checked, known
 
-    def decide(self, logits: Tensor, state: Drafting) -> Tensor:
-        """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps the running product in `state`."""
+    def decide(self, logits: Tensor, state: Drafting) -> Tensor | None:
+        """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps the running product in `state`.
+
+        None: all go on.
+        """
         if self.kind == "none":
-            return torch.ones(logits.shape[0], dtype=torch.bool)
+            return None
         value = gates.statistic(self.kind, logits, state.survival, self.calibration)
         if self.kind == "survival":
             state.survival = value

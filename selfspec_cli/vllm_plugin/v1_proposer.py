@@ -64,6 +64,7 @@ class _Round:
     rows: Tensor  # int64 [n]
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int64 [n]
+    room: int  # steps after which the first request may stand at the end of the model's context
     survival: Tensor | None = None  # float32 [n], the gate's statistic at the step before
 
     def keep(self, mask: Tensor) -> None:
@@ -186,8 +187,7 @@ class _EarlyExit(DraftModelProposer):
             state.tokens, state.positions = tokens.int(), state.positions + 1
             if step + 1 == limit:
                 break
-            state.keep(open_ & (state.positions < self._last_useful))
-            if not len(state.rows):
+            if not self._go_on(state, open_, step + 1):
                 self.counters.ended_early()
                 break
         if probabilistic:
@@ -195,8 +195,23 @@ class _EarlyExit(DraftModelProposer):
         self.counters.seconds += time.perf_counter() - began
         return proposals
 
-    def _decide(self, state: _Round, ids: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n].
+    def _go_on(self, state: _Round, open_: Tensor | None, steps: int) -> bool:
+        """Drop the requests that draft no more after so many steps; whether any is left.
+
+        Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
+        """
+        useful = state.positions < self._last_useful if steps >= state.room else None
+        if open_ is None and useful is None:
+            return True
+        going = useful if open_ is None else open_ if useful is None else open_ & useful
+        assert going is not None
+        left = int(going.sum())
+        if 0 < left < len(going):
+            state.keep(going)
+        return left > 0
+
+    def _decide(self, state: _Round, ids: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n], None for all.
 
         Logits that are no numbers close the gate, `none` too, and are counted. They go on as zeros, so that the
         sampler sees a proper distribution and the verifier a token that it will hardly take.
@@ -210,7 +225,8 @@ class _EarlyExit(DraftModelProposer):
         bad = ~torch.isfinite(best.values)
         self.counters.nan_logits += int(bad.sum())
         logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
-        return logits, logits.argmax(-1), self.gate.decide(logits, state) & ~bad
+        open_ = self.gate.decide(logits, state)
+        return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
 
     def _start(self, batch: Any, limit: int) -> _Round | None:
         """The round's first state: requests that sampled a token and have room for another."""
@@ -220,8 +236,9 @@ class _EarlyExit(DraftModelProposer):
         index = torch.tensor(rows)
         last = torch.from_numpy(batch.num_tokens_no_spec)[index].long() - 1  # position of the token just sampled
         tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
-        state = _Round(index, tokens, last)
-        state.keep(last < self._last_useful)
+        state = _Round(index, tokens, last, room=self._last_useful - int(last.max()))
+        if state.room <= 0:
+            state.keep(last < self._last_useful)
         if not len(state.rows):
             return None
         self.counters.round(len(state.rows))

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__, output, paths, records
-from selfspec_cli.config import RunConfig, TrackerKind, baseline_of, engine_key, run_key
+from selfspec_cli.config import HeadConfig, RunConfig, TrackerKind, baseline_of, engine_key, head_spec, run_key
 from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.progress import bars
 from selfspec_cli.stages import doctor as doctor_stage
@@ -227,9 +227,9 @@ def tune(
         from selfspec_cli.stages import tune as tune_stage
 
         words = overrides or []
-        cfgs = tune_stage.with_heads(_exits(words, tune_stage.candidate_layers))
+        cfgs = _exits(words, tune_stage.candidate_layers)
         if dry_run:
-            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {c.head.kind.value}" for c in cfgs]}
+            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {head_spec(c.head).name}" for c in cfgs]}
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
@@ -238,6 +238,7 @@ def tune(
                 open_engine=_open_engine,
                 budget=tune_stage.Budget(minutes, trials),
                 conf=Path("conf"),
+                heads=[] if any(word.startswith("head") for word in words) else _known_heads(),
                 model_words=model,
                 progress=progress,
             )
@@ -289,6 +290,13 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
     found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
+
+
+def _known_heads() -> list[HeadConfig]:
+    """Every head that conf/head names."""
+    from selfspec_cli.compose import choices, compose_runs
+
+    return [cfg.head for name in choices("head") for cfg in compose_runs(None, [f"head={name}"], sweep=False)]
 
 
 def _patches() -> list[tuple[str, bool, str]]:

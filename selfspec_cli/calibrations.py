@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config import ConfigError, GateConfig, GateKind, RunConfig, gate_threshold
+from selfspec_cli.config import ConfigError, GateConfig, GateKind, RunConfig, gate_threshold, head_spec
 from selfspec_cli.early_exit.gate_rules import Calibration
 from selfspec_cli.early_exit.settings import SettingsError, calibration_from_dict, check_threshold
 from selfspec_cli.paths import head_folder
@@ -24,8 +24,12 @@ class SavedGate:
 
 def path_for(cfg: RunConfig, layer: int) -> Path:
     """Where the calibration of this model's exit lies: beside its heads, a file for each exit, head and vocabulary."""
-    vocabulary = "" if cfg.vocab == "full" else f"-{cfg.vocab}"
-    return head_folder(cfg) / f"gate-E{layer}-{cfg.head.kind.value}{vocabulary}.json"
+    return head_folder(cfg) / f"gate-E{layer}-{exit_name(cfg)}.json"
+
+
+def exit_name(cfg: RunConfig) -> str:
+    """Head and draft vocabulary in a file's name."""
+    return head_spec(cfg.head).name + ("" if cfg.vocab == "full" else f"-{Path(cfg.vocab).stem}")
 
 
 def save(path: Path, gate: SavedGate) -> None:

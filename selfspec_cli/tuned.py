@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.config import GateConfig, GateKind, RunConfig, gate_threshold
+from selfspec_cli.config import GateConfig, GateKind, HeadConfig, RunConfig, gate_threshold, to_plain
 from selfspec_cli.early_exit.replay import Setting
 
 FOLDER = "tuned"
@@ -20,7 +20,7 @@ def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
 def overrides(cfg: RunConfig) -> list[str]:
     """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
     threshold = gate_threshold(cfg)
-    words = [f"layer={cfg.layer}", f"k={cfg.k}", f"head={cfg.head.kind.value}", f"vocab={cfg.vocab}"]
+    words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
     words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 
@@ -37,3 +37,10 @@ def write(conf: Path, model: str, words: list[str], title: str) -> Path:
     part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     part.replace(file)
     return file
+
+
+def _head(head: HeadConfig) -> list[str]:
+    """The kind, and every field in which the head is not that kind's own."""
+    own = to_plain(HeadConfig(head.kind))
+    more = [f"head.{name}={value}" for name, value in to_plain(head).items() if value != own[name]]
+    return [f"head={head.kind.value}", *more]

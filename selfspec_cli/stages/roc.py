@@ -15,7 +15,7 @@ from typing import Any
 
 from selfspec_cli import calibrations, paths, provenance
 from selfspec_cli.calibrations import SavedGate
-from selfspec_cli.config import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.config import ConfigError, GateConfig, Method, RunConfig, head_spec
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.cost_model import break_even
@@ -195,7 +195,7 @@ def table(found: Exit) -> list[curves.AucRow]:
         curves.AucRow(
             model=found.cfg.model.name,
             E=int(found.cfg.layer or 0),
-            head=found.cfg.head.kind.value,
+            head=head_spec(found.cfg.head).name,
             k=log.k,
             gate=gate,
             drafted=int(log.drafted.sum()),

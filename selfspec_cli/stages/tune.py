@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import paths, tuned
-from selfspec_cli.config import GateConfig, HeadConfig, HeadKind, Method, RunConfig, baseline_of, run_key
+from selfspec_cli import calibrations, paths, tuned
+from selfspec_cli.config import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig, baseline_of, run_key
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Costs, Outcome
+from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.engine import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import arms, preflight, roc, search, workload
@@ -60,7 +61,7 @@ class Exit:
     @property
     def name(self) -> str:
         """Names its files and its study."""
-        return f"E{self.cfg.layer}-{self.cfg.head.kind.value}"
+        return f"E{self.cfg.layer}-{calibrations.exit_name(self.cfg)}"
 
 
 @dataclass
@@ -95,13 +96,15 @@ def run(
     open_engine: Any,
     budget: Budget,
     conf: Path,
+    heads: Sequence[HeadConfig] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> TuneResult:
-    """Choose among `cfgs`, which differ in exit layer and head; writes conf/tuned/<model>.yaml.
+    """Choose among `cfgs`, which differ in exit layer or head; writes conf/tuned/<model>.yaml.
 
     Args:
-        conf: the folder of choices to write to. model_words: the overrides that name the model.
+        conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
+            they are fitted for a layer that looks promising.
 
     Raises:
         ConfigError: nothing was drafted.
@@ -110,6 +113,9 @@ def run(
     folder = Path(first.results_dir) / "tune" / f"{first.model.name.replace('/', '--')}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
     exits = survey(cfgs, folder, open_engine, budget, progress)
+    for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
+        if budget.left > budget.minutes * 30:
+            exits.append(_surveyed(other, folder, open_engine))
     finalists: list[Finalist] = []
     trials = 0
     remaining = promising(exits)
@@ -132,7 +138,7 @@ def run(
 def document(result: TuneResult) -> dict[str, Any]:
     """The result as JSON."""
     finalists = [
-        {"E": finalist.cfg.layer, "head": finalist.cfg.head.kind.value, **finalist.measured}
+        {"E": finalist.cfg.layer, "head": calibrations.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
     ]
     return {"overrides": result.overrides, "file": result.file, "speedup": result.choice.speedup,
@@ -153,16 +159,10 @@ def candidate_layers(cfg: RunConfig) -> list[int]:
     return sorted(layer for layer in wanted if layer < layers)
 
 
-def with_heads(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Each exit with the head asked for, and with every other kind that is fitted for it."""
-    found = []
-    for cfg in cfgs:
-        found.append(cfg)
-        for kind in HeadKind:
-            other = replace(cfg, head=HeadConfig(kind))
-            if kind is not cfg.head.kind and kind is not HeadKind.lens and _is_fitted(other):
-                found.append(other)
-    return found
+def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
+    """An exit with each of `heads` that is fitted for its layer and is not its own."""
+    others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind is not HeadKind.lens)
+    return [other for other in others if _is_fitted(other)]
 
 
 def survey(
@@ -195,7 +195,7 @@ def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any) -> Exit:
     """Drafts and costs of one exit, from the folder if an earlier run left them there."""
     import torch
 
-    file = folder / f"drafts-E{cfg.layer}-{cfg.head.kind.value}-{cfg.vocab}.pt"
+    file = folder / f"drafts-E{cfg.layer}-{calibrations.exit_name(cfg)}.pt"
     if file.is_file():
         saved = torch.load(file, weights_only=True)
         log, costs = DraftLog(**saved["log"]), Costs(**saved["costs"])
@@ -240,10 +240,8 @@ def _final(engine: Engine, found: Exit, folder: Path, progress: Progress) -> lis
 
 
 def _is_fitted(cfg: RunConfig) -> bool:
-    from selfspec_cli.config import ConfigError
-
     try:
         preflight.head_file(cfg, int(cfg.layer or 0))
-    except ConfigError:
+    except (ConfigError, SettingsError):
         return False
     return True

@@ -30,7 +30,9 @@ import torch
 if torch.cuda.is_available() and "--near-ties" not in sys.argv:  # collected elsewhere too, where it must change nothing
     os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # workers of a tensor-parallel engine; CUDA is up already
+os.environ.setdefault(
+    "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+)  # workers of a tensor-parallel engine; CUDA is up already
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -241,7 +241,11 @@ def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
 
 
 def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
-    cfg = resolved(RunConfig(layer=6, head=HeadConfig(HeadKind.lsq)))
+    for head in (HeadConfig(HeadKind.lsq), HeadConfig(HeadKind.translator, rank=64, kl=True)):
+        cfg = resolved(RunConfig(layer=6, head=head))
+        chosen = tuned.apply(cfg, Setting("margin", 0.5, 2))
+        tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")
+        assert one("tuned=mine") == chosen
     for setting in (Setting("entropy", 2.25, 7), Setting("none", None, 3)):
         chosen = tuned.apply(cfg, setting)
         tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")

@@ -8,7 +8,7 @@ import torch
 import yaml
 from test_early_exit_replay import COSTS, make
 
-from selfspec_cli.config import GateConfig, GateKind, RunConfig, WorkloadConfig
+from selfspec_cli.config import GateConfig, GateKind, HeadConfig, HeadKind, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
@@ -166,4 +166,4 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
 
 def test_heads_that_are_not_fitted_are_not_tried(tmp_path):
     cfg = RunConfig(layer=3, head_dir=str(tmp_path), gate=GateConfig(GateKind.none))
-    assert tune.with_heads([cfg]) == [cfg]
+    assert tune.with_heads(cfg, [HeadConfig(), HeadConfig(HeadKind.lsq)]) == []

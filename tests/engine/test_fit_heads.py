@@ -176,10 +176,12 @@ def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
     assert [share["draft"] for share in weights] == [rows // 2 * 64 * 4 + stored] * 2
 
 
-def refused(path: Path, folder: Path, match: str, **request: Any) -> None:
-    with pytest.raises((FitError, SettingsError), match=match):
+def refused(path: Path, folder: Path, match: str, **request: Any) -> str:
+    """A fit on this model is refused with such a message, which is returned, and leaves nothing behind."""
+    with pytest.raises((FitError, SettingsError), match=match) as caught:
         fit.run(config(path, folder), layers=(2,), corpus="random", **request)
     assert not list(folder.rglob("*.safetensors*"))
+    return str(caught.value)
 
 
 def test_fewer_pairs_than_unknowns_are_refused(fitted, tmp_path):
@@ -197,7 +199,9 @@ def test_states_that_are_not_finite_are_named_by_token(tmp_path):
         model.model.embed_tokens.weight[window[100]] = float("nan")
     model.save_pretrained(path)
     first = window.index(window[100])
-    refused(path, tmp_path / "heads", rf"hidden state of token {first} .*has nan", pairs=600, ridge=1.0)
+    said = refused(path, tmp_path / "heads", r"hidden state of token \d+ .*has nan", pairs=600, ridge=1.0)
+    # vLLM's attention on the CPU works on blocks of 32 queries, and NaN passes its mask inside a block.
+    assert first // 32 * 32 <= int(said.split()[4]) <= first
 
 
 def test_an_interrupted_fit_leaves_no_head(fitted, tmp_path, monkeypatch):

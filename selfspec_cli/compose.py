@@ -24,8 +24,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec_cli import paths
-from selfspec_cli.config import GROUPS, ConfigError, RunConfig, resolved, run_key, validate
+from selfspec_cli.config import GROUPS, ConfigError, RunConfig, resolved, run_key
 from selfspec_cli.early_exit.settings import closest
+from selfspec_cli.validation import validate
 
 EXPERIMENT = "experiment"
 TUNED = "tuned"  # a file of `selfspec tune`, by the model's name

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.settings import SettingsError, check_threshold
 
 MAXP_TAU = 0.35  # threshold of gate maxp where the user gives none
 DRAFT_LENGTH = 5  # k where neither the user nor the model says
@@ -324,101 +321,3 @@ def run_key(cfg: RunConfig) -> str:
 def _digest(facts: dict[str, Any]) -> str:
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
-
-
-def validate(cfg: RunConfig) -> None:
-    """Refuse values that cannot mean anything, before an engine starts.
-
-    What only the loaded model can tell (E < L, the head's shape) is the engine's to refuse.
-
-    Raises:
-        ConfigError: naming the key, the value and what is allowed.
-    """
-    at_least = [
-        ("repeats", cfg.repeats, 3),
-        ("warmup", cfg.warmup, 0),
-        ("seed", cfg.seed, 0),
-        ("perplexity_tokens", cfg.perplexity_tokens, 0),
-        ("tau_v", cfg.tau_v, 0),
-        ("model.tensor_parallel_size", cfg.model.tensor_parallel_size, 1),
-        ("engine.max_num_seqs", cfg.engine.max_num_seqs, 1),
-        *((f"workload.{name}", getattr(cfg.workload, name), 1) for name in _COUNTS),
-        ("workload.temperature", cfg.workload.temperature, 0),
-    ]
-    at_least += [(key, value, 1) for key, value in (("layer", cfg.layer), ("k", cfg.k)) if value is not None]
-    for key, value, least in at_least:
-        if not value >= least:  # written so that NaN is refused too
-            raise ConfigError(f"{key}={value}: must be at least {least}")
-    if cfg.tau is not None and not 0 <= cfg.tau <= 1:
-        raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
-    _validate_threshold(cfg)
-    _validate_engine(cfg)
-    _validate_method(cfg)
-    head_spec(cfg.head)
-    if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
-        raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
-    prompts = cfg.workload.prompts
-    if prompts not in ("heldout", "random") and not Path(prompts).is_file():
-        raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')
-
-
-_COUNTS = ("input_len", "output_len", "num_prompts", "batch")
-
-
-def _validate_threshold(cfg: RunConfig) -> None:
-    value, kind = cfg.threshold, cfg.gate.kind
-    if value is None:
-        return
-    if kind is GateKind.maxp and not 0 <= value <= 1:
-        raise ConfigError(f"threshold={value}: the gate maxp compares a probability, must lie in [0, 1]")
-    if kind is GateKind.varH and not value >= 0:
-        raise ConfigError(f"threshold={value}: the gate varH compares a variance, must be at least 0")
-    if kind is not GateKind.none:
-        try:
-            check_threshold(kind.value, value)
-        except SettingsError as error:
-            raise ConfigError(str(error)) from error
-
-
-def _validate_method(cfg: RunConfig) -> None:
-    if cfg.method is Method.draft_model and cfg.model.load_format != "dummy":
-        raise ConfigError(
-            f"method=draft_model with model.load_format={cfg.model.load_format}: it measures what a separate draft of "
-            "E layers costs, and such a draft exists with dummy weights only; model.load_format=dummy"
-        )
-    length, k = cfg.acceptance_length, cfg.k or DRAFT_LENGTH
-    if length is not None and not 1 <= length <= k + 1:
-        raise ConfigError(f"acceptance_length={length}: tokens a verify step yields, must lie in [1, k + 1 = {k + 1}]")
-    if length is not None and cfg.engine.name == "cpu":
-        raise ConfigError(
-            f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
-        )
-    if cfg.model.load_format == "dummy" and (cfg.perplexity_tokens or cfg.workload.prompts != "random"):
-        raise ConfigError(
-            f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
-            f"{cfg.workload.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
-        )
-
-
-def _validate_engine(cfg: RunConfig) -> None:
-    extra = cfg.engine.extra.get("pipeline_parallel_size", 1)
-    for key, value in (
-        ("model.pipeline_parallel_size", cfg.model.pipeline_parallel_size),
-        ("engine.extra.pipeline_parallel_size", extra),
-    ):
-        if value != 1:
-            raise ConfigError(
-                f"{key}={value}: pipeline parallelism is not supported, the draft and the target share every layer "
-                "in one worker; use model.tensor_parallel_size"
-            )
-    if cfg.workload.batch > cfg.engine.max_num_seqs:
-        raise ConfigError(
-            f"workload.batch={cfg.workload.batch}: the engine runs engine.max_num_seqs={cfg.engine.max_num_seqs} "
-            "requests at once; raise that too"
-        )
-    share = cfg.engine.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise ConfigError(f"engine.gpu_memory_utilization={share}: a fraction, must lie in (0, 1]")
-    cache = cfg.engine.kv_cache_gib
-    if cache is not None and not cache > 0:
-        raise ConfigError(f"engine.kv_cache_gib={cache}: GiB, must be more than 0")

@@ -1,13 +1,12 @@
 """The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
 
-Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch` requests in flight, through
-vLLM's own request queue and scheduler; accept figures from vLLM's own speculative-decoding counters.
+Besides `engine_args.py` and `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
+requests in flight, through vLLM's own request queue and scheduler; accept figures from vLLM's own counters.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import time
@@ -18,26 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from selfspec_cli import calibrations
-from selfspec_cli.config import (
-    EARLY_EXIT,
-    SPECULATIVE,
-    ConfigError,
-    HeadKind,
-    Method,
-    ModelConfig,
-    RunConfig,
-    Runner,
-    gate_threshold,
-)
-from selfspec_cli.corpora import Encode, standard_library_counts
+from selfspec_cli.config import SPECULATIVE, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.head_files import head_file
-from selfspec_cli.paths import model_path
+from selfspec_cli.engine_args import llm_arguments
 
-WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 MIB = 2**20
 
 
@@ -287,121 +272,6 @@ def _model_runner(runner: Runner) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
-    """`cfg` as keyword arguments of `vllm.LLM`. scratch: a folder that lasts until the engine has started."""
-    engine, model = cfg.engine, cfg.model
-    arguments: dict[str, Any] = {
-        "model": model_path(model),
-        "tokenizer": model.tokenizer,
-        "revision": model.revision,
-        "dtype": model.dtype,
-        "quantization": model.quantization,
-        "load_format": model.load_format,
-        "trust_remote_code": model.trust_remote_code,
-        "tensor_parallel_size": model.tensor_parallel_size,
-        "enforce_eager": engine.enforce_eager,
-        "max_num_seqs": engine.max_num_seqs,
-        "enable_prefix_caching": engine.enable_prefix_caching,
-        "seed": cfg.seed,
-        "disable_log_stats": False,  # the counters of accepted drafts are log statistics
-        "worker_extension_cls": WORKER_EXTENSION,
-        "speculative_config": speculative_config(cfg, scratch),
-        "skip_tokenizer_init": model.load_format == "dummy" and model.tokenizer is None,
-    }
-    optional = {
-        "max_model_len": model.max_model_len,
-        "hf_overrides": model.hf_overrides or None,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "kv_cache_memory_bytes": engine.kv_cache_gib and int(engine.kv_cache_gib * 2**30),
-        "enable_chunked_prefill": engine.enable_chunked_prefill,
-        "async_scheduling": engine.async_scheduling,
-    }
-    arguments |= {name: value for name, value in optional.items() if value is not None}
-    return arguments | engine.extra
-
-
-def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
-    """What `cfg` asks of vLLM's speculative decoding, as a user would write it; None for a baseline."""
-    if cfg.method is Method.baseline:
-        return None
-    spec: dict[str, Any] = {"method": cfg.method.value}
-    if cfg.method in EARLY_EXIT:
-        spec |= {"layer_skip": cfg.layer, "head_path": head_path(cfg)}
-    if cfg.method in SPECULATIVE:
-        spec["num_speculative_tokens"] = cfg.k
-    if cfg.method is Method.layer_skip:
-        spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
-        spec["calibration"] = calibrations.of(cfg)
-    if cfg.method is Method.draft_model:
-        spec["model"] = str(shallow_model(cfg, scratch))
-    if cfg.method is Method.ngram:
-        spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    if cfg.acceptance_length is not None:
-        spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": cfg.acceptance_length}
-    return spec
-
-
-def shallow_model(cfg: RunConfig, folder: Path) -> Path:
-    """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit."""
-    config = json.loads((Path(model_path(cfg.model)) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": cfg.layer}))
-    return folder
-
-
-def head_path(cfg: RunConfig) -> str | None:
-    """The file of the exit head that `cfg` asks for; None for the lens over the full vocabulary.
-
-    Raises:
-        ConfigError: it has not been fitted yet.
-        HeadError: the draft vocabulary is not one of this model's.
-    """
-    from vllm.transformers_utils.config import get_config
-
-    if cfg.head.kind is HeadKind.lens and cfg.head.path is None and cfg.vocab == "full":
-        return None
-    text = get_config(model_path(cfg.model), cfg.model.trust_remote_code, cfg.model.revision).get_text_config()
-    layer = cfg.layer if cfg.layer is not None else int(text.num_hidden_layers) // 2
-    size = int(text.vocab_size)
-    path = head_file(cfg, layer, int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size))
-    return None if path is None else str(path)
-
-
-def tokenizer(cfg: RunConfig) -> Encode:
-    """Text -> token ids without special tokens, by the tokenizer of `cfg`'s model; starts no engine.
-
-    Raises:
-        ConfigError: the model has none.
-    """
-    from transformers import AutoTokenizer
-
-    model = cfg.model
-    try:
-        found = AutoTokenizer.from_pretrained(
-            model.tokenizer or model_path(model), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model={model.name}: it has no tokenizer to count tokens with; give vocab a file of token "
-                          "ids") from error  # fmt: skip
-    return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
-
-
-def count_layers(model: ModelConfig) -> int:
-    """Decoder layers of a model, from its config alone."""
-    from vllm.transformers_utils.config import get_config
-
-    config = get_config(model_path(model), model.trust_remote_code, model.revision)
-    return int(config.get_text_config().num_hidden_layers)
-
-
-def position_limit(model: ModelConfig) -> int | None:
-    """Positions that a model's config allows; None where it does not say."""
-    from vllm.transformers_utils.config import get_config
-
-    text = get_config(model_path(model), model.trust_remote_code, model.revision).get_text_config()
-    return getattr(text, "max_position_embeddings", None)
 
 
 def perplexity(log_likelihood: float, tokens: int) -> float:

@@ -17,7 +17,8 @@ from selfspec_cli.config import ConfigError, Method, RunConfig
 from selfspec_cli.corpora import Corpus
 from selfspec_cli.early_exit.fitting import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.engine import Engine, count_layers, open_engine, position_limit
+from selfspec_cli.engine import Engine, open_engine
+from selfspec_cli.engine_args import count_layers, position_limit
 from selfspec_cli.head_files import draft_vocabulary
 from selfspec_cli.paths import head_folder
 from selfspec_cli.progress import Progress, ignore

@@ -18,9 +18,9 @@ from selfspec_cli.config import (
     engine_key,
     gate_threshold,
     run_key,
-    validate,
 )
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.validation import validate
 
 KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
 VARH = GateConfig(kind=GateKind.varH)

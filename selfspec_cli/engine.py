@@ -1,6 +1,6 @@
 """The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
 
-Besides `engine_args.py` and `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
+Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
 requests in flight, through vLLM's own request queue and scheduler; accept figures from vLLM's own counters.
 """
 
@@ -95,8 +95,7 @@ class Engine:
 
         calibration: a map in its JSON form, for gate `calibrated`; None keeps the one there is.
         """
-        more = () if calibration is None else (calibration,)
-        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, *more))
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, calibration))
 
     def set_draft_length(self, k: int) -> None:
         """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding."""

@@ -20,8 +20,8 @@ from selfspec_cli.config import (
 from selfspec_cli.corpora import Encode, standard_library_counts
 from selfspec_cli.head_files import head_file
 from selfspec_cli.paths import model_path
-
-WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
+from selfspec_cli.vllm_plugin import model_facts
+from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
 
 def llm_arguments(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
@@ -93,11 +93,9 @@ def head_path(cfg: RunConfig) -> str | None:
         ConfigError: it has not been fitted yet.
         HeadError: the draft vocabulary is not one of this model's.
     """
-    from vllm.transformers_utils.config import get_config
-
     if cfg.head.kind is HeadKind.lens and cfg.head.path is None and cfg.vocab == "full":
         return None
-    text = get_config(model_path(cfg.model), cfg.model.trust_remote_code, cfg.model.revision).get_text_config()
+    text = _text_config(cfg.model)
     layer = cfg.layer if cfg.layer is not None else int(text.num_hidden_layers) // 2
     size = int(text.vocab_size)
     path = head_file(cfg, layer, int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size))
@@ -125,15 +123,13 @@ def tokenizer(cfg: RunConfig) -> Encode:
 
 def count_layers(model: ModelConfig) -> int:
     """Decoder layers of a model, from its config alone."""
-    from vllm.transformers_utils.config import get_config
-
-    config = get_config(model_path(model), model.trust_remote_code, model.revision)
-    return int(config.get_text_config().num_hidden_layers)
+    return int(_text_config(model).num_hidden_layers)
 
 
 def position_limit(model: ModelConfig) -> int | None:
     """Positions that a model's config allows; None where it does not say."""
-    from vllm.transformers_utils.config import get_config
+    return getattr(_text_config(model), "max_position_embeddings", None)
 
-    text = get_config(model_path(model), model.trust_remote_code, model.revision).get_text_config()
-    return getattr(text, "max_position_embeddings", None)
+
+def _text_config(model: ModelConfig) -> Any:
+    return model_facts.text_config(model_path(model), model.trust_remote_code, model.revision)

@@ -75,7 +75,9 @@ class Record:
     delta_ppl: float | None = None  # ppl minus the baseline's
     identical: int | None = None  # outputs equal to the baseline's, token for token
     outputs: int | None = None  # outputs compared
-    peak_mem_mib: float | None = None  # resident memory of the engine's process while this arm was measured
+    peak_mem_mib: float | None = (
+        None  # while this arm was measured: tensors on a GPU, else this process's resident memory
+    )
     weights_mib: float | None = None
     kv_blocks: int | None = None  # of the KV cache
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)

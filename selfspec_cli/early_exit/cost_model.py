@@ -39,8 +39,8 @@ def expected_tokens_from_positions(rates: Sequence[float]) -> float:
     return total
 
 
-def round_cost(T: float, T_E: float, T_head: float, k: int) -> float:
-    """Time of one round, T + k * (T_E + T_head), in the unit of its arguments.
+def round_cost(T: float, T_E: float, T_head: float, k: float) -> float:
+    """Time of one round, T + k * (T_E + T_head), in the unit of its arguments; k may be a mean.
 
     Raises ValueError for T <= 0, negative T_E or T_head, or negative k.
     """
@@ -101,6 +101,6 @@ def _tokens(acceptance: Acceptance, k: int) -> float:
     return expected_tokens_from_positions(acceptance[:k])
 
 
-def _check_k(k: int) -> None:
+def _check_k(k: float) -> None:
     if k < 0:
         raise ValueError(f"k = {k!r} is out of range; allowed: 0 or more")

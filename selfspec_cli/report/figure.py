@@ -36,6 +36,13 @@ def draw(rows: list[Record], path: str | Path, footer: str = "") -> Path | None:
         _panel(axis, title, members)
     figure.suptitle("Speedup over the same model without drafting", x=0.012, ha="left", fontsize=14, color=INK)
     figure.supxlabel(footer, x=0.012, ha="left", fontsize=7.5, color=MUTED)
+    return save(figure, path)
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """Write a figure as PNG, its folder too, and let go of it."""
+    from matplotlib import pyplot
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.2)

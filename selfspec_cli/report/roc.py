@@ -19,6 +19,7 @@ from torch import Tensor
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
+from selfspec_cli.report.figure import save
 
 _FAR = 1e30  # stands in for infinity, which scikit-learn refuses
 INK, MUTED = "#1f2933", "#6b7785"
@@ -94,11 +95,7 @@ def draw(panels: Sequence[tuple[str, DraftLog, Calibration | None]], path: str |
         _panel(axes[1, column], "tokens whose predecessors were right, each by itself", log, calibration, at_stake=True)
     figure.suptitle("Which drafted tokens will stand: ROC of each gate", x=0.012, ha="left", fontsize=14, color=INK)
     figure.supxlabel(footer, x=0.012, ha="left", fontsize=7.5, color=MUTED)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, facecolor="white", bbox_inches="tight", pad_inches=0.2)
-    pyplot.close(figure)
-    return path
+    return save(figure, path)
 
 
 def write(rows: Sequence[AucRow], path: str | Path) -> Path:

@@ -120,7 +120,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     assert record.input_len is not None and record.output_len is not None and record.batch is not None
     tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
     full, draft = (read[step] + tokens * read[f"{step}_kv_token"] for step in ("full", "draft"))
-    predicted = record.mean_accepted_len * full / (full + record.drafted_per_round * draft)
+    predicted = record.mean_accepted_len * full / cost_model.round_cost(full, draft, 0, record.drafted_per_round)
     return replace(record, predicted=predicted, efficiency=cost_model.efficiency(record.speedup, predicted))
 
 

@@ -35,7 +35,7 @@ BAD_INPUT = (ConfigError, SettingsError)
 class Engine(Protocol):
     """What a sweep needs of a live engine."""
 
-    def set_gate(self, kind: str, threshold: float | None, *calibration: dict[str, Any]) -> None:
+    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None) -> None:
         """Change the gate without a reload."""
 
 
@@ -238,9 +238,7 @@ def _measure(context: _Run, cfg: RunConfig, engine: Engine, baselines: dict[str,
     against = None if cfg.method is Method.baseline else baselines[run_key(baseline_of(cfg))]
     try:
         if cfg.method is Method.layer_skip:
-            calibration = calibrations.of(cfg)
-            more = () if calibration is None else (calibration,)
-            engine.set_gate(cfg.gate.kind.value, gate_threshold(cfg), *more)
+            engine.set_gate(cfg.gate.kind.value, gate_threshold(cfg), calibrations.of(cfg))
         measured = context.bench(cfg, engine, against, context.progress)
     except Exception as error:
         context.fail(cfg, error)

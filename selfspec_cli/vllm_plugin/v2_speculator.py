@@ -55,7 +55,7 @@ def init_with_early_exit(original: Init) -> Init:
 class NoGate:
     """The gate of a draft loop that cannot stop yet."""
 
-    def set(self, kind: str, threshold: float | None) -> None:
+    def set(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
         """Raises SettingsError for any gate but `none`."""
         if kind != "none":
             raise SettingsError(f"gate {kind!r} is not supported by vLLM's V2 model runner yet; allowed: none")

@@ -37,7 +37,7 @@ class EarlyExitWorker:
         self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None
     ) -> None:
         """Change the gate between two rounds. Raises SettingsError for a bad gate, threshold or calibration."""
-        self._early_exit_drafter().gate.set(kind, threshold, *(() if calibration is None else (calibration,)))
+        self._early_exit_drafter().gate.set(kind, threshold, calibration)
 
     def early_exit_set_draft_length(self, k: int) -> None:
         """Draft at most k tokens from the next round on; 0 drafts nothing. Raises SettingsError beyond the k that the

@@ -1,17 +1,14 @@
-import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import pytest
-from typer.testing import CliRunner
+from commands import call, document, stand_in
 
 from selfspec_cli import records
-from selfspec_cli.app import app
 from selfspec_cli.config import Method
 from selfspec_cli.records import BenchResult, Record
 
@@ -26,28 +23,11 @@ def model(tmp_path, monkeypatch):
     return f"model={folder}"
 
 
-def call(*words):
-    return CliRunner().invoke(app, words)
-
-
-def document(result):
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def stand_in(monkeypatch, name, function):
-    """Put a module in the place of one that imports vLLM."""
-    module = ModuleType(name)
-    setattr(module, function.__name__, function)
-    monkeypatch.setitem(sys.modules, name, module)
-    package, _, leaf = name.rpartition(".")
-    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
-
-
 @dataclass
 class Engine:
     cfg: object
 
-    def set_gate(self, kind, threshold):
+    def set_gate(self, kind, threshold, calibration):
         pass
 
 

@@ -1,14 +1,10 @@
 """`selfspec fit` and `selfspec heads` as commands: what they hand on, and what they refuse before any engine starts."""
 
-import json
-import sys
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import pytest
-from typer.testing import CliRunner
+from commands import call, document, stand_in
 
-from selfspec_cli.app import app
 from selfspec_cli.report.heads import HeadRow
 from selfspec_cli.stages import head_plan
 
@@ -21,23 +17,6 @@ def model(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64}')
     return f"model={folder}"
-
-
-def call(*words):
-    return CliRunner().invoke(app, words)
-
-
-def document(result):
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def stand_in(monkeypatch, name, run):
-    """Put a module in the place of one that imports vLLM."""
-    module = ModuleType(name)
-    module.run = run
-    monkeypatch.setitem(sys.modules, name, module)
-    package, _, leaf = name.rpartition(".")
-    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
 
 
 @dataclass

@@ -28,7 +28,7 @@ class FakeEngine:
     def __init__(self, cfg):
         self.cfg, self.gates = cfg, []
 
-    def set_gate(self, kind, threshold):
+    def set_gate(self, kind, threshold, calibration):
         self.gates.append((kind, threshold))
 
 

@@ -1,0 +1,26 @@
+"""Running `selfspec` commands in this process, with stand-ins for what imports vLLM."""
+
+import json
+import sys
+from types import ModuleType
+
+from typer.testing import CliRunner
+
+from selfspec_cli.app import app
+
+
+def call(*words):
+    return CliRunner().invoke(app, words)
+
+
+def document(result):
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def stand_in(monkeypatch, name, function):
+    """Put a module in the place of one that imports vLLM."""
+    module = ModuleType(name)
+    setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, name, module)
+    package, _, leaf = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 ADAEDL_GAMMA = 0.2
@@ -88,3 +89,41 @@ def statistic_range(
     if name == "calibrated" and calibration is not None:
         return min(calibration.ps), max(calibration.ps)
     return 0.0, 1.0
+
+
+@dataclass(frozen=True)
+class FeatureRule:
+    """A gate as a comparison of one logged statistic: open while `feature` is at_least, or at_most, `threshold`.
+
+    feature None: always open.
+    """
+
+    feature: str | None
+    direction: Direction
+    threshold: float
+
+
+def on_feature(kind: str, threshold: float | None, calibration: Calibration | None = None) -> FeatureRule:
+    """Gate `kind` as a rule on a statistic of `FEATURES`; threshold None is the gate's default.
+
+    The calibrated gate's map is monotone, so "probability at least tau" is "statistic beyond the place where the map
+    reaches tau": that place is found here, and a device needs no map.
+    """
+    rule = GATE_RULES[kind]
+    limit = rule.default if threshold is None else threshold
+    if limit is None:
+        return FeatureRule(None, "at_least", 0.0)
+    if kind != "calibrated":
+        return FeatureRule(kind, rule.direction, limit)
+    assert calibration is not None
+    direction = GATE_RULES[calibration.feature].direction
+    rising = direction == "at_least"
+    never = math.inf if rising else -math.inf
+    # From the knot of the least probability to that of the greatest.
+    knots = list(zip(calibration.xs, calibration.ps, strict=True))[:: 1 if rising else -1]
+    if knots[0][1] >= limit:
+        return FeatureRule(calibration.feature, direction, -never)  # the map is constant beyond its end knots
+    for (x0, p0), (x1, p1) in pairwise(knots):
+        if p1 >= limit:
+            return FeatureRule(calibration.feature, direction, x0 + (x1 - x0) * (limit - p0) / (p1 - p0))
+    return FeatureRule(calibration.feature, direction, never)

@@ -66,6 +66,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V2 runner takes its speculator from a registry",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
+        replacement=f"{_HERE}.v2_verdict:with_short_drafts",
+        stage="worker",
+        reason="the V2 runner verifies k places of every request, and takes what stands there for a draft",
+        unneeded_when="a V2 speculator can say on the device how many tokens a request drafted",
+    ),
+    Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         replacement=f"{_HERE}.cpu_sampling:expand_on_cpu",
         stage="worker",

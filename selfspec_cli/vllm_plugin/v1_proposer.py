@@ -77,6 +77,8 @@ class _Round:
 class _EarlyExit(DraftModelProposer):
     """Overrides of vLLM's DraftModelProposer; the base class keeps the interface that the runner calls."""
 
+    new_recorder = DraftRecorder
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         if device.type != "cpu":

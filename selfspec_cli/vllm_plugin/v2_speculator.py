@@ -2,9 +2,13 @@
 
 The same method as v1_proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
 newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
-draft step's inputs, and then all k steps (slot mapping, attention metadata, first E layers, exit head, next inputs)
-replay as one CUDA graph for each batch size. There is no draft prefill: the shared KV cache holds everything already.
-Where an attention backend cannot update its metadata in place, each step is a graph of its own.
+draft step's inputs, and then one CUDA graph for each batch size runs the draft loop: while any request's gate is open,
+a step of slot mapping, attention metadata, first E layers, exit head, gate and next inputs. There is no draft prefill:
+the shared KV cache holds everything already.
+
+The loop ends on the device (device_loop.py). Where that cannot be had, k steps are captured one after the other, and
+closed requests do no attention work in them; where an attention backend cannot update its metadata in place, each step
+is a graph of its own.
 """
 
 from __future__ import annotations
@@ -16,17 +20,20 @@ import torch
 from torch import Tensor, nn
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.vllm_plugin import device_loop
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
-from selfspec_cli.vllm_plugin.v2_kernels import NextStep, begin_round
+from selfspec_cli.vllm_plugin.v2_kernels import EndStep, begin_round
+from selfspec_cli.vllm_plugin.v2_state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2_verdict import DeviceRecorder, verify_no_more_than
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
 
+logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
+
 Init = Callable[["VllmConfig", torch.device, "RequestState"], Any]
 
 
@@ -46,34 +55,34 @@ def init_with_early_exit(original: Init) -> Init:
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         if settings_of(vllm_config) is None:
+            verify_no_more_than(None)
             return original(vllm_config, device, req_states)
         return EarlyExitSpeculator(vllm_config, device)
 
     return init_speculator
 
 
-class NoGate:
-    """The gate of a draft loop that cannot stop yet."""
-
-    def set(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
-        """Raises SettingsError for any gate but `none`."""
-        if kind != "none":
-            raise SettingsError(f"gate {kind!r} is not supported by vLLM's V2 model runner yet; allowed: none")
-
-
 class EarlyExitSpeculator(TargetDependentARSpeculator):
     """Drafts with the target's first E layers. The base class keeps the interface that the runner calls."""
+
+    new_recorder = DeviceRecorder
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
         self.settings = settings
-        self.gate = NoGate()
-        self.gate.set(settings.gate, settings.threshold)
-        self.hidden_states: Tensor = torch.empty(
-            0, device=device
-        )  # the base class feeds hidden states back; nothing does here
+        self.state = DraftState.around(
+            self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
+            self.current_draft_step, self.max_model_len,
+        )  # fmt: skip
+        self.gate = DeviceGate(self.state, settings.gate, settings.threshold, settings.calibration)
+        self.recorder: DeviceRecorder | None = None  # only while a record is wanted
+        verify_no_more_than(self.state.lengths)
+        self._loop: device_loop.DeviceLoop | None = None
+        self._capturing = False
+        # The base class feeds hidden states back; nothing does here.
+        self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
         self._warm = False
 
@@ -85,7 +94,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)
-        self.next_step = NextStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
+        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The base class's hook for loading weights; `load_model` above needs none."""
@@ -110,6 +119,22 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         # The base class gives up at k = 1, where it has no draft decode step; here every step is one.
         super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
 
+    # ---- what changes on a live engine --------------------------------------------------------------------------
+
+    @property
+    def draft_length(self) -> int:
+        """Most tokens drafted a round. Reading it waits for the device."""
+        return int(self.state.limit)
+
+    @draft_length.setter
+    def draft_length(self, k: int) -> None:
+        self.state.limit.fill_(k)
+
+    @property
+    def counters(self) -> DraftState:
+        """What keeps the draft loop's counters."""
+        return self.state
+
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
@@ -123,7 +148,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     def capture(self) -> None:
         """Record the whole draft loop (or one step of it) for each batch size."""
         assert self.decode_cudagraph_manager is not None
+        self._prepare_loop()
         self.idx_mapping.zero_()
+        self._capturing = True
         self.decode_cudagraph_manager.capture(
             self._all_steps if self.supports_decode_metadata_update else self._one_step,
             self.model_state,
@@ -133,6 +160,19 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.kv_cache_config,
             progress_bar_desc="Capturing the draft loop",
         )
+        self._capturing = False
+
+    def _prepare_loop(self) -> None:
+        """Find out, once, whether a captured loop can end on the device."""
+        if self._loop is not None or not self.supports_decode_metadata_update:
+            return
+        reason = device_loop.unavailable()
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            reason = "ranks exchange activations in each step, and have to take the same ones"
+        if reason is None:
+            self._loop = device_loop.DeviceLoop(self.device)
+        else:
+            logger.warning("drafting always takes all k steps on this device: %s", reason)
 
     # ---- the round ----------------------------------------------------------------------------------------------
 
@@ -157,22 +197,21 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft k tokens for each request of the batch, without waiting for the device.
+        """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        Returns: token ids, int64 [num_reqs, k], -1 where nothing was drafted.
+        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see v2_verdict.py).
         """
         num_reqs = input_batch.num_reqs
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        if self.recorder is not None and not dummy_run:
+            self.recorder.verdict(input_batch, num_sampled, self.state)
         self._compile(input_batch.num_tokens_after_padding)
         if not steps:
             return self.draft_tokens[:num_reqs].fill_(-1)
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.max_model_len)
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        begin_round(
-            self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens, input_batch,
-            num_sampled, num_rejected, last_sampled, self.max_model_len,
-        )  # fmt: skip
+        begin_round(self.state, input_batch, steps, (num_sampled, num_rejected, last_sampled))
         batch, _ = dispatch_cg_and_sync_dp(
             self.decode_cudagraph_manager,
             num_reqs,
@@ -216,7 +255,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
         for step in range(steps):
-            self.current_draft_step.fill_(step)
             metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
             if batch.cg_mode == CUDAGraphMode.FULL:
                 assert self.decode_cudagraph_manager is not None
@@ -259,16 +297,24 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         cudagraph_runtime_mode: CUDAGraphMode,
         num_speculative_steps: int,
     ) -> None:
-        """k draft steps; everything in here is captured."""
-        for step in range(num_speculative_steps):
+        """The draft loop; everything in here is captured."""
+
+        def step() -> None:
             if attn_metadata is not None:
                 self._slot_mappings(num_reqs, num_tokens_padded)
                 self._update_draft_decode_metadata(attn_metadata, num_reqs)
-            self.current_draft_step.fill_(step)
             self._one_step(
                 num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
                 cudagraph_runtime_mode, num_speculative_steps,
             )  # fmt: skip
+
+        if self._loop is not None and torch.cuda.is_current_stream_capturing():
+            self._loop.capture(self.state.active, step)
+            return
+        if self._loop is not None and self._capturing:  # the pass before a capture
+            self._loop.warm_up(step)
+        for _ in range(num_speculative_steps):
+            step()
 
     def _one_step(
         self,
@@ -280,7 +326,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         cudagraph_runtime_mode: CUDAGraphMode,
         num_speculative_steps: int,
     ) -> None:
-        """First E layers, exit head, sample, and the inputs of the step after."""
+        """First E layers, exit head, gate, and the inputs of the step after."""
         buffers = self.input_buffers
         with set_forward_context(
             attn_metadata,
@@ -293,11 +339,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         ):
             hidden = self.model(buffers.input_ids[:num_tokens_padded], buffers.positions[:num_tokens_padded], None)
         logits = self.head.logits(hidden[:num_reqs])
-        outputs = (self.current_draft_step, self.draft_tokens, buffers, self.sample_src_positions, self.max_model_len)
-        if self.draft_logits is None:
-            self.next_step.greedy(logits, *outputs)
-        else:
-            self.next_step.given(self._draw(self.head.to_full_logits(logits), num_reqs), *outputs)
+        drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
+        self.end_step(self.state, logits, drawn)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

@@ -44,7 +44,7 @@ class EarlyExitWorker:
         engine was started with, which is what it has room for."""
         drafter: Any = self._early_exit_drafter()
         if not hasattr(drafter, "draft_length"):
-            raise SettingsError("this engine's draft length is fixed; on vLLM's V1 runner (the CPU's) it can change")
+            raise SettingsError("this engine does not draft with its own layers, so its draft length is fixed")
         most = drafter.settings.num_speculative_tokens
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
@@ -55,22 +55,20 @@ class EarlyExitWorker:
         return getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
 
     def early_exit_counters(self) -> dict[str, Any] | None:
-        """What drafting did since the engine started; None for an engine that does not draft."""
-        counters = getattr(getattr(self.model_runner, "drafter", None), "counters", None)
+        """What drafting did since the engine started; None for an engine without early exit."""
+        counters = getattr(self._early_exit_drafter(), "counters", None)
         return counters.snapshot() if counters is not None else None
 
     def early_exit_record(self, on: bool) -> None:
         """Begin an empty record of drafting, or drop the one there is."""
-        from selfspec_cli.early_exit.draft_log import DraftRecorder
-
-        drafter: Any = getattr(self.model_runner, "drafter", None)
+        drafter: Any = self._early_exit_drafter()
         if not hasattr(drafter, "recorder"):
-            raise SettingsError("this engine keeps no record of its drafts; vLLM's V1 runner does (on the CPU)")
-        drafter.recorder = DraftRecorder() if on else None
+            raise SettingsError("this engine does not draft with its own layers, so there is nothing to record")
+        drafter.recorder = drafter.new_recorder() if on else None
 
     def early_exit_recorded(self) -> dict[str, Any]:
         """The record so far: `DraftRecorder.plain`. Raises SettingsError if none was begun."""
-        recorder = getattr(getattr(self.model_runner, "drafter", None), "recorder", None)
+        recorder = getattr(self._early_exit_drafter(), "recorder", None)
         if recorder is None:
             raise SettingsError("no record of drafts was begun on this engine")
         return recorder.plain()

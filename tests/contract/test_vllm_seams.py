@@ -73,6 +73,8 @@ SIGNATURES = {
     f"{V2_SPECULATOR}._build_uniform_attn_metadata": "batch_desc num_reqs num_query_per_req seq_lens_cpu_upper_bound "
     "step causal dcp_local_seq_lens",
     f"{V2_SPECULATOR}._update_draft_decode_metadata": "attn_metadata num_reqs",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:gather_draft_sampled": "input_ids positions logits_indices "
+    "expanded_idx_mapping expanded_local_pos prefill_len",
     f"{V2_GRAPHS}.__init__": "vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode "
     "ubatch_runner",
     f"{V2_GRAPHS}.capture": "forward_fn model_state input_buffers block_tables attn_groups kv_cache_config "
@@ -111,8 +113,8 @@ FIELDS = {
     "rejection_sample_method disable_padded_drafter_batch draft_model_config",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
-    f"{V2_FOLDER}.input_batch:InputBatch": "num_reqs num_tokens_after_padding idx_mapping seq_lens "
-    "seq_lens_cpu_upper_bound",
+    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req "
+    "num_tokens_after_padding idx_mapping seq_lens seq_lens_cpu_upper_bound",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
 }
 

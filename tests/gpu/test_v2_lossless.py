@@ -5,7 +5,7 @@ once and decoding one token at a time can be compared in bf16 at all. Without it
 must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
-    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties]
+    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties] [--gates]
 
 As a script: a line a case, then one line of JSON; exit code 1 if anything differs.
 """
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+
+from selfspec_cli.early_exit.draft_log import DraftLog
 
 try:
     import pytest
@@ -246,6 +249,70 @@ def watched(case: Case, steps: int = 100) -> dict[str, int]:
     return seen
 
 
+GATED = [
+    Case("llama", *MIDDLE),
+    Case("qwen3", *MIDDLE),
+    Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
+    Case("llama", *MIDDLE, engine={"enforce_eager": True}),
+    Case("llama", *MIDDLE, engine=COMPILED),
+]
+
+
+def gated(case: Case, requests: str = "plain") -> dict[str, dict[str, int]]:
+    """Every gate on one live engine, recorded, and last a gate and draft length that change between any two steps.
+
+    different: outputs that are not the baseline's. places: verified; drafted: of these, places that held a draft.
+    closed: rounds that the gate ended. recorded, recorded_accepted: tokens in the record.
+    """
+    found = {}
+    expected = tokens(baseline(case))
+    with engine(case, drafting=True) as it:
+        for gate in [*GATES, "changing"]:
+            before, own = it.counts(), it.call("early_exit_counters")
+            it.call("early_exit_record", True)
+            if gate == "changing":
+                outputs = changing(it, case.k)
+            else:
+                it.call("early_exit_set_gate", gate, GATES[gate], CALIBRATION)
+                outputs = tokens(it.generate(*plain()))
+            made, counted = it.counts() - before, it.call("early_exit_counters")
+            log = DraftLog.from_plain(it.call("early_exit_recorded"), case.k)
+            found[gate] = {
+                "different": len(differing(outputs, expected)),
+                "places": made.drafted,
+                "drafted": counted["drafted"] - own["drafted"],
+                "accepted": made.accepted,
+                "closed": counted["gate_ended"] - own["gate_ended"],
+                "recorded": int(log.drafted.sum()),
+                "recorded_accepted": int(log.accepted.sum()),
+            }
+            print(f"    {gate}: {found[gate]}", flush=True)
+    return found
+
+
+def changing(it: Live, k: int) -> list[list[int]]:
+    """Gate, threshold and draft length change between any two steps of the engine."""
+    core, (prompts, params) = it.llm.llm_engine, plain()
+    for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        core.add_request(f"changing-{number}", {"prompt_token_ids": prompt}, wanted)
+    settings = cycle([("none", None), ("survival", 0.2), ("calibrated", 0.5), ("varH", 4.0), ("adaedl", 0.3)])
+    lengths, done = cycle(range(k, -1, -1)), {}
+    while core.has_unfinished_requests():
+        it.call("early_exit_set_gate", *next(settings), CALIBRATION)
+        it.call("early_exit_set_draft_length", next(lengths))
+        done |= {out.request_id: out for out in core.step() if out.finished}
+    it.call("early_exit_set_draft_length", k)
+    return tokens([done[f"changing-{number}"] for number in range(len(prompts))])
+
+
+def sound(row: dict[str, int], gate: str, k: int) -> bool:
+    """Nothing differs, drafts were made, some accepted and some not, the gate did close, and the record agrees."""
+    # The counters also hold drafts that no verify pass came to see.
+    counts = 0 < row["accepted"] == row["recorded_accepted"] < row["recorded"] <= row["drafted"]
+    stopped = gate == "none" or (0 < row["closed"] and row["recorded"] < row["places"])
+    return not row["different"] and counts and stopped
+
+
 def near_ties(model: str) -> list[dict[str, Any]]:
     """Without batch-invariant kernels: each output that parts from the baseline's, and how level the two best were."""
     case = Case(model, *MIDDLE)
@@ -271,6 +338,11 @@ if pytest is not None:
         done = run(case)
         assert done.passed(), done
 
+    @pytest.mark.parametrize("case", GATED, ids=lambda case: case.name)
+    def test_gates(case):
+        found = gated(case)
+        assert all(sound(row, gate, case.k) for gate, row in found.items()), found
+
     def test_propose_waits_for_nothing_and_allocates_nothing():
         seen = watched(Case("llama", *MIDDLE))
         assert seen["rounds"] > 10
@@ -282,10 +354,13 @@ def main() -> int:
     options.add_argument("--only", default="")
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
+    options.add_argument("--gates", action="store_true")
     chosen = options.parse_args()
     if chosen.near_ties:
         print(json.dumps({model: near_ties(model) for model in ("llama", "qwen3")}))
         return 0
+    if chosen.gates:
+        return report_gates(chosen.only)
     done, broken = [], {}
     shared = {"tensor_parallel_size": chosen.tensor_parallel} if chosen.tensor_parallel > 1 else {}
     for case in cases(**shared):
@@ -304,6 +379,13 @@ def main() -> int:
     waits = watched(Case("llama", *MIDDLE)) if not shared and not chosen.only else None
     passed = not broken and all(case.passed() for case in done) and not (waits or {}).get("allocations")
     print(json.dumps({"passed": passed, "propose": waits, "broken": broken, "cases": [asdict(case) for case in done]}))
+    return 0 if passed else 1
+
+
+def report_gates(only: str) -> int:
+    found = {case.name: gated(case) for case in GATED if only in case.name}
+    passed = all(sound(row, gate, MIDDLE[1]) for rows in found.values() for gate, row in rows.items())
+    print(json.dumps({"passed": passed, "gates": found}))
     return 0 if passed else 1
 
 

@@ -1,0 +1,119 @@
+"""What a gate costs on a GPU when it saves nothing, and what a round costs when it stops at once. Llama-3-8B shape.
+
+    python experiments/gates/cost_on_gpu.py --out results/published/gates/cost_on_gpu.json
+
+Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop unrolled into k steps
+(what a captured graph is without conditional nodes); the draft loop that ends on the device, on which gates and draft
+lengths then change live, taking turns. Times are milliseconds a step or round after the first token, medians.
+
+The ceilings: a gate that never closes should cost nothing; a gate that closes at once should leave a plain step and one
+draft step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the unrolled loop can be asked for below
+
+from selfspec_cli import provenance
+from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig
+from selfspec_cli.engine import Engine, Generation, open_engine
+from selfspec_cli.vllm_plugin import device_loop
+
+NEVER = {"maxp": 0.0, "varH": 1e9, "entropy": 1e9, "margin": 0.0, "survival": 0.0}  # AdaEDL's bound may be negative
+K, BATCHES, INPUT_LEN, OUTPUT_LEN = 3, (1, 32), 128, 200
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="shape:llama3_8b")
+    parser.add_argument("--layer", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: reference model, no unrolled arm")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def config(given: argparse.Namespace) -> RunConfig:
+    if given.cpu:
+        return RunConfig(layer=given.layer, k=K)
+    model = ModelConfig(name="llama3_8b", path=given.model, load_format="dummy", dtype="bfloat16", exit_layer=None)
+    # Half of the memory: engines in one process leave weights behind (results/LOG.md).
+    engine = EngineConfig(
+        name="gpu", kv_cache_gib=None, gpu_memory_utilization=0.5, max_num_batched_tokens=8192, max_num_seqs=64
+    )
+    return RunConfig(model=model, engine=engine, layer=given.layer, k=K, acceptance_length=3.0)
+
+
+def milliseconds(done: Generation) -> float:
+    """A step or round of the batch, after the prefill."""
+    steps = done.drafting["rounds"] if done.drafting is not None else len(done.outputs[0]) - 1
+    return 1e3 * (done.seconds - max(done.ttft)) / steps
+
+
+def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
+    """Every arm at every batch size, by turns; an arm is a gate, its threshold and a draft length."""
+    found: dict[str, dict] = {}
+    for batch in BATCHES:
+        prompts = [[(7 * row + place) % 997 + 3 for place in range(INPUT_LEN)] for row in range(batch)]
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(repeats + 1):  # the first is for warming up
+            for name, (gate, threshold, k) in arms.items():
+                if engine.cfg.method is Method.layer_skip:
+                    engine.set_gate(gate, threshold)
+                    engine.set_draft_length(k)
+                done = engine.generate(prompts, OUTPUT_LEN, batch=batch)
+                if turn:
+                    times[name].append(milliseconds(done))
+                if turn == repeats and done.drafting is not None:
+                    lengths = done.drafting["length_histogram"]
+                    found.setdefault(f"{name} batch {batch}", {})["draft_steps_histogram"] = lengths
+        for name, values in times.items():
+            row = found.setdefault(f"{name} batch {batch}", {})
+            row |= {"ms": statistics.median(values), "ms_all": [round(value, 4) for value in values]}
+            print(f"{name:24} batch {batch:3} {row['ms']:8.3f} ms", flush=True)
+    return found
+
+
+def main() -> None:
+    given = arguments()
+    cfg = config(given)
+    rows: dict[str, dict] = {}
+    live = {f"k={k}": ("none", None, k) for k in (1, 2, K)}
+    live |= {f"never closes {gate}": (gate, threshold, K) for gate, threshold in NEVER.items()}
+    live |= {"closes at once": ("maxp", 1.0, K)}
+    with open_engine(replace(cfg, method=Method.baseline, k=None, layer=None, acceptance_length=None)) as engine:
+        rows |= measure(engine, {"plain": ("none", None, 0)}, given.repeats)
+    with open_engine(cfg) as engine:
+        rows |= measure(engine, live, given.repeats)
+    if not given.cpu:
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(device_loop, "unavailable", return_value="it was asked for"))
+            engine = stack.enter_context(open_engine(cfg))
+            rows |= measure(engine, {"unrolled k=3": ("none", None, K)}, given.repeats)
+    for batch in BATCHES:
+        ms = {
+            name.removesuffix(f" batch {batch}"): row["ms"] for name, row in rows.items() if name.endswith(str(batch))
+        }
+        draft = (ms[f"k={K}"] - ms["k=1"]) / (K - 1)
+        print(f"batch {batch}: plain step {ms['plain']:.3f} ms, one draft step {draft:.3f} ms")
+        for gate in NEVER:
+            print(f"  {gate} never closing / none: {ms[f'never closes {gate}'] / ms[f'k={K}']:.4f}")
+        print(f"  closing at once / (plain step + draft step): {ms['closes at once'] / (ms['plain'] + draft):.4f}")
+        if "unrolled k=3" in ms:
+            print(f"  loop / unrolled: {ms[f'k={K}'] / ms['unrolled k=3']:.4f}")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {"rows": rows, "device": provenance.device(), "versions": provenance.versions()}
+    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A loop inside a CUDA graph: `while (*flag) body`, decided on the device.
+
+CUDA 12.4 has conditional graph nodes: a WHILE node holds a graph of its own and replays it for as long as a handle is
+not zero; a kernel sets the handle (CUDA Programming Guide, "Conditional Graph Nodes"). PyTorch has no call for it yet,
+so this module adds the node to the graph that PyTorch is capturing, and captures the body on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Declared here because NVRTC brings no header for it; the driver resolves the call when it loads the module.
+_SET_CONDITION = rb"""
+extern "C" __device__ __cudart_builtin__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
+extern "C" __global__ void set_condition(unsigned long long handle, const int* flag) {
+    cudaGraphSetConditional(handle, *flag > 0);
+}
+"""
+_FIRST_VERSION = 12040  # of the driver, as cudaDriverGetVersion counts
+
+
+def unavailable() -> str | None:
+    """Why this machine cannot loop on the device; None if it can."""
+    try:
+        from cuda.bindings import driver, nvrtc, runtime  # noqa: F401
+    except ImportError as error:
+        return f"cuda-bindings cannot be imported ({error})"
+    version = _check(runtime.cudaDriverGetVersion())
+    if version < _FIRST_VERSION:
+        return f"the driver is for CUDA {version // 1000}.{version % 1000 // 10}; conditional graph nodes need 12.4"
+    return None
+
+
+class DeviceLoop:
+    """Captures loops on one device. Graphs captured through it must not outlive it: it owns their bodies' memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.MemPool()
+        self._set_condition = _compile(device)
+
+    def warm_up(self, body: Callable[[], None]) -> None:
+        """Run `body` once on the stream that captures it: libraries then have their workspaces for that stream."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            body()
+        current.wait_stream(self._stream)
+
+    def capture(self, flag: Tensor, body: Callable[[], None]) -> None:
+        """Add `while (*flag > 0) body()` to the graph that the current stream is capturing.
+
+        flag: int32 scalar on the device. body: launches work on the current stream; it must allocate through PyTorch
+        alone and launch only kernels and copies on the device. Raises RuntimeError for any error of CUDA's.
+        """
+        from cuda.bindings import runtime as rt
+
+        outer = torch.cuda.current_stream().cuda_stream
+        _, _, graph, *_ = _check(rt.cudaStreamGetCaptureInfo(outer))
+        handle = _check(rt.cudaGraphConditionalHandleCreate(graph, 0, 0))
+        self._launch(handle, flag, outer)
+        _, _, _, before, edges, count = _check(rt.cudaStreamGetCaptureInfo(outer))
+        node_params = rt.cudaGraphNodeParams()
+        node_params.type = rt.cudaGraphNodeType.cudaGraphNodeTypeConditional
+        node_params.conditional.handle = handle
+        node_params.conditional.type = rt.cudaGraphConditionalNodeType.cudaGraphCondTypeWhile
+        node_params.conditional.size = 1
+        node = _check(rt.cudaGraphAddNode(graph, before, edges, count, node_params))
+        inside = node_params.conditional.phGraph_out[0]
+        # The capture goes on behind the loop.
+        replace = rt.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
+        _check(rt.cudaStreamUpdateCaptureDependencies(outer, [node], None, 1, replace))
+        inner = self._stream.cuda_stream
+        relaxed = rt.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        # The capture of the body is another one than PyTorch's, whose memory pool would not know its allocations.
+        with torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(self._stream):
+            _check(rt.cudaStreamBeginCaptureToGraph(inner, inside, None, None, 0, relaxed))
+            try:
+                body()
+                self._launch(handle, flag, inner)
+            finally:
+                _check(rt.cudaStreamEndCapture(inner))
+
+    def _launch(self, handle: Any, flag: Tensor, stream: int) -> None:
+        from cuda.bindings import driver
+
+        arguments = (int(handle), flag.data_ptr()), (ctypes.c_ulonglong, ctypes.c_void_p)
+        _check(driver.cuLaunchKernel(self._set_condition, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0))
+
+
+def _compile(device: torch.device) -> Any:
+    """The kernel that sets a condition, built for `device`. Users have no nvcc, but PyTorch brings NVRTC."""
+    from cuda.bindings import driver, nvrtc
+
+    major, minor = torch.cuda.get_device_capability(device)
+    program = _check(nvrtc.nvrtcCreateProgram(_SET_CONDITION, b"set_condition.cu", 0, None, None))
+    option = f"--gpu-architecture=sm_{major}{minor}".encode()
+    _check(nvrtc.nvrtcCompileProgram(program, 1, [option]))
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    torch.cuda.current_stream(device).synchronize()  # a context must exist before a module is loaded into it
+    module = _check(driver.cuModuleLoadData(code))
+    return _check(driver.cuModuleGetFunction(module, b"set_condition"))
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-bindings returned, without its status. Raises RuntimeError for any but success."""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {getattr(status, 'name', status)}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,113 @@
+"""Everything that the V2 draft loop keeps on the device, and the gate that can change there without a recapture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.counters import HISTOGRAMS, Snapshot
+from selfspec_cli.early_exit.gate_rules import FEATURES, Calibration, on_feature
+from selfspec_cli.vllm_plugin.live_gate import LiveGate
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits")
+"""The first of `DraftState.counts`, in the kernels' order."""
+
+
+@dataclass
+class DraftState:
+    """Persistent tensors of the draft loop. A row is a place in the batch; a request is vLLM's slot for one.
+
+    Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
+    row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
+    draft_tokens (int64 [rows, k]), survival (float32, product of confidences so far).
+    Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]).
+    Scalars: step, limit (most drafts a round), round_limit (this round's), active and going (rows in this step, rows
+    that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
+    """
+
+    buffers: InputBuffers
+    idx_mapping: Tensor
+    requests: Tensor
+    sample_positions: Tensor
+    draft_tokens: Tensor
+    survival: Tensor
+    lengths: Tensor
+    statistics: Tensor
+    step: Tensor
+    limit: Tensor
+    round_limit: Tensor
+    active: Tensor
+    going: Tensor
+    gate_feature: Tensor
+    gate_rule: Tensor
+    counts: Tensor
+    max_model_len: int
+
+    @classmethod
+    def around(
+        cls,
+        buffers: InputBuffers,
+        idx_mapping: Tensor,
+        sample_positions: Tensor,
+        draft_tokens: Tensor,
+        step: Tensor,
+        max_model_len: int,
+    ) -> DraftState:
+        """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open."""
+        rows, k = draft_tokens.shape
+        device = draft_tokens.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            buffers,
+            idx_mapping,
+            zeros(rows, dtype=torch.int64).fill_(-1),
+            sample_positions,
+            draft_tokens,
+            zeros(rows, dtype=torch.float32),
+            zeros(rows),
+            zeros(rows, k, len(FEATURES), dtype=torch.float32),
+            step,
+            zeros(1).fill_(k),
+            zeros(1),
+            zeros(1),
+            zeros(1),
+            zeros(1).fill_(-1),
+            zeros(2, dtype=torch.float32),
+            zeros(len(COUNTED) + k + 1 + rows + 1, dtype=torch.int64),
+            max_model_len,
+        )
+
+    def snapshot(self) -> Snapshot:
+        """The counters since the engine started. Waits for the device."""
+        values = self.counts.tolist()
+        after = len(COUNTED) + self.draft_tokens.shape[1] + 1
+        histograms = dict(zip(HISTOGRAMS, (values[len(COUNTED) : after], values[after:]), strict=True))
+        return dict(zip(COUNTED, values, strict=False)) | histograms
+
+
+class DeviceGate(LiveGate):
+    """A `LiveGate` whose rule lies in device memory, where a captured draft loop reads it at every step."""
+
+    def __init__(self, state: DraftState, kind: str, threshold: float | None, calibration: Calibration | None) -> None:
+        self._state = state
+        super().__init__(kind, threshold, calibration)
+
+    def set(self, kind: str, threshold: float | None, calibration: Mapping[str, Any] | None = None) -> None:
+        """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
+        super().set(kind, threshold, calibration)
+        rule = on_feature(self.kind, self.threshold, self.calibration)
+        sign = 1.0 if rule.direction == "at_least" else -1.0
+        limit = rule.threshold if math.isfinite(rule.threshold) else math.copysign(torch.finfo().max, rule.threshold)
+        self._state.gate_feature.fill_(-1 if rule.feature is None else FEATURES.index(rule.feature))
+        self._state.gate_rule.copy_(torch.tensor([sign, limit]))

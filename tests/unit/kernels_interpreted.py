@@ -1,0 +1,214 @@
+"""The device's bookkeeping of a draft loop against the plain functions.
+
+On a GPU as it is; on a CPU with TRITON_INTERPRET=1 set before Triton is first imported (test_v2_kernels.py does that).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
+from selfspec_cli.vllm_plugin import v2_kernels
+from selfspec_cli.vllm_plugin.v2_state import DeviceGate, DraftState
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+torch.set_default_device(DEVICE)
+
+ROWS, K, VOCAB, MAX_LEN = 5, 3, 5000, 64
+THRESHOLDS = {"maxp": 0.3, "varH": 4.0, "entropy": 2.5, "margin": 0.15, "adaedl": 0.3, "survival": 0.1}
+
+
+def new_state(rows: int = ROWS, k: int = K) -> DraftState:
+    buffers = SimpleNamespace(
+        input_ids=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.zeros(rows, dtype=torch.int64),
+        seq_lens=torch.zeros(rows, dtype=torch.int32),
+        query_start_loc=torch.zeros(rows + 1, dtype=torch.int32),
+    )
+    mapping = torch.full((rows,), -1)
+    tokens = torch.zeros(rows, k, dtype=torch.int64)
+    places = torch.zeros(rows, dtype=torch.int64)
+    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN)
+
+
+def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:
+    """Requests 4, 3, 2, ... in rows 0, 1, 2, ...; lengths: tokens that the target has keys and values for."""
+    n, rows = len(lengths), state.draft_tokens.shape[0]
+    state.idx_mapping.fill_(-1)
+    state.idx_mapping[:n] = torch.arange(rows - 1, rows - 1 - n, -1)
+    batch = SimpleNamespace(seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=n)
+    sampled = torch.tensor(sampled or [1] * n, dtype=torch.int32)
+    rejected = torch.tensor(rejected or [0] * n, dtype=torch.int32)
+    v2_kernels.begin_round(state, batch, steps, (sampled, rejected, 100 + torch.arange(rows)))
+
+
+def sharp_and_flat(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    scale = torch.linspace(0.5, 9.0, rows).unsqueeze(1)
+    return torch.randn(rows, vocab, generator=torch.Generator(DEVICE).manual_seed(seed)) * scale
+
+
+def end_step(vocab: int = VOCAB, ids: torch.Tensor | None = None, rows: int = ROWS):
+    return v2_kernels.EndStep(rows, vocab, ids, torch.device(DEVICE))
+
+
+def test_a_round_begins_with_what_the_verifier_left():
+    state = new_state()
+    # a decode of which one draft was rejected; inside a prefill; at the model's end; a padded row
+    begin(state, [10, 20, MAX_LEN - 1], sampled=[2, 0, 1], rejected=[1, 0, 0])
+    assert state.buffers.input_ids.tolist() == [104, 0, 0, 0, 0]
+    assert state.buffers.positions.tolist() == [9, 0, 0, 0, 0]
+    assert state.buffers.seq_lens.tolist() == [10, 0, 0, 0, 0]
+    assert state.buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3]
+    assert state.requests.tolist() == state.idx_mapping.tolist() == [4, -1, -1, -1, -1]
+    assert int(state.active) == 1
+    assert not state.draft_tokens.any()
+
+
+def test_requests_that_draft_nothing_forget_their_last_draft():
+    state = new_state()
+    state.lengths.fill_(3)
+    begin(state, [10, 20], sampled=[1, 0])
+    assert state.lengths.tolist() == [3, 3, 3, 0, 0]  # requests 4 and 3 are in the batch
+
+
+@pytest.mark.parametrize("vocab", [5, 2048, 5000])
+def test_statistics_equal_the_plain_functions(vocab):
+    state, logits = new_state(), sharp_and_flat(ROWS, vocab)
+    logits[1, : vocab // 2] = -torch.inf
+    logits[2, [0, vocab - 1]] = logits[2].max() + 1  # two best tokens level
+    begin(state, [10] * ROWS)
+    end = end_step(vocab)
+    first = gates.all_statistics(logits)
+    end(state, logits)
+    again = sharp_and_flat(ROWS, vocab, seed=1)
+    end(state, again)
+    second = gates.all_statistics(again, survival=first[:, FEATURES.index("survival")])
+    order = torch.arange(ROWS - 1, -1, -1)  # row -> request
+    torch.testing.assert_close(state.statistics[order, 0], first, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(state.statistics[order, 1], second, atol=2e-4, rtol=2e-4)
+    assert torch.equal(logits.gather(1, state.draft_tokens[:, :1]).squeeze(1), logits.amax(1))
+    assert state.draft_tokens[:, 1].tolist() == again.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("kind", [*THRESHOLDS, "none", "calibrated"])
+def test_gates_open_where_the_plain_rule_does(kind):
+    calibration = Calibration("entropy", (0.5, 3.0, 6.0), (0.9, 0.6, 0.1)) if kind == "calibrated" else None
+    threshold = {"none": None, "calibrated": 0.5, **THRESHOLDS}[kind]
+    state, logits = new_state(), sharp_and_flat(ROWS)
+    DeviceGate(state, kind, threshold, calibration)
+    begin(state, [10] * ROWS)
+    end_step()(state, logits)
+    open_ = gates.is_open(kind, gates.statistic(kind, logits, calibration=calibration), threshold)
+    assert kind == "none" or 0 < int(open_.sum()) < ROWS
+    assert ((state.buffers.seq_lens > 0) == open_).all()
+    assert ((state.idx_mapping >= 0) == open_).all()
+    assert int(state.active) == int(open_.sum())
+    assert state.lengths.tolist() == [1] * ROWS
+    assert state.buffers.positions[open_].tolist() == [11] * int(open_.sum())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("tau", [0.0, 0.1, 0.25, 0.5, 0.85, 0.9, 1.0])
+def test_a_calibrated_gate_is_a_threshold_on_its_feature(feature, tau):
+    rising = GATE_RULES[feature].direction == "at_least"
+    ps = (0.1, 0.1, 0.5, 0.9)
+    calibration = Calibration(feature, (0.1, 0.3, 0.5, 0.7), ps if rising else ps[::-1])
+    state = new_state()
+    gate = DeviceGate(state, "calibrated", tau, calibration)
+    sign, limit = state.gate_rule.tolist()
+    values = torch.linspace(0, 1, 98)  # no knot and no crossing among them, where rounding decides
+    assert FEATURES[int(state.gate_feature)] == feature
+    expected = gates.is_open("calibrated", gates.calibrated(values, calibration), tau)
+    assert torch.equal(sign * values >= sign * limit, expected), gate.threshold
+
+
+def test_a_draft_vocabulary_is_mapped_back_and_drawn_tokens_are_taken_as_they_are():
+    ids = torch.arange(0, 10_000, 2)
+    state, logits = new_state(), sharp_and_flat(ROWS)
+    begin(state, [10] * ROWS)
+    end = end_step(ids=ids)
+    end(state, logits)
+    end(state, logits, torch.arange(7, 7 + ROWS))
+    assert state.draft_tokens[:, 0].tolist() == ids[logits.argmax(1)].tolist()
+    assert state.draft_tokens[:, 1].tolist() == list(range(7, 7 + ROWS))
+    assert state.buffers.input_ids.tolist() == list(range(7, 7 + ROWS))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_propose_nothing_and_are_counted(poison):
+    state, logits = new_state(), sharp_and_flat(ROWS)
+    logits[1, 3000] = poison
+    logits[2] = -torch.inf
+    begin(state, [10] * ROWS)
+    end_step()(state, logits)
+    assert state.lengths.tolist() == [1, 1, 0, 0, 1]  # requests 3 and 2 are rows 1 and 2
+    assert (state.buffers.seq_lens > 0).tolist() == [True, False, False, True, True]
+    assert state.snapshot()["nan_logits"] == 2
+
+
+def test_a_draft_ends_at_the_models_last_place():
+    state = new_state()
+    begin(state, [MAX_LEN - 3, 10])
+    end = end_step()
+    for _ in range(K):
+        end(state, sharp_and_flat(ROWS))
+    # The verifier's own token must have a place behind the last draft.
+    assert state.lengths[[4, 3]].tolist() == [2, K]
+
+
+def test_the_draft_length_and_the_runners_own_limit_both_hold():
+    for limit, steps, most in ((2, K, 2), (K, 1, 1), (0, K, 0)):
+        state = new_state()
+        state.limit.fill_(limit)
+        begin(state, [10, 10], steps=steps)
+        for _ in range(K):
+            end_step()(state, sharp_and_flat(ROWS))
+        assert state.lengths[[4, 3]].tolist() == [most] * 2
+
+
+def test_counters_count_as_the_cpus_do():
+    state, plain = new_state(), DraftCounters(K)
+    gate = DeviceGate(state, "maxp", 0.3, None)
+    end = end_step()
+    for seed in range(12):
+        requests = seed % ROWS + 1
+        gate.set("maxp", (0.05, 0.3, 0.9)[seed % 3])
+        begin(state, [10] * requests)
+        active = torch.ones(requests, dtype=torch.bool)
+        plain.round(requests)
+        for step in range(K):  # the device's loop would stop; steps without an active row must count for nothing
+            logits = sharp_and_flat(ROWS, seed=100 * seed + step)
+            end(state, logits)
+            if not active.any():
+                continue
+            plain.step(int(active.sum()))
+            active &= gates.is_open("maxp", gates.max_prob(logits[:requests]), gate.threshold)
+            if step + 1 < K and not active.any():
+                plain.ended_early()
+    mine, theirs = state.snapshot(), plain.snapshot()
+    theirs["active_histogram"] += [0] * (ROWS + 1 - len(theirs["active_histogram"]))
+    theirs.pop("seconds")
+    assert mine == theirs
+    assert mine["gate_ended"] > 0
+
+
+def test_a_round_with_nothing_to_draft_counts_for_nothing():
+    state = new_state()
+    begin(state, [10, 20], sampled=[0, 0])
+    end_step()(state, sharp_and_flat(ROWS))
+    assert not state.counts.any()
+    assert int(state.active) == 0
+
+
+def test_the_verifier_sees_minus_one_where_nothing_was_drafted():
+    lengths = torch.tensor([2, 0, 1], dtype=torch.int32)
+    mapping = torch.tensor([2, 2, 2, 2, 0, 0, 0, 0, 1])
+    places = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], dtype=torch.int32)
+    tokens = torch.arange(10, 19, dtype=torch.int32)
+    v2_kernels.reject_undrafted(tokens, places, mapping, lengths)
+    assert tokens.tolist() == [10, 11, -1, -1, 14, 15, 16, -1, 18]

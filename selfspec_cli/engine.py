@@ -162,13 +162,17 @@ class Engine:
                         submit()
         seconds = time.perf_counter() - start
         done = [finished[number] for number in range(len(prompts))]
+        drafts, drafting = self._drafted_since(before), counters.since(self._drafting(), own)
+        if drafts is not None and drafting is not None:
+            # vLLM counts the places that it verified; the V2 runner verifies k of every request, whatever was drafted.
+            drafts.drafted = min(drafts.drafted, drafting["drafted"])
         return Generation(
             outputs=[list(output.outputs[0].token_ids) for output in done],
             seconds=seconds,
             ttft=[output.metrics.first_token_latency for output in done],
             itl=[_between_tokens(output) for output in done if len(output.outputs[0].token_ids) > 1],
-            drafts=self._drafted_since(before),
-            drafting=counters.since(self._drafting(), own),
+            drafts=drafts,
+            drafting=drafting,
         )
 
     def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:

@@ -3,11 +3,16 @@
     python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
     python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
 
+    python experiments/gates/compare.py fixed --model /tmp/reference_widened --layer 3 --setting survival:0.184:12 ...
+
 `fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each.
 `idle`: what a gate costs that never closes, and one that closes at once; what the record costs while it is kept.
 `grid`: every gate at five thresholds with three draft lengths, screened on a few prompts; the best of them, and the
 settings named, then run five repeats on the whole workload. The best of the screening is partly luck, which is why the
 comparison is of the second measurement. A setting is gate:threshold:k.
+
+With --model on a GPU the engine is vLLM's there, in bf16; "plain" is then the same engine verifying --longest places that
+hold no draft, because its scheduler plans a step before it knows of any.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli import provenance
-from selfspec_cli.config import RunConfig, WorkloadConfig
+from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.gate_rules import FEATURES
 from selfspec_cli.early_exit.replay import Setting
@@ -49,9 +54,13 @@ def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
 
 def fixed(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     """Every draft length without a gate, and the settings named."""
-    rows = race(engine, cfg, [*(Setting("none", None, k) for k in range(1, 9)), *named])
+    lengths = range(1, min(8, cfg.k or 8) + 1)
+    rows = race(engine, cfg, [*(Setting("none", None, k) for k in lengths), *named])
     ungated = max((row for row in rows if row["gate"] == "none" and row["k"]), key=lambda row: row["speedup"])
-    best = max((row for row in rows if row["gate"] != "none"), key=lambda row: row["speedup"])
+    gated = [row for row in rows if row["gate"] != "none"]
+    if not gated:
+        return {"rows": rows, "best_ungated": ungated}
+    best = max(gated, key=lambda row: row["speedup"])
     ratios = [ours / theirs for ours, theirs in zip(best["tok_s"], ungated["tok_s"], strict=True)]
     return {"rows": rows, "best_ungated": ungated, "best_gated": best, "gated_over_ungated": ratios,
             "gated_over_ungated_median": best["tok_s_median"] / ungated["tok_s_median"]}  # fmt: skip
@@ -99,13 +108,19 @@ def main() -> None:
     parser.add_argument("what", choices=["fixed", "grid", "idle"], nargs="+")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--setting", type=setting, action="append", default=[])
+    parser.add_argument("--longest", type=int, default=LONGEST, help="the engine's k; every draft length is below it")
+    parser.add_argument("--model", type=Path, help="folder of a model for a GPU, such as the widened reference model")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    cfg = RunConfig(layer=given.layer, k=LONGEST, workload=WorkloadConfig())
+    cfg = RunConfig(layer=given.layer, k=given.longest, workload=WorkloadConfig())
+    if given.model is not None:
+        model = ModelConfig(name=given.model.name, path=str(given.model), dtype="bfloat16", exit_layer=None)
+        cfg = replace(cfg, model=model, engine=EngineConfig(name="gpu", kv_cache_gib=None))
     with open_engine(cfg) as engine:
         for what in given.what:
             found = {"fixed": fixed, "grid": grid, "idle": idle}[what](engine, cfg, given.setting)
-            show(found, given.out / f"{what}_E{given.layer}.json")
+            where = "" if given.model is None else f"_{given.model.name}_k{given.longest}"
+            show(found, given.out / f"{what}_E{given.layer}{where}.json")
 
 
 def show(found: dict, file: Path) -> None:

@@ -113,20 +113,26 @@ def settings_for(
     return found
 
 
-def fit_costs(arms: Sequence[tuple[float, float, float, float]], plain: float) -> Costs:
+def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: float) -> Costs:
     """Costs from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds), two or more.
 
     plain: seconds of a step without drafts. A verify step's time is fitted as a line over the draft length by least
-    squares; its slope is kept from falling below 0.
+    squares; its slope is kept from falling below 0. Where the share of drafting is None (a GPU drafts without telling
+    the host), the line is a whole round's, and its slope is the draft step's: another token to verify is next to free
+    there.
     """
+    unknown = any(drafting is None for _, _, drafting, _ in arms)
+    drafts = [0.0 if unknown or drafting is None else drafting for _, _, drafting, _ in arms]
     lengths = torch.tensor([length for length, *_ in arms], dtype=torch.float64)
-    verify = torch.tensor([(seconds - drafting) / rounds for _, seconds, drafting, rounds in arms], dtype=torch.float64)
+    rest = [(seconds - drafting) / rounds for (_, seconds, _, rounds), drafting in zip(arms, drafts, strict=True)]
+    verify = torch.tensor(rest, dtype=torch.float64)
     spread = ((lengths - lengths.mean()) ** 2).sum()
     slope = float(((lengths - lengths.mean()) * (verify - verify.mean())).sum() / spread) if spread > 0 else 0.0
     slope = max(slope, 0.0)
-    steps = sum(length * rounds for length, _, _, rounds in arms)
-    draft = sum(drafting for _, _, drafting, _ in arms) / steps
-    return Costs(plain, draft, float(verify.mean()) - slope * float(lengths.mean()), slope)
+    base = float(verify.mean()) - slope * float(lengths.mean())
+    if unknown:
+        return Costs(plain, slope, base, 0.0)
+    return Costs(plain, sum(drafts) / sum(length * rounds for length, _, _, rounds in arms), base, slope)
 
 
 def _outcome(log: DraftLog, setting: Setting, steps: Tensor, costs: Costs) -> Outcome:

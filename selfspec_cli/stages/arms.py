@@ -124,7 +124,7 @@ def costs(plain: Arm, drafting: Sequence[Arm]) -> Costs:
     points = []
     for arm in drafting:
         own, seconds = arm.own(), sum(part.seconds for repeat in arm.repeats for part in repeat)
-        points.append((own["steps"] / own["rounds"], seconds, own["seconds"], float(own["rounds"])))
+        points.append((own["steps"] / own["rounds"], seconds, own.get("seconds"), float(own["rounds"])))
     tokens = sum(_tokens(repeat) for repeat in plain.repeats)
     seconds = sum(part.seconds for repeat in plain.repeats for part in repeat)
     # A step yields a token for each request of the batch; what one request waits for a token is the step.

@@ -119,6 +119,13 @@ def test_costs_are_found_again():
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name))
 
 
+def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
+    arms = [(k, 100 * COSTS.round(k), None, 100) for k in (1, 4, 8)]
+    found = fit_costs(arms, COSTS.plain)
+    assert [found.round(k) for k in (0, 3, 8)] == pytest.approx([COSTS.round(k) for k in (0, 3, 8)])
+    assert found.draft == pytest.approx(COSTS.draft + COSTS.verify_token)
+
+
 def test_a_verify_step_is_never_taken_to_shrink():
     found = fit_costs([(1, 8.0, 1.0, 1), (4, 10.0, 4.0, 1)], 7.0)
     assert found.verify_token == 0

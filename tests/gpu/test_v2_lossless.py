@@ -307,8 +307,8 @@ def changing(it: Live, k: int) -> list[list[int]]:
 
 def sound(row: dict[str, int], gate: str, k: int) -> bool:
     """Nothing differs, drafts were made, some accepted and some not, the gate did close, and the record agrees."""
-    # With async scheduling a request is verified once more before it is known to have ended: the record sees that round,
-    # vLLM's counters do not. Our counters also hold drafts that no verify pass came to see.
+    # With async scheduling a request is verified once more before it is known to have ended: the record sees that
+    # round, vLLM's counters do not. Our counters also hold drafts that no verify pass came to see.
     accepted = 0 <= row["recorded_accepted"] - row["accepted"] <= k * len(PROMPTS)
     counts = accepted and 0 < row["recorded_accepted"] < row["recorded"] <= row["drafted"]
     stopped = gate == "none" or (0 < row["closed"] and row["recorded"] < row["places"])

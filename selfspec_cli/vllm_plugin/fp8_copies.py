@@ -24,6 +24,7 @@ from selfspec_cli.vllm_plugin.trunk import has_experts
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
+PLAIN = torch.bfloat16  # of the weights that are copied, and of the activations
 LARGEST = 448.0  # of e4m3
 CHUNK = 2**25  # elements quantised at once, so that the fp32 values in between stay below 128 MiB
 
@@ -43,7 +44,7 @@ def refuse_unsupported(target: ModelConfig, parallel: ParallelConfig) -> None:
     reasons = [
         (not current_platform.is_cuda(), f"the kernels need CUDA, and this is {current_platform.device_name}"),
         (target.quantization is not None, f"the target's weights are quantised already ({target.quantization})"),
-        (target.dtype is not torch.bfloat16, f"copies are made of bfloat16 weights, not of {target.dtype}"),
+        (target.dtype is not PLAIN, f"copies are made of bf16 weights, not of {target.dtype}"),
         (target.is_moe, "mixture-of-experts layers have no copies"),
         (ranks > 1, f"tensor_parallel_size = {ranks}, and copies are for one GPU"),
     ]
@@ -90,6 +91,7 @@ class MarlinWeight(nn.Module):
     """
 
     def __init__(self, weight: Tensor) -> None:
+        from vllm.model_executor.layers.quantization.utils import marlin_utils
         from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as marlin
 
         super().__init__()
@@ -101,7 +103,10 @@ class MarlinWeight(nn.Module):
         self.orig_dtype = weight.dtype
         with _silent(marlin.__name__):  # it takes Marlin for a sign of a GPU without FP8, and warns
             marlin.prepare_fp8_layer_for_marlin(self, size_k_first=False)
-        self.register_buffer("workspace", _workspace(weight.device), persistent=False)
+        # Marlin's locks, int32, zeros before and after each call. Held here, because vLLM's own would be allocated on
+        # the first call on a stream, which may be inside a CUDA graph.
+        locks = marlin_utils.marlin_make_workspace_new(weight.device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
+        self.register_buffer("workspace", locks, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._multiply(
@@ -138,18 +143,6 @@ def copy_of(weight: Tensor) -> nn.Module:
     return MarlinWeight(weight)
 
 
-_WORKSPACES: dict[torch.device, Tensor] = {}
-
-
-def _workspace(device: torch.device) -> Tensor:
-    """Marlin's locks, int32, zeros before and after each call. One for all copies of a device: they run in turn."""
-    if device not in _WORKSPACES:
-        from vllm.model_executor.layers.quantization.utils import marlin_utils
-
-        _WORKSPACES[device] = marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
-    return _WORKSPACES[device]
-
-
 # ---- the trunk ----------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +164,7 @@ def copied_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig) ->
     from vllm.model_executor.layers.linear import LinearBase
 
     by_name = vllm_config.compilation_config.static_forward_context.values()
-    layers = layers[:count]
+    layers = nn.ModuleList(list(layers)[:count])
     if has_experts(layers):
         raise SettingsError("draft_weights 'fp8' is not supported here: mixture-of-experts layers have no copies; "
                             "allowed: shared")  # fmt: skip
@@ -202,7 +195,7 @@ def replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: st
 
 def _twin(layer: Any, name: str) -> nn.Module:
     weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype is not torch.bfloat16:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype is not PLAIN:
         kind = type(getattr(layer, "quant_method", None)).__name__
         raise SettingsError(
             f"draft_weights 'fp8' is not supported here: {name} ({type(layer).__name__}, {kind}) has no plain bfloat16 "

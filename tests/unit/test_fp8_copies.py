@@ -1,4 +1,4 @@
-"""8-bit copies: how a weight is quantised, and that the target is left as it is. The kernels need a GPU; not so these."""
+"""8-bit copies: how a weight is quantised, and that the target is left as it is. The kernels need a GPU."""
 
 from types import SimpleNamespace
 

@@ -48,6 +48,13 @@ class Runner(StrEnum):
     v2 = "v2"
 
 
+class DraftWeights(StrEnum):
+    """What the draft runs on: the target's own weights, or 8-bit (e4m3) copies of them beside it (CUDA only)."""
+
+    shared = "shared"
+    fp8 = "fp8"
+
+
 class GateKind(StrEnum):
     """When to stop drafting (`early_exit.gate_rules` says how). `none` never stops before k."""
 
@@ -180,6 +187,7 @@ class RunConfig:
     tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
     vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
+    draft_weights: DraftWeights = DraftWeights.shared
     acceptance_length: float | None = None  # synthetic acceptance: tokens a verify step yields, whatever was drafted
     runner: Runner = Runner.auto
     seed: int = 0  # of prompts and of sampling
@@ -252,6 +260,7 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
         tau_v=default.tau_v,
         threshold=None,
         vocab=default.vocab,
+        draft_weights=default.draft_weights,
         acceptance_length=None,
         runner=default.runner,
     )
@@ -280,6 +289,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
+    if cfg.method is Method.layer_skip and cfg.draft_weights is not DraftWeights.shared:
+        settings["draft_weights"] = cfg.draft_weights.value  # left out by default: keys of earlier runs stay
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}

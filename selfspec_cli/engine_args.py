@@ -68,6 +68,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method in SPECULATIVE:
         spec["num_speculative_tokens"] = cfg.k
     if cfg.method is Method.layer_skip:
+        spec["draft_weights"] = cfg.draft_weights.value
         spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
         spec["calibration"] = calibrations.of(cfg)
     if cfg.method is Method.draft_model:

@@ -25,7 +25,21 @@ from selfspec_cli.stages.sweep import Plan
 if TYPE_CHECKING:
     from selfspec_cli.stages.compare import Comparison
 
-POINT = ("arm", "model", "E", "k", "head", "vocab", "gate", "threshold", "batch", "input_len", "output_len", "seed")
+POINT = (
+    "arm",
+    "model",
+    "E",
+    "k",
+    "head",
+    "vocab",
+    "draft_weights",
+    "gate",
+    "threshold",
+    "batch",
+    "input_len",
+    "output_len",
+    "seed",
+)
 BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
 

@@ -49,6 +49,7 @@ class Record:
     k: int | None = None  # draft tokens a round, at most
     head: str | None = None
     vocab: str | None = None  # draft vocabulary
+    draft_weights: str | None = None  # shared: the target's own; fp8: 8-bit copies
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
     runner: str | None = None  # vLLM's model runner, where one was asked for
@@ -159,6 +160,7 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
         record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
         record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None
     if cfg.method is Method.layer_skip:
+        record.draft_weights = cfg.draft_weights.value
         record.gate, record.threshold = cfg.gate.kind.value, gate_threshold(cfg)
     return record
 
@@ -258,28 +260,41 @@ def _cell(value: Any) -> str:
 def read(path: str | os.PathLike[str], kind: type[Row]) -> tuple[list[Row], list[str]]:
     """All rows of a file that are whole, and a warning for each line that is not.
 
+    A file of an earlier version, which lacks columns that may be empty, is read with those empty; nothing is appended
+    to such a file.
+
     Raises:
         ConfigError: the file has another header.
     """
     path = Path(path)
     if not path.exists():
         return [], []
-    _check_header(path, kind)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    names = _names_of_earlier(lines[0], path, kind) if lines else None
+    if names is None:
+        _check_header(path, kind)
+        names = header(kind)
     parsers, rows = _parsers(kind), list[Row]()
     warnings: list[str] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines[1:], start=2):
-        if not line.strip() or line + "\n" == _format(header(kind), path):
+        if not line.strip() or line + "\n" == _format(names, path):
             continue
         try:
-            rows.append(_parse(next(csv.reader([line], delimiter=_delimiter(path))), kind, parsers))
+            rows.append(_parse(next(csv.reader([line], delimiter=_delimiter(path))), names, kind, parsers))
         except ValueError as error:
             warnings.append(f"{path}:{number}: skipped, {error}")
     return rows, warnings
 
 
-def _parse(cells: list[str], kind: type[Row], parsers: dict[str, Callable[[str], Any]]) -> Row:
-    names = header(kind)
+def _names_of_earlier(line: str, path: Path, kind: type) -> list[str] | None:
+    """The columns of a header from which only columns that may be empty are missing; None for any other header."""
+    found = next(csv.reader([line], delimiter=_delimiter(path)), [])
+    needed = {column.name for column in fields(kind) if column.default is not None}
+    in_order = [name for name in header(kind) if name in found]
+    return found if found == in_order and needed <= set(found) else None
+
+
+def _parse(cells: list[str], names: list[str], kind: type[Row], parsers: dict[str, Callable[[str], Any]]) -> Row:
     if len(cells) != len(names):
         raise ValueError(f"{len(cells)} cells where {len(names)} belong (a line cut short?)")
     if not re.fullmatch(rf"[0-9a-f]{{{KEY_LENGTH}}}", cells[-1]):

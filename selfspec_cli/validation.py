@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from selfspec_cli.config import DRAFT_LENGTH, ConfigError, GateKind, Method, RunConfig, head_spec
+from selfspec_cli.config import DRAFT_LENGTH, ConfigError, DraftWeights, GateKind, Method, RunConfig, head_spec
 from selfspec_cli.early_exit.settings import SettingsError, check_threshold
 
 
@@ -37,6 +37,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
+    _validate_draft_weights(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
@@ -81,6 +82,30 @@ def _validate_method(cfg: RunConfig) -> None:
             f"model.load_format=dummy with perplexity_tokens={cfg.perplexity_tokens} and workload.prompts="
             f"{cfg.workload.prompts}: dummy weights have no text; set perplexity_tokens=0 workload.prompts=random"
         )
+
+
+def _validate_draft_weights(cfg: RunConfig) -> None:
+    """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
+    weights, method = cfg.draft_weights, cfg.method
+    if weights is DraftWeights.shared or method is Method.baseline:
+        return
+    reasons = [
+        (f"method={method}", method is not Method.layer_skip, "it has no early-exit draft; use method=layer_skip"),
+        (f"engine={cfg.engine.name}", cfg.engine.name == "cpu", "the kernels need a GPU; choose one: engine=h100"),
+        (
+            f"model.quantization={cfg.model.quantization}",
+            cfg.model.quantization is not None,
+            "copies are made of bf16 weights; leave it out",
+        ),
+        (
+            f"model.tensor_parallel_size={cfg.model.tensor_parallel_size}",
+            cfg.model.tensor_parallel_size > 1,
+            "copies live on one GPU; use model.tensor_parallel_size=1",
+        ),
+    ]
+    for setting, wrong, reason in reasons:
+        if wrong:
+            raise ConfigError(f"draft_weights={weights} with {setting}: {reason}, or draft_weights=shared")
 
 
 def _validate_engine(cfg: RunConfig) -> None:

@@ -15,6 +15,10 @@ from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
 
+DRAFT_WEIGHTS = ("shared", "fp8")
+"""shared: the draft runs on the target's own weights. fp8: on 8-bit (e4m3) copies of them, made at load; verification
+keeps the target's own, so that the output does not change."""
+
 THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
 
 USER_KEYS = (
@@ -23,6 +27,7 @@ USER_KEYS = (
     "num_speculative_tokens",
     "lsq_head_path",
     "head_path",
+    "draft_weights",
     "gate",
     *THRESHOLD_KEYS,
     "calibration",
@@ -55,7 +60,8 @@ class DraftSettings:
     head_path: a head artifact; None is the lens (the model's own lm_head).
     gate, threshold: which gate ends a draft early, and when; threshold is None for gate "none" only
     (`from_user` fills in the gate's default). calibration: the map of gate "calibrated".
-    verify: False is method "skip". Fields are checked by `from_user` and `from_dict`, not by the constructor.
+    verify: False is method "skip". draft_weights: one of DRAFT_WEIGHTS. Fields are checked by `from_user` and
+    `from_dict`, not by the constructor.
     """
 
     layer: int
@@ -65,6 +71,7 @@ class DraftSettings:
     threshold: float | None = None
     verify: bool = True
     calibration: Calibration | None = None
+    draft_weights: str = "shared"
 
     @classmethod
     def from_user(cls, spec: Mapping[str, Any], num_layers: int, *, passthrough: Collection[str] = ()) -> DraftSettings:
@@ -81,6 +88,10 @@ class DraftSettings:
         gate = _one_of(given.get("gate", "none"), GATE_RULES, "gate")
         if method == "skip" and gate != "none":
             raise SettingsError(f"gate {gate!r} is not used by method 'skip', which drafts nothing; allowed: none")
+        weights = _one_of(given.get("draft_weights", "shared"), DRAFT_WEIGHTS, "draft_weights")
+        if method == "skip" and weights != "shared":
+            raise SettingsError(f"draft_weights {weights!r} is not used by method 'skip', which drafts nothing; "
+                                "allowed: shared")  # fmt: skip
         return cls(
             layer=_exit_layer(given.get("layer_skip"), num_layers),
             num_speculative_tokens=_positive_int(given.get("num_speculative_tokens", 5), "num_speculative_tokens"),
@@ -89,6 +100,7 @@ class DraftSettings:
             threshold=_threshold(given, GATE_RULES[gate]),
             verify=method == "layer_skip",
             calibration=_calibration(given.get("calibration"), gate),
+            draft_weights=weights,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +126,7 @@ class DraftSettings:
             threshold=check_threshold(gate, data.get("threshold")),
             verify=_boolean(data.get("verify", True), "verify"),
             calibration=_calibration(data.get("calibration"), gate),
+            draft_weights=_one_of(data.get("draft_weights", "shared"), DRAFT_WEIGHTS, "draft_weights"),
         )
 
 

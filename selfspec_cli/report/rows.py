@@ -61,6 +61,7 @@ def label(row: Record) -> str:
         return f"vLLM draft_model of {row.E} layers k={row.k}{runner}"
     layer = f"E={row.E}" if row.E is not None else "E=half"
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
+    head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     return f"{layer} k={row.k} · {head} · {gate_label(row)}"

@@ -3,6 +3,7 @@
 compat.py       which vLLM, which of its names are replaced, and why (data)
 spec_config.py  `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 trunk.py        the target's first E layers as a module of their own: shared weights, no copy
+fp8_copies.py   8-bit copies of those weights, for `draft_weights` "fp8"
 v1_proposer.py  the draft loop on the V1 model runner (CPU)
 loaded_model.py what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 worker.py       calls from the driver into live workers: thresholds, counters, collection, memory

@@ -11,6 +11,7 @@ from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.vllm_plugin.fp8_copies import CopiedProjection
 from selfspec_cli.vllm_plugin.trunk import decoder_of, language_model
 
 if TYPE_CHECKING:
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 class TargetHead:
     """An exit head as the draft loop uses it: normed hidden states in, draft logits out."""
 
-    def __init__(self, head: ExitHead, target: nn.Module, vocab_size: int, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self,
+        head: ExitHead,
+        target: nn.Module,
+        vocab_size: int,
+        vllm_config: VllmConfig,
+        draft_weights: str = "shared",
+    ) -> None:
         self.head = head
         self.vocab_size = vocab_size
         self._compute_logits = target.compute_logits
-        self._bound: BoundHead | ShardedProjection | None = None
-        if head.vocab_ids is None and head.kind != "lsq":
+        self._bound: BoundHead | ShardedProjection | CopiedProjection | None = None
+        copied = draft_weights == "fp8" and head.kind != "lsq"  # an lsq head's rows are its own, not the target's
+        if head.vocab_ids is None and head.kind != "lsq" and not copied:
             return
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
         shards = vllm_config.parallel_config.tensor_parallel_size
@@ -38,6 +47,9 @@ class TargetHead:
             if weight is None:
                 return
             bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
+        if copied:  # one rank only: `refuse_unsupported`
+            self._bound = CopiedProjection(bound.weight, bound.bias)
+            return
         if shards == 1:
             self._bound = bound
             return
@@ -50,7 +62,10 @@ class TargetHead:
     @property
     def tensors(self) -> list[Tensor]:
         """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
-        bound = [] if self._bound is None else [self._bound.weight]
+        if isinstance(self._bound, CopiedProjection):
+            bound = self._bound.tensors
+        else:
+            bound = [] if self._bound is None else [self._bound.weight]
         bias = [] if self._bound is None or self._bound.bias is None else [self._bound.bias]
         return [*self.head.parameters(), *self.head.buffers(), *bound, *bias]
 
@@ -106,7 +121,7 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
         )
         weight = embedding(target)
         head = head.to(weight.device, config.dtype)
-    return TargetHead(head, target, vocab_size, vllm_config)
+    return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights)
 
 
 def _all_rows(shard: Tensor, rows: int) -> Tensor:

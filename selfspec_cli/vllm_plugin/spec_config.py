@@ -49,9 +49,16 @@ def understand_layer_skip(original: Original) -> Original:
         # `vllm serve` accepts dashes in the keys of its JSON; so does the original.
         spec = {key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
         if spec.get("method") not in METHODS:
+            if "draft_weights" in spec:
+                raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
+                                    f"{spec.get('method')!r} has no use for it; allowed with: layer_skip")  # fmt: skip
             return original(self, target_model_config, target_parallel_config)
         _refuse_parallelism(self)
         settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=_vllm_keys())
+        if settings.draft_weights == "fp8":
+            from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported  # imports torch
+
+            refuse_unsupported(target_model_config, target_parallel_config)
         for warning in warnings_for(settings, target_model_config.get_vocab_size()):
             logging.getLogger("vllm.selfspec").warning(warning)  # below vLLM's own logger, which users configure
         if not target_parallel_config.worker_extension_cls:

@@ -1,4 +1,5 @@
-"""The draft model: the target's own decoder, cut after E layers. No weight is copied, no architecture is named.
+"""The draft model: the target's own decoder, cut after E layers. No weight is copied (but for 8-bit copies, on request:
+fp8_copies.py), no architecture is named.
 
 About sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
 parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
@@ -67,22 +68,29 @@ def cut(decoder: nn.Module, layers: int) -> None:
     decoder.end_layer = layers  # type: ignore[assignment]
 
 
-def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig) -> nn.Module:
+def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str = "shared") -> nn.Module:
     """A module over `decoder`'s own parameters that runs its first `layers` layers and the final norm.
 
     Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. It is compiled exactly
-    when the target is, as a function of its own.
+    when the target is, as a function of its own. draft_weights: "fp8" puts 8-bit copies in place of the linear weights
+    of those layers; raises SettingsError where there can be none.
     """
-    trunk = _view(decoder, layers)
+    trunk = _view(decoder, layers, draft_weights)
     cut(trunk, layers)
+    if draft_weights == "fp8":
+        from selfspec_cli.vllm_plugin.fp8_copies import copied_layers
+
+        # The view shares the dict of submodules with the target, which must keep its own layers.
+        copies = copied_layers(decoder.layers, layers, vllm_config)  # type: ignore[arg-type]
+        trunk.__dict__["_modules"] = {**decoder._modules, "layers": copies}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
     if not getattr(trunk, "do_not_compile", True):
-        _compile_anew(trunk, layers, vllm_config)
+        _compile_anew(trunk, layers, vllm_config, draft_weights)
     return trunk
 
 
-def _view(decoder: nn.Module, layers: int) -> nn.Module:
+def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
     """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own.
 
     Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
@@ -90,7 +98,7 @@ def _view(decoder: nn.Module, layers: int) -> nn.Module:
     """
     base: Any = type(decoder)
     forward = base.forward
-    name = f"{forward.__name__}_first_{layers}_layers"
+    name = f"{forward.__name__}_{_tag(layers, draft_weights)}"
     code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
     twin = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
     twin.__kwdefaults__, twin.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
@@ -101,16 +109,20 @@ def _view(decoder: nn.Module, layers: int) -> nn.Module:
     return view
 
 
-def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig) -> None:
+def _tag(layers: int, draft_weights: str) -> str:
+    return f"first_{layers}_layers" + ("" if draft_weights == "shared" else f"_{draft_weights}")
+
+
+def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config
 
     config = copy.copy(vllm_config)
-    # Two depths of one model must not share an artifact in vLLM's compile cache.
-    config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": layers}
-    tag = f"first_{layers}_layers"
+    # Two depths of one model, or two kinds of weights, must not share an artifact in vLLM's compile cache.
+    tag = _tag(layers, draft_weights)
+    config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
     with set_model_tag(tag), set_current_vllm_config(config):
@@ -124,17 +136,27 @@ def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> s
     return {name for name, module in context.items() if id(module) in modules}
 
 
-def step_bytes(target: nn.Module, head: TargetHead, layers: int, kv_cache: KVCacheConfig) -> dict[str, float] | None:
-    """Bytes read by one full step and by one draft step of `layers` layers, for what is bound by memory traffic.
+def has_experts(part: nn.Module) -> bool:
+    """Whether a mixture of experts is in `part`."""
+    return any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in part.modules())
 
-    Weights of the layers and the head; "..._kv_token": keys and values of one token of context. Embeddings are looked
-    up, not read. None for a mixture of experts, whose step reads only some of its weights.
+
+def step_bytes(
+    target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig
+) -> dict[str, float] | None:
+    """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
+
+    Weights of the layers and the head, for the draft those that it runs on (8-bit copies where there are any);
+    "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
+    experts, whose step reads only some of its weights.
     """
     decoder, lm_head = decoder_of(target), language_model(target).lm_head
     parts: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
-    if any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in decoder.modules()):
+    if has_experts(decoder):
         return None
-    exit_parts = [*parts[:layers], *([lm_head] if head.reads_lm_head else [])]
+    layers: int = trunk.end_layer  # type: ignore[assignment]
+    exit_layers: list[nn.Module] = list(trunk.layers)[:layers]  # type: ignore[arg-type]
+    exit_parts = [*exit_layers, *([lm_head] if head.reads_lm_head else [])]
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
     return {

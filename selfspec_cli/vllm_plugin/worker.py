@@ -74,7 +74,7 @@ class EarlyExitWorker:
         return recorder.plain()
 
     def early_exit_weights(self) -> dict[str, int]:
-        """Bytes of the target's weights, and of what drafting holds beside them (the exit head)."""
+        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, 8-bit copies)."""
         from selfspec_cli.vllm_plugin.trunk import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
@@ -94,8 +94,8 @@ class EarlyExitWorker:
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):
             return None
-        layers = drafter.settings.layer
-        return step_bytes(self.model_runner.get_model(), drafter.head, layers, self.model_runner.kv_cache_config)
+        runner = self.model_runner
+        return step_bytes(runner.get_model(), drafter.model, drafter.head, runner.kv_cache_config)
 
     def early_exit_annotate(self) -> list[str]:
         """From now on, named ranges around verify, sample, draft and head, for NVTX and PyTorch's profiler."""

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import pkgutil
+import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ V2_FOLDER = "vllm.v1.worker.gpu"
 V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
+QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
+LINEAR = "vllm.model_executor.layers.linear"
 
 # Target -> its parameters, in order. self is not listed.
 SIGNATURES = {
@@ -97,6 +100,14 @@ SIGNATURES = {
     "vllm.compilation.backends:set_model_tag": "tag is_encoder",
     "vllm.config:set_current_vllm_config": "vllm_config check_compile prefix",
     "vllm.distributed.parallel_state:cleanup_dist_env_and_memory": "shutdown_ray",
+    # 8-bit copies.
+    f"{QUANTIZATION}.marlin_utils_fp8:prepare_fp8_layer_for_marlin": "layer size_k_first input_dtype",
+    f"{QUANTIZATION}.marlin_utils_fp8:apply_fp8_marlin_linear": "input weight weight_scale workspace size_n size_k "
+    "bias input_dtype use_fp32_reduce",
+    f"{QUANTIZATION}.marlin_utils:marlin_make_workspace_new": "device max_blocks_per_sm",
+    "vllm._custom_ops:scaled_fp8_quant": "input scale num_token_padding scale_ub use_per_token_if_dynamic output "
+    "group_shape",
+    "vllm._custom_ops:cutlass_scaled_mm": "a b scale_a scale_b out_dtype bias",
 }
 
 # Class -> fields that we fill or read.
@@ -107,7 +118,9 @@ FIELDS = {
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats",
-    "vllm.config:ParallelConfig": "worker_extension_cls",
+    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
+    "vllm.config:ModelConfig": "quantization dtype",
+    "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:VllmConfig": "additional_config speculative_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config",
@@ -207,6 +220,37 @@ def test_compile_wrapper_reads_the_state_that_we_reset():
         assert f"self.{name} =" in source, name
     assert "self.do_not_compile" in source
     assert "self.forward" in inspect.getsource(module("vllm.compilation.wrapper").TorchCompileWithNoGuardsWrapper)
+
+
+def test_marlin_reads_of_a_layer_what_a_copy_has():
+    utils = module(f"{QUANTIZATION}.marlin_utils_fp8")
+    prepare = ast.parse(inspect.getsource(utils.prepare_fp8_layer_for_marlin))
+    read = {ast.unparse(node) for node in ast.walk(prepare) if isinstance(node, ast.Attribute)}
+    of_a_layer = {name.removeprefix("layer.") for name in read if re.fullmatch(r"layer\.\w+", name)}
+    ours = {"weight", "weight_scale", "output_size_per_partition", "input_size_per_partition", "orig_dtype"}
+    only_where_there_is_one = {"bias", "weight_scale_inv"}
+    assert ours <= of_a_layer <= ours | only_where_there_is_one
+    assert module(f"{QUANTIZATION}.marlin_utils").MARLIN_MAX_BLOCKS_PER_SM > 0
+    assert utils.logger.name == utils.__name__, "its warning is silenced under this name"
+
+
+def test_linear_layers_multiply_through_their_quant_method_alone():
+    """A copy replaces `quant_method` and takes `weight` away; a forward that reads the weight itself would miss it."""
+    kinds = [kind for kind in vars(module(LINEAR)).values() if inspect.isclass(kind)]
+    kinds = [kind for kind in kinds if issubclass(kind, module(LINEAR).LinearBase) and "forward" in vars(kind)]
+    assert {"ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"} <= {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        source = inspect.getsource(kind.forward)
+        assert "self.quant_method.apply(self, " in source, kind
+        assert "self.weight" not in source, kind
+
+
+def test_what_refuses_copies_can_be_asked():
+    from vllm.platforms import current_platform
+
+    assert isinstance(module("vllm.config").ModelConfig.is_moe, property)
+    assert current_platform.is_cuda() in (True, False)
+    assert isinstance(current_platform.device_name, str)
 
 
 def test_counters_have_the_names_that_engine_py_reads():

@@ -156,6 +156,9 @@ def cases(**engine: Any) -> Iterator[Case]:
         yield Case(model, *MIDDLE, engine={**engine, "enforce_eager": True})
         yield Case(model, *MIDDLE, engine={**engine, "async_scheduling": False})
         yield Case(model, *MIDDLE, engine={**engine, **COMPILED})
+        if engine.get("tensor_parallel_size", 1) == 1:
+            for more in ({}, COMPILED, {"enforce_eager": True}):
+                yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
 

@@ -87,6 +87,8 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("bench", "layer=0"), "layer=0"),
         (("bench", "layer=8"), "1..7"),
         (("bench", "k=1,2"), "selfspec sweep"),
+        (("bench", "draft_weights=fp8"), "the kernels need a GPU"),
+        (("sweep", "draft_weights=shared,fp9"), "did you mean 'fp8'"),
         (("bench", "model=/not/there"), "/not/there"),
         (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
         (("bench", "head=lsq", "head.path=gone.safetensors"), "gone.safetensors"),

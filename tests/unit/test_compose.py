@@ -5,6 +5,7 @@ from selfspec_cli.compose import choices, compose_runs, experiment_files, load_c
 from selfspec_cli.config import (
     GROUPS,
     ConfigError,
+    DraftWeights,
     GateConfig,
     GateKind,
     HeadConfig,
@@ -53,6 +54,14 @@ def test_every_packaged_choice_composes_and_is_named_after_its_file():
 def test_comma_lists_are_points_in_order():
     runs = compose_runs(None, ["gate=varH", "tau_v=4,5,6"])
     assert [(cfg.gate.kind, cfg.tau_v) for cfg in runs] == [(GateKind.varH, tau) for tau in (4, 5, 6)]
+
+
+def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
+    runs = compose_runs(None, ["engine=h100", "draft_weights=shared,fp8"])
+    assert [cfg.draft_weights for cfg in runs] == [DraftWeights.shared, DraftWeights.fp8]
+    assert "draft_weights 'fp9' is not known; allowed: shared, fp8; did you mean 'fp8'?" in refusal("draft_weights=fp9")
+    assert "did you mean 'draft_weights'?" in refusal("draft_wieghts=fp8")
+    assert "choose one: engine=h100" in refusal("draft_weights=fp8")
 
 
 def test_lists_of_groups_and_values_multiply():
@@ -154,6 +163,7 @@ def test_free_form_arguments_of_vllm_need_no_plus():
     [
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
+        ["engine=h100", "draft_weights=fp8"],
         ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "tau=1e-7"],
     ],

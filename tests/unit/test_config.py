@@ -5,6 +5,7 @@ import pytest
 
 from selfspec_cli.config import (
     ConfigError,
+    DraftWeights,
     EngineConfig,
     GateConfig,
     GateKind,
@@ -25,6 +26,10 @@ from selfspec_cli.validation import validate
 KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
 VARH = GateConfig(kind=GateKind.varH)
 MAXP = GateConfig(kind=GateKind.maxp)
+GPU = EngineConfig(name="h100")
+DUMMY = ModelConfig(load_format="dummy")
+RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
+FP8 = RunConfig(draft_weights=DraftWeights.fp8, engine=GPU)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,12 @@ MAXP = GateConfig(kind=GateKind.maxp)
         (RunConfig(engine=EngineConfig(extra={"pipeline_parallel_size": 2})), "pipeline parallelism"),
         (RunConfig(engine=EngineConfig(gpu_memory_utilization=1.5)), "engine.gpu_memory_utilization=1.5"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),
+        (RunConfig(draft_weights=DraftWeights.fp8), "draft_weights=fp8 with engine=cpu: the kernels need a GPU"),
+        (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
+        (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
+        (replace(FP8, method=Method.ngram), "draft_weights=fp8 with method=ngram"),
+        (replace(FP8, model=ModelConfig(quantization="awq")), "draft_weights=fp8 with model.quantization=awq"),
+        (replace(FP8, model=ModelConfig(tensor_parallel_size=2)), "with model.tensor_parallel_size=2"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
@@ -69,6 +80,8 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         RunConfig(layer=1),
         RunConfig(vocab="4096"),
         RunConfig(perplexity_tokens=0),
+        FP8,
+        replace(FP8, method=Method.baseline),
     ],
 )
 def test_the_ends_of_the_ranges_are_allowed(cfg):
@@ -102,6 +115,7 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"seed": 1},
         {"repeats": 7},
         {"vocab": "4096"},
+        {"draft_weights": DraftWeights.fp8},
         {"method": Method.skip},
         {"method": Method.baseline},
         {"head": HeadConfig(kind=HeadKind.lsq)},
@@ -128,6 +142,7 @@ def test_gate_workload_and_seed_need_no_other_engine():
     assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
     for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind=HeadKind.lsq)),
+                  RunConfig(draft_weights=DraftWeights.fp8),
                   RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
         assert engine_key(other) != same
 
@@ -140,6 +155,7 @@ def test_dummy_weights_depend_on_the_seed_so_the_engine_does():
 def test_all_candidates_of_one_workload_share_a_baseline():
     keys = {run_key(baseline_of(RunConfig(layer=layer, gate=VARH, tau_v=layer, k=layer))) for layer in (2, 4)}
     assert len(keys) == 1
+    assert baseline_of(FP8) == baseline_of(RunConfig(engine=GPU))
     other = baseline_of(RunConfig(workload=WorkloadConfig(batch=4)))
     assert run_key(other) not in keys
 

@@ -41,6 +41,15 @@ def test_alias_and_missing_values():
     assert read == DraftSettings(layer=2, head_path="a.pt")
 
 
+def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
+    assert DraftSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
+    settings = DraftSettings.from_user({"draft_weights": "fp8"}, 4)
+    assert settings.draft_weights == "fp8"
+    assert DraftSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(SettingsError, match="draft_weights 'int4'"):
+        DraftSettings.from_dict({**settings.to_dict(), "draft_weights": "int4"})
+
+
 def test_skip_does_not_verify():
     assert DraftSettings.from_user({"method": "skip", "layer_skip": 1}, 4).verify is False
 
@@ -64,6 +73,11 @@ def test_passthrough_keys_belong_to_vllm():
         ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
         ({"gate": "varh"}, ["gate 'varh'", "none, maxp, varH", "did you mean 'varH'?"]),
         ({"gate": 3}, ["gate 3"]),
+        ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, fp8", "did you mean 'fp8'?"]),
+        ({"draft_weights": "FP8"}, ["draft_weights 'FP8'", "did you mean 'fp8'?"]),
+        ({"draft_weights": 8}, ["draft_weights 8", "allowed: shared, fp8"]),
+        ({"draft_wieghts": "fp8"}, ["'draft_wieghts'", "did you mean 'draft_weights'?"]),
+        ({"method": "skip", "draft_weights": "fp8"}, ["draft_weights 'fp8'", "method 'skip'", "allowed: shared"]),
         ({"layer_skip": 12}, ["layer_skip = 12", "1 to 11", "12 layers"]),
         ({"layer_skip": 0}, ["layer_skip = 0", "1 to 11"]),
         ({"layer_skip": -1}, ["layer_skip = -1"]),

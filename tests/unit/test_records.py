@@ -56,6 +56,18 @@ def test_another_header_is_refused_and_the_file_left_alone(summary):
     assert summary.read_text() == old
 
 
+def test_rows_of_before_a_column_are_read_but_not_added_to(summary):
+    records.append(summary, ROW)
+    text = summary.read_text()
+    place = records.header(Record).index("draft_weights")
+    older = [",".join(line.split(",")[:place] + line.split(",")[place + 1 :]) for line in text.splitlines()]
+    summary.write_text("\n".join(older) + "\n")
+    rows, warnings = read(summary)
+    assert (rows, warnings) == ([replace(ROW, draft_weights=None)], [])
+    with pytest.raises(ConfigError, match="missing columns: draft_weights"):
+        records.append(summary, ROW)
+
+
 def test_the_same_columns_in_another_order_are_refused(summary):
     summary.parent.mkdir()
     summary.write_text(",".join(reversed(records.header(Record))) + "\n")

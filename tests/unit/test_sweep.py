@@ -6,6 +6,7 @@ import pytest
 from selfspec_cli import records
 from selfspec_cli.config import (
     ConfigError,
+    DraftWeights,
     EngineConfig,
     GateConfig,
     GateKind,
@@ -91,6 +92,13 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
     assert len(records.read(lab.folder / "accept.tsv", AcceptRow)[0]) == 3
     assert result.exit_code == 0
     assert lab.live == 0
+
+
+def test_draft_weights_need_an_engine_each_and_share_a_baseline(lab):
+    kinds = (DraftWeights.shared, DraftWeights.fp8)
+    lab.run([RunConfig(draft_weights=kind, gate=VARH, tau_v=tau) for tau in (4.0, 5.0) for kind in kinds])
+    assert [engine.cfg.method for engine in lab.engines] == [Method.baseline, Method.layer_skip, Method.layer_skip]
+    assert [row.draft_weights for row in lab.rows()] == [None, "shared", "shared", "fp8", "fp8"]
 
 
 def test_every_row_has_its_provenance(lab):

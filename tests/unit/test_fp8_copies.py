@@ -1,0 +1,225 @@
+"""8-bit copies: how a weight is quantised, and that the target is left as it is. The kernels need a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from selfspec_cli.early_exit.heads import Lens, Translator
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.vllm_plugin import exit_head, fp8_copies, trunk
+from selfspec_cli.vllm_plugin.fp8_copies import CopiedLinear, quantise, replaced
+
+
+def weight(rows, columns, scale=0.02):
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale).to(torch.bfloat16)
+
+
+def restored(values):
+    copy, scale = quantise(values)
+    return copy.float() * scale
+
+
+# ---- quantisation -------------------------------------------------------------------------------------------------
+
+
+def test_one_scale_a_row_that_bf16_holds_and_the_largest_value_at_448():
+    values = weight(8, 64) * torch.tensor([10.0**power for power in range(-4, 4)], dtype=torch.bfloat16)[:, None]
+    copy, scale = quantise(values)
+    assert (copy.dtype, copy.shape, scale.dtype, scale.shape) == (torch.float8_e4m3fn, (8, 64), torch.float32, (8, 1))
+    assert scale.equal(scale.to(torch.bfloat16).float())
+    assert (copy.float().abs().amax(1) == 448).all()
+
+
+@pytest.mark.parametrize("size", [1e-6, 0.02, 1.0, 1e4])
+def test_an_error_is_at_most_a_sixteenth_of_the_value_or_half_the_smallest_step(size):
+    values = weight(33, 512, size)
+    _, scale = quantise(values)
+    allowed = torch.maximum(values.float().abs() / 16, scale * 2**-10)
+    assert ((restored(values) - values.float()).abs() <= allowed * 1.0001).all()
+
+
+def test_rows_of_zeros_stay_zeros_and_harm_no_other_row():
+    values = weight(4, 32)
+    values[1] = 0
+    assert restored(values)[1].eq(0).all()
+    assert restored(values)[[0, 2, 3]].equal(restored(values[[0, 2, 3]]))
+
+
+def test_a_weight_in_many_chunks_is_quantised_as_in_one(monkeypatch):
+    values = weight(37, 64)
+    whole = restored(values)
+    monkeypatch.setattr(fp8_copies, "CHUNK", 5 * 64)
+    assert restored(values).equal(whole)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(bad):
+    values = weight(4, 32)
+    values[2, 3] = bad
+    with pytest.raises(SettingsError, match=r"finite.*allowed: shared"):
+        quantise(values)
+
+
+# ---- modules that share everything but their linear weights --------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """Stands in for vLLM's LinearBase: a quant_method does the work."""
+
+    def __init__(self, out, size):
+        super().__init__()
+        self.weight = nn.Parameter(weight(out, size), requires_grad=False)
+        self.bias = nn.Parameter(weight(1, out)[0], requires_grad=False)
+        self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: F.linear(x, layer.weight, bias))
+
+    def forward(self, x):
+        return self.quant_method.apply(self, x, self.bias)
+
+
+class Attention(nn.Module):
+    """What a forward pass looks up by name: never copied, though a linear layer is in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = Linear(64, 64)
+
+    def forward(self, x):
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64, dtype=torch.bfloat16)
+        self.attn = Attention()
+        self.mlp = nn.Sequential(Linear(128, 64), nn.SiLU(), Linear(64, 128))
+        self.call = self.run  # a module that stores a method of its own, as vLLM's custom operators do
+
+    def run(self, x):
+        return x + self.mlp(self.attn(self.norm(x)))
+
+    def forward(self, x):
+        return self.call(x)
+
+
+class Copy(nn.Module):
+    """Stands in for a kernel: the same numbers, in plain PyTorch."""
+
+    def __init__(self, values):
+        super().__init__()
+        copy, scale = quantise(values)
+        self.weight = nn.Parameter(copy, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, (self.weight.float() * self.weight_scale).to(x.dtype))
+
+
+@pytest.fixture(autouse=True)
+def plain_kernel(monkeypatch):
+    monkeypatch.setattr(fp8_copies, "copy_of", Copy)
+
+
+def twin_of(layer):
+    make = lambda module, name: fp8_copies._twin(module, name) if isinstance(module, Linear) else None  # noqa: E731
+    return replaced(layer, make, {id(layer.attn)}, "layers.0")
+
+
+def test_only_linear_layers_are_replaced_and_the_target_is_untouched():
+    layer = Layer()
+    before = {name: id(part) for name, part in layer.named_modules()}
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    twin = twin_of(layer)
+    assert {name: id(part) for name, part in layer.named_modules()} == before
+    assert all(value.equal(state[name]) for name, value in layer.state_dict().items())
+    assert layer.state_dict().keys() == state.keys()
+    assert type(twin) is Layer and twin is not layer
+    for shared in ("norm", "attn"):
+        assert getattr(twin, shared) is getattr(layer, shared)
+    assert twin.mlp[1] is layer.mlp[1]
+    for place in (0, 2):
+        assert twin.mlp[place].bias is layer.mlp[place].bias
+        assert isinstance(twin.mlp[place].quant_method, CopiedLinear)
+        assert not hasattr(twin.mlp[place], "weight")
+
+
+def test_the_twin_computes_with_the_copies_and_the_layer_with_its_own_weights():
+    layer = Layer()
+    x = weight(3, 64, 1.0)
+    before = layer(x)
+    twin = twin_of(layer)
+    wanted = Layer()
+    for place in (0, 2):
+        wanted.mlp[place].weight = nn.Parameter(restored(layer.mlp[place].weight).to(torch.bfloat16))
+        wanted.mlp[place].bias = layer.mlp[place].bias
+    torch.testing.assert_close(twin(x), wanted(x), atol=0.02, rtol=0.02)
+    assert not twin(x).equal(before)
+    assert layer(x).equal(before)
+    assert twin.call.__self__ is twin  # not the target's method, which would run the target's weights
+
+
+def test_a_module_without_linear_layers_is_shared_whole():
+    norm = nn.Sequential(nn.LayerNorm(4), nn.SiLU())
+    assert replaced(norm, lambda module, name: None) is norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_linear_layer_that_is_not_plain_bf16_is_refused_by_name(dtype):
+    layer = Layer()
+    layer.mlp[2].weight = nn.Parameter(torch.zeros(64, 128, dtype=dtype), requires_grad=False)
+    with pytest.raises(SettingsError, match=r"layers\.0\.mlp\.2 .*allowed: shared"):
+        twin_of(layer)
+
+
+def test_copies_count_with_their_own_bytes_beside_the_target():
+    layer = Layer()
+    twin = twin_of(layer)
+    linear = 2 * 64 * 128
+    beside = trunk.weight_bytes([layer, twin]) - trunk.weight_bytes([layer])
+    assert beside == linear + 4 * (128 + 64)  # a byte a weight, a float32 a row
+    assert trunk.weight_bytes([layer]) - trunk.weight_bytes([twin]) == linear - 4 * (128 + 64)
+
+
+# ---- the head -----------------------------------------------------------------------------------------------------
+
+
+class Target(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)  # 40 tokens and padding
+        self.logits_processor = SimpleNamespace(soft_cap=None, scale=1.0)
+
+    def compute_logits(self, x):
+        return self.lm_head(x)[:, :40]
+
+
+def bound(head, draft_weights, target):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    return exit_head.TargetHead(head, target, 40, config, draft_weights)
+
+
+@pytest.mark.parametrize("ids", [None, torch.tensor([1, 5, 30])])
+@pytest.mark.parametrize("translator", [False, True])
+def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator):
+    head = Translator(weight(64, 64), vocab_ids=ids) if translator else Lens(ids)
+    target = Target()
+    copied, shared = bound(head, "fp8", target), bound(head, "shared", target)
+    x = weight(3, 64, 1.0)
+    rows = 40 if ids is None else 3
+    assert copied.logits(x).shape == (3, rows)
+    torch.testing.assert_close(copied.logits(x), shared.logits(x), atol=0.1, rtol=0.1)
+    assert not copied.reads_lm_head
+    read = trunk.weight_bytes([], [tensor for tensor in copied.tensors if tensor.dtype is not torch.bfloat16])
+    assert read == rows * (64 + 4) + (0 if ids is None else 8 * rows)
+
+
+def test_an_lm_head_that_is_not_plain_rows_is_used_as_it_is():
+    target = Target()
+    target.logits_processor.soft_cap = 30.0
+    head = bound(Lens(), "fp8", target)
+    assert head.reads_lm_head
+    x = weight(3, 64, 1.0)
+    assert head.logits(x).equal(target.compute_logits(x))

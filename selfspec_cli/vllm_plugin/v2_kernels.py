@@ -42,6 +42,7 @@ def _begin_round(
     requests,
     survival,
     draft_tokens,
+    confidences,
     lengths,
     step,
     limit,
@@ -84,6 +85,7 @@ def _begin_round(
     tl.store(survival + row, tl.full((ROWS,), 1.0, tl.float32), mask=inside)
     for place in tl.static_range(K):
         tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
+        tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
     tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
     count = tl.sum(drafts.to(tl.int32), axis=0)
     tl.store(step, 0)
@@ -122,6 +124,7 @@ def begin_round(state: DraftState, batch: InputBatch, steps: int, verdict: tuple
         state.requests,
         state.survival,
         state.draft_tokens,
+        state.confidences,
         state.lengths,
         state.step,
         state.limit,
@@ -177,6 +180,7 @@ def _end_step(
     step_ptr,
     round_limit,
     draft_tokens,
+    confidences,
     lengths,
     statistics,
     survival_ptr,
@@ -245,6 +249,7 @@ def _end_step(
         position = tl.load(positions + row) + 1
         if good:
             tl.store(draft_tokens + row * K + step, token)
+            tl.store(confidences + row * K + step, confidence)
             tl.store(lengths + request, (step + 1).to(tl.int32))
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
             tl.atomic_add(counts + NAN_LOGITS, 1)
@@ -310,6 +315,7 @@ class EndStep:
             state.step,
             state.round_limit,
             state.draft_tokens,
+            state.confidences,
             state.lengths,
             state.statistics,
             state.survival,

@@ -74,7 +74,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.current_draft_step, self.max_model_len,
+            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len,
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate, settings.threshold, settings.calibration)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted

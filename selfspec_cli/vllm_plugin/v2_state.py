@@ -27,7 +27,8 @@ class DraftState:
 
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
-    draft_tokens (int64 [rows, k]), survival (float32, product of confidences so far).
+    draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], probability of each drafted token under the draft, 0
+    where nothing was drafted: what vLLM's adaptive verification ranks by), survival (float32, their product so far).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]).
     Scalars: step, limit (most drafts a round), round_limit (this round's), active and going (rows in this step, rows
     that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
@@ -38,6 +39,7 @@ class DraftState:
     requests: Tensor
     sample_positions: Tensor
     draft_tokens: Tensor
+    confidences: Tensor
     survival: Tensor
     lengths: Tensor
     statistics: Tensor
@@ -58,6 +60,7 @@ class DraftState:
         idx_mapping: Tensor,
         sample_positions: Tensor,
         draft_tokens: Tensor,
+        confidences: Tensor,
         step: Tensor,
         max_model_len: int,
     ) -> DraftState:
@@ -74,6 +77,7 @@ class DraftState:
             zeros(rows, dtype=torch.int64).fill_(-1),
             sample_positions,
             draft_tokens,
+            confidences,
             zeros(rows, dtype=torch.float32),
             zeros(rows),
             zeros(rows, k, len(FEATURES), dtype=torch.float32),

@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import inspect
 import pkgutil
-import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -28,7 +27,6 @@ V2_FOLDER = "vllm.v1.worker.gpu"
 V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
-QUANTIZATION = "vllm.model_executor.layers.quantization.utils"
 LINEAR = "vllm.model_executor.layers.linear"
 
 # Target -> its parameters, in order. self is not listed.
@@ -101,10 +99,6 @@ SIGNATURES = {
     "vllm.config:set_current_vllm_config": "vllm_config check_compile prefix",
     "vllm.distributed.parallel_state:cleanup_dist_env_and_memory": "shutdown_ray",
     # 8-bit copies.
-    f"{QUANTIZATION}.marlin_utils_fp8:prepare_fp8_layer_for_marlin": "layer size_k_first input_dtype",
-    f"{QUANTIZATION}.marlin_utils_fp8:apply_fp8_marlin_linear": "input weight weight_scale workspace size_n size_k "
-    "bias input_dtype use_fp32_reduce",
-    f"{QUANTIZATION}.marlin_utils:marlin_make_workspace_new": "device max_blocks_per_sm",
     "vllm._custom_ops:scaled_fp8_quant": "input scale num_token_padding scale_ub use_per_token_if_dynamic output "
     "group_shape",
     "vllm._custom_ops:cutlass_scaled_mm": "a b scale_a scale_b out_dtype bias",
@@ -139,8 +133,8 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
-    "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions hidden_states "
-    "decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step "
+    "sample_src_positions hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
 }
@@ -220,18 +214,6 @@ def test_compile_wrapper_reads_the_state_that_we_reset():
         assert f"self.{name} =" in source, name
     assert "self.do_not_compile" in source
     assert "self.forward" in inspect.getsource(module("vllm.compilation.wrapper").TorchCompileWithNoGuardsWrapper)
-
-
-def test_marlin_reads_of_a_layer_what_a_copy_has():
-    utils = module(f"{QUANTIZATION}.marlin_utils_fp8")
-    prepare = ast.parse(inspect.getsource(utils.prepare_fp8_layer_for_marlin))
-    read = {ast.unparse(node) for node in ast.walk(prepare) if isinstance(node, ast.Attribute)}
-    of_a_layer = {name.removeprefix("layer.") for name in read if re.fullmatch(r"layer\.\w+", name)}
-    ours = {"weight", "weight_scale", "output_size_per_partition", "input_size_per_partition", "orig_dtype"}
-    only_where_there_is_one = {"bias", "weight_scale_inv"}
-    assert ours <= of_a_layer <= ours | only_where_there_is_one
-    assert module(f"{QUANTIZATION}.marlin_utils").MARLIN_MAX_BLOCKS_PER_SM > 0
-    assert utils.logger.name == utils.__name__, "its warning is silenced under this name"
 
 
 def test_linear_layers_multiply_through_their_quant_method_alone():

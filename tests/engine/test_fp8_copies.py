@@ -61,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep_weight)
     monkeypatch.setattr(v1_proposer, "first_layers", first_layers)
     monkeypatch.setattr(v1_proposer, "settings_of", settings_of)
-    monkeypatch.setattr(fp8_copies, "copy_of", Copy)
+    monkeypatch.setattr(fp8_copies, "CopiedWeight", Copy)
     monkeypatch.setattr(fp8_copies, "PLAIN", torch.float32)
     return made
 
@@ -95,7 +95,7 @@ class Spoiled(Copy):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_however_wrong_the_copies_are_the_output_is_the_targets(expected, on_the_cpu, monkeypatch, compiled):
     """Also the proof that a compiled draft runs the copies, and that verifying overwrites the keys they left behind."""
-    monkeypatch.setattr(fp8_copies, "copy_of", Spoiled)
+    monkeypatch.setattr(fp8_copies, "CopiedWeight", Spoiled)
     want = expected("llama")
     with live(want.path, layer_skip(EXIT, K), **(COMPILED if compiled else {})) as engine:
         want.check(engine, SOME)

@@ -258,6 +258,7 @@ GATED = [
     Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
     Case("llama", *MIDDLE, engine={"enforce_eager": True}),
     Case("llama", *MIDDLE, engine=COMPILED),
+    Case("llama", *MIDDLE, spec={"enable_adaptive_verification": True}),
 ]
 
 

@@ -33,7 +33,7 @@ def new_state(rows: int = ROWS, k: int = K) -> DraftState:
     mapping = torch.full((rows,), -1)
     tokens = torch.zeros(rows, k, dtype=torch.int64)
     places = torch.zeros(rows, dtype=torch.int64)
-    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN)
+    return DraftState.around(buffers, mapping, places, tokens, torch.ones(rows, k), torch.tensor(0), MAX_LEN)
 
 
 def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, steps: int = K) -> None:
@@ -109,6 +109,8 @@ def test_gates_open_where_the_plain_rule_does(kind):
     assert ((state.idx_mapping >= 0) == open_).all()
     assert int(state.active) == int(open_.sum())
     assert state.lengths.tolist() == [1] * ROWS
+    torch.testing.assert_close(state.confidences[:, 0], gates.max_prob(logits), atol=1e-5, rtol=1e-4)
+    assert not state.confidences[:, 1:].any()
     assert state.buffers.positions[open_].tolist() == [11] * int(open_.sum())
 
 

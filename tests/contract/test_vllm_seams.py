@@ -133,8 +133,8 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
-    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step "
-    "sample_src_positions hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
 }

@@ -149,10 +149,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """Record the whole draft loop (or one step of it) for each batch size."""
         assert self.decode_cudagraph_manager is not None
         self._prepare_loop()
-        self.idx_mapping.zero_()
         self._capturing = True
         self.decode_cudagraph_manager.capture(
-            self._all_steps if self.supports_decode_metadata_update else self._one_step,
+            self._recorded,
             self.model_state,
             self.input_buffers,
             self.block_tables,
@@ -161,6 +160,12 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             progress_bar_desc="Capturing the draft loop",
         )
         self._capturing = False
+
+    def _recorded(self, *arguments: Any, **more: Any) -> None:
+        """What a graph records. It also runs once before, with nothing to draft: what rounds before left is not for it."""
+        if not torch.cuda.is_current_stream_capturing():
+            self.state.forget()
+        (self._all_steps if self.supports_decode_metadata_update else self._one_step)(*arguments, **more)
 
     def _prepare_loop(self) -> None:
         """Find out, once, whether a captured loop can end on the device."""
@@ -313,6 +318,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             return
         if self._loop is not None and self._capturing:  # the pass before a capture
             self._loop.warm_up(step)
+            self.state.forget()
         for _ in range(num_speculative_steps):
             step()
 

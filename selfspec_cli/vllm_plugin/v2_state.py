@@ -92,6 +92,13 @@ class DraftState:
             max_model_len,
         )
 
+    def forget(self) -> None:
+        """No row drafts until the next round begins, and steps are counted from 0 again."""
+        self.idx_mapping.fill_(-1)
+        self.requests.fill_(-1)
+        for scalar in (self.step, self.active, self.going):
+            scalar.zero_()
+
     def snapshot(self) -> Snapshot:
         """The counters since the engine started. Waits for the device."""
         values = self.counts.tolist()

@@ -207,6 +207,22 @@ def test_a_round_with_nothing_to_draft_counts_for_nothing():
     assert int(state.active) == 0
 
 
+def test_steps_of_no_round_leave_everything_alone():
+    """What graphs are warmed up with: sequence lengths of a dummy batch, after rounds of vLLM's own warm-up."""
+    state = new_state()
+    begin(state, [10])
+    end_step()(state, sharp_and_flat(ROWS))
+    state.forget()
+    state.buffers.seq_lens.fill_(1)
+    kept = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
+    for _ in range(2 * K):  # more steps than a draft has places
+        end_step()(state, sharp_and_flat(ROWS))
+    changed = [name for name, value in kept.items() if not torch.equal(value, getattr(state, name))]
+    assert changed == ["step"]
+    begin(state, [10])
+    assert int(state.step) == 0
+
+
 def test_the_verifier_sees_minus_one_where_nothing_was_drafted():
     lengths = torch.tensor([2, 0, 1], dtype=torch.int32)
     mapping = torch.tensor([2, 2, 2, 2, 0, 0, 0, 0, 1])

@@ -246,8 +246,8 @@ def batch_seconds(found: Exit) -> float:
 def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
     """Trials on one live engine, in batches that take turns; returns how many this exit's study now has.
 
-    until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it and
-    that race fit, as long as the slowest batch says they take.
+    until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it
+    and that race fit, as long as the slowest batch says they take.
     """
     study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
     prompts = workload.prompts(found.cfg, engine)
@@ -269,8 +269,8 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
 def _final(
     engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress
 ) -> list[Finalist]:
-    """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until` seconds
-    of the budget left, but one at least."""
+    """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until`
+    seconds of the budget left, but one at least."""
     study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
     prompts = workload.prompts(found.cfg, engine)

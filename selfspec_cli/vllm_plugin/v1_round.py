@@ -49,7 +49,7 @@ class Ahead:
 
     @classmethod
     def of(cls, state: Round, steps: int, tables: Sequence[Any], requests: int) -> Ahead:
-        """The next `steps` steps of `state`. tables: vLLM's block table of each KV cache group; requests: in the batch."""
+        """The next `steps` steps of `state`. tables: vLLM's, one a KV cache group; requests: in the batch."""
         positions = state.positions + torch.arange(steps).unsqueeze(1)  # [steps, n]
         groups = []
         for table in tables:

@@ -40,14 +40,16 @@ class Group:
         return SimpleNamespace(build=lambda prefix, common: common)
 
 
+def table(block_size, blocks):
+    """vLLM's block table as the loop sees it, over blocks [requests, columns]."""
+    return SimpleNamespace(block_size=block_size, get_device_tensor=lambda requests: blocks[:requests])
+
+
 def test_every_step_writes_where_the_block_table_says_whoever_has_left():
     from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
 
     draw = torch.Generator().manual_seed(0)
-    tables = [
-        SimpleNamespace(block_size=size, get_device_tensor=lambda n, rows=torch.randperm(5 * 8, generator=draw).int(): rows.view(5, 8)[:n])
-        for size in (4, 8)
-    ]  # fmt: skip
+    tables = [table(size, torch.randperm(5 * 8, generator=draw).int().view(5, 8)) for size in (4, 8)]
     groups = [(Group(), ["a", "b"]), (Group(), ["c"])]
     starts = torch.tensor([3, 9, 14, 0, 7])
     state = Round(torch.arange(5), starts.int(), starts.clone(), room=100)
@@ -58,9 +60,9 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
             state.ahead = Ahead.of(state, 7, tables, 5)
         metadata, slots = state.ahead.metadata(groups, torch.arange(6).int())
         assert list(metadata) == list(slots) == ["a", "b", "c"]
-        for table, name in zip(tables, ("a", "c"), strict=True):
-            blocks = table.get_device_tensor(5)
-            want = [int(blocks[row, at // table.block_size]) * table.block_size + at % table.block_size
+        for one, name in zip(tables, ("a", "c"), strict=True):
+            blocks, size = one.get_device_tensor(5), one.block_size
+            want = [int(blocks[row, at // size]) * size + at % size
                     for row, at in zip(state.rows.tolist(), state.positions.tolist(), strict=True)]  # fmt: skip
             assert slots[name].tolist() == want
             assert slots[name].is_contiguous()
@@ -76,9 +78,8 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
 def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
     from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
 
-    table = SimpleNamespace(block_size=4, get_device_tensor=lambda n: torch.tensor([[5, 2]]).int())
     state = Round(torch.tensor([0]), torch.tensor([1]).int(), torch.tensor([6]), room=1)
-    ahead = Ahead.of(state, 12, [table], 1)
+    ahead = Ahead.of(state, 12, [table(4, torch.tensor([[5, 2]]).int())], 1)
     assert ahead.groups[0][1][:2, 0].tolist() == [2 * 4 + 2, 2 * 4 + 3]
 
 
@@ -101,8 +102,13 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
         asked.append(logits.tolist())
         return torch.tensor([True, False])
 
-    proposer = SimpleNamespace(head=Sevens(), recorder=None, counters=DraftCounters(3),
-                               gate=SimpleNamespace(decide=decide), _forward=lambda state: torch.ones(2, 4))  # fmt: skip
+    proposer = SimpleNamespace(
+        head=Sevens(),
+        recorder=None,
+        counters=DraftCounters(3),
+        gate=SimpleNamespace(decide=decide),
+        _forward=lambda state: torch.ones(2, 4),
+    )
     if bad:
         proposer.head = SimpleNamespace(logits=lambda hidden: torch.tensor([[0.0, 7.0, 1.0], [0.0, torch.nan, 1.0]]))
     state = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)

@@ -15,7 +15,6 @@ from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
 from selfspec_cli.engine import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
 
-
 OPENING = 30.0  # seconds until an engine is there
 
 
@@ -219,7 +218,8 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
             order.append((self.setting.k, len(prompts)))
             return super().generate(prompts, output_len, **options)
 
-    plain, two = arms.measure(Noted(cfg, Clock()), cfg, [[1]] * 4, [arms.PLAIN, Setting("none", None, 2)], repeats=3, warmup=0)
+    settings = [arms.PLAIN, Setting("none", None, 2)]
+    plain, two = arms.measure(Noted(cfg, Clock()), cfg, [[1]] * 4, settings, repeats=3, warmup=0)
     assert len(order) == 3 * 2 * 2
     assert all(count == 2 for _, count in order)
     assert {order[0][0], order[1][0]} == {0, 2}

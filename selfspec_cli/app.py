@@ -216,7 +216,7 @@ def roc(
 @app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
 def tune(
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to stop searching.")] = 10,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
     as_json: Json = False,
     dry_run: DryRun = False,

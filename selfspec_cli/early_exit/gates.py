@@ -24,13 +24,13 @@ _LOG_ZERO = -1e4
 
 def max_prob(logits: Tensor) -> Tensor:
     """max_i p_i, [N, V] -> [N], in [1/V, 1]. The confidence of early exits (Kangaroo, arXiv:2404.18911)."""
-    scores = logits.float()
-    return torch.exp(scores.amax(-1) - scores.logsumexp(-1))
+    return _probs(logits).amax(-1)
 
 
 def entropy(logits: Tensor) -> Tensor:
     """H = -sum_i p_i log p_i in nats, [N, V] -> [N], in [0, log V] (Shannon, 1948)."""
-    return _entropy(_log_probs(logits))
+    log_p = _log_probs(logits)
+    return _entropy(log_p.exp(), log_p)
 
 
 def varentropy(logits: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ def varentropy(logits: Tensor) -> Tensor:
     In [0, log(V - 1)^2 / 4 + 1]; 0 for a one-hot and for a uniform distribution alike, which is why it says little
     about confidence alone (Kontoyiannis and Verdu, "Optimal lossless data compression", 2014, name the quantity).
     """
-    return _varentropy(_log_probs(logits))
+    log_p = _log_probs(logits)
+    return _varentropy(log_p.exp(), log_p)
 
 
 def top2_margin(logits: Tensor) -> Tensor:
@@ -47,8 +48,7 @@ def top2_margin(logits: Tensor) -> Tensor:
 
     The "breaking ties" margin of Scheffer et al. 2001; CALM (arXiv:2207.07061) uses it to exit early.
     """
-    scores = logits.float()
-    return _margin(scores, scores.logsumexp(-1))
+    return _margin(_probs(logits))
 
 
 def adaedl_bound(logits: Tensor, gamma: float = ADAEDL_GAMMA) -> Tensor:
@@ -140,13 +140,14 @@ def statistic(
 def all_statistics(logits: Tensor, survival: Tensor | None = None) -> Tensor:
     """Every statistic in `FEATURES`' order from one log_softmax, [N, V] -> float32 [N, 6]: for logs and for tests."""
     log_p = _log_probs(logits)
-    confidence = log_p.amax(-1).exp()
-    h = _entropy(log_p)
+    p = log_p.exp()
+    confidence = p.amax(-1)
+    h = _entropy(p, log_p)
     columns = {
         "maxp": confidence,
-        "varH": _varentropy(log_p),
+        "varH": _varentropy(p, log_p),
         "entropy": h,
-        "margin": _margin(log_p, torch.zeros_like(h)),
+        "margin": _margin(p),
         "adaedl": _adaedl(h, ADAEDL_GAMMA),
         "survival": confidence if survival is None else survival * confidence,
     }
@@ -170,28 +171,35 @@ def is_open(name: str, statistic: Tensor, threshold: float | Tensor | None) -> T
 _survival = survival  # `statistic` has an argument of the same name
 
 
+def _probs(logits: Tensor) -> Tensor:
+    """Softmax in float32, [N, V] -> [N, V]; a row with NaN, +inf or nothing finite is NaN throughout.
+
+    One fused kernel. A gate runs after every draft step on logits [1, V], where what counts is how many operations are
+    started: log-sum-exp is six of them.
+    """
+    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+
 def _log_probs(logits: Tensor) -> Tensor:
     """log softmax in float32 with -inf replaced by a number that p = 0 cancels; [N, V] -> [N, V]."""
     return torch.log_softmax(logits, dim=-1, dtype=torch.float32).clamp_min_(_LOG_ZERO)
 
 
-def _entropy(log_p: Tensor) -> Tensor:
-    return -torch.linalg.vecdot(log_p.exp(), log_p)
+def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
+    return -torch.linalg.vecdot(p, log_p)
 
 
-def _varentropy(log_p: Tensor) -> Tensor:
-    p = log_p.exp()
+def _varentropy(p: Tensor, log_p: Tensor) -> Tensor:
     mean = torch.linalg.vecdot(p, log_p)
     centred = log_p - mean.unsqueeze(-1)  # E[x^2] - E[x]^2 would cancel in float32
     return torch.linalg.vecdot(p, centred.square_())
 
 
-def _margin(scores: Tensor, log_sum: Tensor) -> Tensor:
-    if scores.shape[-1] == 1:
-        return torch.exp(scores[..., 0] - log_sum)
-    top = scores.topk(2, dim=-1).values  # [N, 2]
-    top_p = torch.exp(top - log_sum.unsqueeze(-1))
-    return top_p[..., 0] - top_p[..., 1]
+def _margin(p: Tensor) -> Tensor:
+    if p.shape[-1] == 1:
+        return p[..., 0]
+    top = p.topk(2, dim=-1).values  # [N, 2]
+    return top[..., 0] - top[..., 1]
 
 
 def _adaedl(h: Tensor, gamma: float) -> Tensor:

@@ -7,7 +7,7 @@ decoding is an arm like the others: the same engine, drafting nothing.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,13 @@ def measure(
     repeats: int,
     warmup: int = 1,
     calibration: dict[str, Any] | None = None,
+    another: Callable[[float], bool] = lambda seconds: True,
     progress: Progress = ignore,
 ) -> list[Arm]:
-    """Run every setting over every prompt `repeats` times, by turns; the order turns around from chunk to chunk."""
+    """Run every setting over every prompt `repeats` times, by turns; the order turns around from chunk to chunk.
+
+    another: whether to go on after a repeat that is not the last one, given the seconds that it took.
+    """
     work, arms = cfg.workload, [Arm(setting) for setting in settings]
     chunks = [prompts[start : start + work.batch] for start in range(0, len(prompts), work.batch)]
     for number in range(warmup + repeats):
@@ -116,6 +120,10 @@ def measure(
             for arm, generations in zip(arms, taken, strict=True):
                 arm.repeats.append(generations)
         progress("repeats", number + 1, warmup + repeats)
+        seconds = sum(part.seconds for generations in taken for part in generations)
+        if number >= warmup and number + 1 < warmup + repeats and not another(seconds):
+            progress("repeats", warmup + repeats, warmup + repeats)
+            break
     return arms
 
 

@@ -11,8 +11,9 @@ Everything is kept under results/tune/<key>/: logs, costs, trials. The same comm
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,20 +34,31 @@ NEAR = 0.95  # exits whose expected speedup is at least so much of the best one'
 ENGINES = 2  # and at most so many of them
 BATCH = 6  # trials measured by turns
 FINALISTS, FINAL_REPEATS = 4, 3
+SURE_REPEATS = 2  # of these, how many the trials leave time for
+CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
 
 
 @dataclass
 class Budget:
-    """How long the search may take. started: time.monotonic()."""
+    """How long the search may take, from the moment this is made. clock: seconds, never going back."""
 
     minutes: float
     trials: int  # on each engine
-    started: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds."""
+        return self.clock() - self.started
 
     @property
     def left(self) -> float:
         """Seconds, may be negative."""
-        return self.minutes * 60 - (time.monotonic() - self.started)
+        return self.minutes * 60 - CLOSING - self.spent
 
 
 @dataclass
@@ -57,6 +69,7 @@ class Exit:
     log: DraftLog
     costs: Costs
     outcomes: list[Outcome]  # best first
+    seconds: float  # what the survey took
 
     @property
     def name(self) -> str:
@@ -114,23 +127,27 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     exits = survey(cfgs, folder, open_engine, budget, progress)
     for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
-        if budget.left > budget.minutes * 30:
-            exits.append(_surveyed(other, folder, open_engine))
+        if _may_survey(exits, budget):
+            exits.append(_surveyed(other, folder, open_engine, budget))
     finalists: list[Finalist] = []
     trials = 0
     remaining = promising(exits)
+    opening = 0.0
     for number, found in enumerate(remaining):
-        share = budget.left / (len(remaining) - number)
+        if number and budget.left < opening + batch_seconds(found):
+            break
+        until = budget.left - budget.left / (len(remaining) - number)
+        before = budget.spent
         with open_engine(replace(found.cfg, gate=GateConfig())) as engine:
-            trials += _search(engine, found, folder, budget, until=budget.left - share, progress=progress)
-            finalists += _final(engine, found, folder, progress)
+            opening = budget.spent - before
+            trials += _search(engine, found, folder, budget, until, progress)
+            finalists += _final(engine, found, folder, budget, until, progress)
     choice = max(finalists, key=lambda finalist: finalist.speedup)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
     file = tuned.write(conf, first.model.name, words, about)
     expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in exits]
-    seconds = time.monotonic() - budget.started
-    result = TuneResult(choice, finalists, expected, trials, seconds, str(file), words)
+    result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
     (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
 
@@ -173,13 +190,12 @@ def survey(
     worse = 0
     for number, cfg in enumerate(cfgs):
         plain = replace(cfg, k=LONGEST, gate=GateConfig(), method=Method.layer_skip)
-        exit_ = _surveyed(plain, folder, open_engine)
+        exit_ = _surveyed(plain, folder, open_engine, budget)
         best = max((known.outcomes[0].speedup for known in found), default=0.0)
         found.append(exit_)
         worse = worse + 1 if exit_.outcomes[0].speedup < best else 0
         progress("exits", number + 1, len(cfgs))
-        # Half of the time belongs to the search.
-        if worse == 2 or budget.left < budget.minutes * 30:
+        if worse == 2 or not _may_survey(found, budget):
             break
     progress("exits", len(cfgs), len(cfgs))
     return found
@@ -191,10 +207,16 @@ def promising(exits: Sequence[Exit]) -> list[Exit]:
     return [found for found in ranked if found.outcomes[0].speedup >= NEAR * ranked[0].outcomes[0].speedup][:ENGINES]
 
 
-def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any) -> Exit:
+def _may_survey(exits: Sequence[Exit], budget: Budget) -> bool:
+    """Whether another exit can be surveyed in the first half of the time: the other half belongs to the search."""
+    return budget.left - max(found.seconds for found in exits) > budget.minutes * 30
+
+
+def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any, budget: Budget) -> Exit:
     """Drafts and costs of one exit, from the folder if an earlier run left them there."""
     import torch
 
+    began = budget.spent
     file = folder / f"drafts-E{cfg.layer}-{calibrations.exit_name(cfg)}.pt"
     if file.is_file():
         saved = torch.load(file, weights_only=True)
@@ -210,31 +232,56 @@ def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any) -> Exit:
         part.replace(file)
     settings = replay.settings_for(log, search.GATES, range(1, LONGEST + 1))
     outcomes = sorted((replay.replay(log, one, costs) for one in settings), key=lambda outcome: -outcome.speedup)
-    return Exit(cfg, log, costs, outcomes)
+    return Exit(cfg, log, costs, outcomes, budget.spent - began)
+
+
+def batch_seconds(found: Exit) -> float:
+    """Expected time of a batch of trials, plain decoding with them; a repeat of the final race takes less."""
+    work = found.cfg.workload
+    plain = found.costs.plain * work.output_len * math.ceil(work.num_prompts / work.batch)
+    # What is tried lies between plain decoding and the best that is expected.
+    return plain * (1 + BATCH / max((1 + found.outcomes[0].speedup) / 2, 1.0))
 
 
 def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
-    """Trials on one live engine, in batches that take turns; returns how many this exit's study now has."""
+    """Trials on one live engine, in batches that take turns; returns how many this exit's study now has.
+
+    until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it
+    and that race fit, as long as the slowest batch says they take.
+    """
     study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
     prompts = workload.prompts(found.cfg, engine)
-    while (done := search.completed(study)) < budget.trials and budget.left > until:
+    slowest = batch_seconds(found)
+    warmup = 1
+    while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
         asked = search.ask(study, found.log, min(BATCH, budget.trials - done))
+        before = budget.spent
         plain, *measured = arms.measure(
-            engine, found.cfg, prompts, [arms.PLAIN, *asked.values()], repeats=1, warmup=int(done == 0)
+            engine, found.cfg, prompts, [arms.PLAIN, *asked.values()], repeats=1, warmup=warmup
         )
+        slowest, warmup = max(slowest, budget.spent - before), 0
         search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
         progress(f"trials {found.name}", search.completed(study), budget.trials)
     progress(f"trials {found.name}", budget.trials, budget.trials)
     return search.completed(study)
 
 
-def _final(engine: Engine, found: Exit, folder: Path, progress: Progress) -> list[Finalist]:
-    """The best trials and the cost model's own choice once more, longer."""
+def _final(
+    engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress
+) -> list[Finalist]:
+    """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until`
+    seconds of the budget left, but one at least."""
     study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
     prompts = workload.prompts(found.cfg, engine)
     plain, *measured = arms.measure(
-        engine, found.cfg, prompts, [arms.PLAIN, *settings], repeats=FINAL_REPEATS, progress=progress
+        engine,
+        found.cfg,
+        prompts,
+        [arms.PLAIN, *settings],
+        repeats=FINAL_REPEATS,
+        another=lambda seconds: budget.left - seconds > until,
+        progress=progress,
     )
     return [Finalist(tuned.apply(found.cfg, arm.setting), arm.to_dict(plain)) for arm in measured]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
+from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,23 +56,6 @@ def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelPropos
         pass
 
     return DraftModelOrEarlyExit
-
-
-@dataclass
-class _Round:
-    """Requests that are still drafting: row of the batch, token to run and its position, one entry a request."""
-
-    rows: Tensor  # int64 [n]
-    tokens: Tensor  # int32 [n]
-    positions: Tensor  # int64 [n]
-    room: int  # steps after which the first request may stand at the end of the model's context
-    survival: Tensor | None = None  # float32 [n], the gate's statistic at the step before
-
-    def keep(self, mask: Tensor) -> None:
-        """Drop the requests whose gate is closed: they cost no further draft work."""
-        self.rows, self.tokens, self.positions = self.rows[mask], self.tokens[mask], self.positions[mask]
-        if self.survival is not None:
-            self.survival = self.survival[mask]
 
 
 class _EarlyExit(DraftModelProposer):
@@ -177,7 +161,9 @@ class _EarlyExit(DraftModelProposer):
         probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
-            logits, best, open_ = self._decide(state, batch.req_ids)  # before sampling, which scales logits in place
+            last = step + 1 == limit
+            # Before sampling, which scales logits in place.
+            logits, best, open_ = self._decide(state, batch.req_ids, last)
             if probabilistic:
                 tokens, step_probs = self._sample(logits, state.rows, sampling_metadata)
                 probs.append((state.rows, step_probs))
@@ -186,9 +172,9 @@ class _EarlyExit(DraftModelProposer):
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
-            state.tokens, state.positions = tokens.int(), state.positions + 1
-            if step + 1 == limit:
+            if last:
                 break
+            state.tokens, state.positions = tokens.int(), state.positions + 1
             if not self._go_on(state, open_, step + 1):
                 self.counters.ended_early()
                 break
@@ -197,7 +183,7 @@ class _EarlyExit(DraftModelProposer):
         self.counters.seconds += time.perf_counter() - began
         return proposals
 
-    def _go_on(self, state: _Round, open_: Tensor | None, steps: int) -> bool:
+    def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
         """Drop the requests that draft no more after so many steps; whether any is left.
 
         Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
@@ -207,14 +193,15 @@ class _EarlyExit(DraftModelProposer):
             return True
         going = useful if open_ is None else open_ if useful is None else open_ & useful
         assert going is not None
-        left = int(going.sum())
-        if 0 < left < len(going):
+        left = going.tolist()
+        if any(left) and not all(left):
             state.keep(going)
-        return left > 0
+        return any(left)
 
-    def _decide(self, state: _Round, ids: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _decide(self, state: Round, ids: Sequence[str], last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n], None for all.
 
+        last: no step follows, so the gate is not asked.
         Logits that are no numbers close the gate, `none` too, and are counted. They go on as zeros, so that the
         sampler sees a proper distribution and the verifier a token that it will hardly take.
         """
@@ -222,15 +209,15 @@ class _EarlyExit(DraftModelProposer):
         best = logits.max(-1)  # NaN counts as the largest; so does +inf
         if self.recorder is not None:
             self.recorder.step([ids[row] for row in state.rows.tolist()], logits)
-        if math.isfinite(best.values.sum().item()):
-            return logits, best.indices, self.gate.decide(logits, state)
+        if all(map(math.isfinite, best.values.tolist())):
+            return logits, best.indices, None if last else self.gate.decide(logits, state)
         bad = ~torch.isfinite(best.values)
         self.counters.nan_logits += int(bad.sum())
         logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
-        open_ = self.gate.decide(logits, state)
+        open_ = None if last else self.gate.decide(logits, state)
         return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
 
-    def _start(self, batch: Any, limit: int) -> _Round | None:
+    def _start(self, batch: Any, limit: int) -> Round | None:
         """The round's first state: requests that sampled a token and have room for another."""
         rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
         if not rows:
@@ -238,7 +225,7 @@ class _EarlyExit(DraftModelProposer):
         index = torch.tensor(rows)
         last = torch.from_numpy(batch.num_tokens_no_spec)[index].long() - 1  # position of the token just sampled
         tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
-        state = _Round(index, tokens, last, room=self._last_useful - int(last.max()))
+        state = Round(index, tokens, last, room=self._last_useful - int(last.max()))
         if state.room <= 0:
             state.keep(last < self._last_useful)
         if not len(state.rows):
@@ -246,42 +233,15 @@ class _EarlyExit(DraftModelProposer):
         self.counters.round(len(state.rows))
         return state
 
-    def _forward(self, state: _Round) -> Tensor:
+    def _forward(self, state: Round) -> Tensor:
         """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
-        metadata, slots = self._attention_metadata(state)
+        if state.ahead is None:
+            batch = self.runner.input_batch
+            tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
+            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs)
+        metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, state.positions, None)
-
-    def _attention_metadata(self, state: _Round) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """One query token a request, attending to everything up to and including itself."""
-        n = len(state.rows)
-        seq_lens = (state.positions + 1).int()
-        starts = self.arange[: n + 1]
-        metadata: dict[str, Any] = {}
-        slot_mappings: dict[str, Tensor] = {}
-        for group, names in self._groups:
-            table = self.runner.input_batch.block_table[group.kv_cache_group_id]
-            blocks = table.get_device_tensor(self.runner.input_batch.num_reqs)[state.rows]  # [n, blocks]
-            column = state.positions // table.block_size
-            block = blocks.gather(1, column.unsqueeze(1)).squeeze(1).long()
-            slots = block * table.block_size + state.positions % table.block_size
-            common = CommonAttentionMetadata(
-                query_start_loc=starts,
-                query_start_loc_cpu=starts,
-                seq_lens=seq_lens,
-                seq_lens_cpu_upper_bound=seq_lens,
-                num_reqs=n,
-                num_actual_tokens=n,
-                max_query_len=1,
-                max_seq_len=int(seq_lens.max()),
-                block_table_tensor=blocks,
-                slot_mapping=slots,
-                positions=state.positions,
-            )
-            built = group.get_metadata_builder().build(0, common)
-            for name in names:
-                metadata[name], slot_mappings[name] = built, slots
-        return metadata, slot_mappings
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._capturing = False
 
     def _recorded(self, *arguments: Any, **more: Any) -> None:
-        """What a graph records. It also runs once before, with nothing to draft: what rounds before left is not for it."""
+        """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
         if not torch.cuda.is_current_stream_capturing():
             self.state.forget()
         (self._all_steps if self.supports_decode_metadata_update else self._one_step)(*arguments, **more)

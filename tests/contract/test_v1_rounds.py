@@ -1,4 +1,4 @@
-"""Which requests of a round draft on, against the plain rule; imports the proposer (and so vLLM), starts no engine."""
+"""Which requests of a round draft on and where they write; imports the proposer (and so vLLM), starts no engine."""
 
 import random
 from types import SimpleNamespace
@@ -10,14 +10,15 @@ pytestmark = pytest.mark.contract
 
 
 def test_requests_draft_on_while_their_gate_is_open_and_the_model_has_room():
-    from selfspec_cli.vllm_plugin.v1_proposer import _EarlyExit, _Round
+    from selfspec_cli.vllm_plugin.v1_proposer import _EarlyExit
+    from selfspec_cli.vllm_plugin.v1_round import Round
 
     draw = random.Random(0)
     for _ in range(300):
         count, last = draw.randrange(1, 6), 20
         starts = torch.tensor([draw.randrange(8, last) for _ in range(count)])
         proposer = SimpleNamespace(_last_useful=last)
-        state = _Round(torch.arange(count), starts.int(), starts.clone(), room=last - int(starts.max()))
+        state = Round(torch.arange(count), starts.int(), starts.clone(), room=last - int(starts.max()))
         want = list(range(count))
         for steps in range(1, 12):
             state.positions = state.positions + 1
@@ -30,3 +31,92 @@ def test_requests_draft_on_while_their_gate_is_open_and_the_model_has_room():
                 break
             assert state.rows.tolist() == want
             assert state.positions.tolist() == [int(starts[row]) + steps for row in want]
+
+
+class Group:
+    """A KV cache group whose builder returns what it was given."""
+
+    def get_metadata_builder(self):
+        return SimpleNamespace(build=lambda prefix, common: common)
+
+
+def table(block_size, blocks):
+    """vLLM's block table as the loop sees it, over blocks [requests, columns]."""
+    return SimpleNamespace(block_size=block_size, get_device_tensor=lambda requests: blocks[:requests])
+
+
+def test_every_step_writes_where_the_block_table_says_whoever_has_left():
+    from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
+
+    draw = torch.Generator().manual_seed(0)
+    tables = [table(size, torch.randperm(5 * 8, generator=draw).int().view(5, 8)) for size in (4, 8)]
+    groups = [(Group(), ["a", "b"]), (Group(), ["c"])]
+    starts = torch.tensor([3, 9, 14, 0, 7])
+    state = Round(torch.arange(5), starts.int(), starts.clone(), room=100)
+    for step in range(7):
+        if step == 3:
+            state.keep(torch.tensor([True, False, True, True, False]))
+        if state.ahead is None:
+            state.ahead = Ahead.of(state, 7, tables, 5)
+        metadata, slots = state.ahead.metadata(groups, torch.arange(6).int())
+        assert list(metadata) == list(slots) == ["a", "b", "c"]
+        for one, name in zip(tables, ("a", "c"), strict=True):
+            blocks, size = one.get_device_tensor(5), one.block_size
+            want = [int(blocks[row, at // size]) * size + at % size
+                    for row, at in zip(state.rows.tolist(), state.positions.tolist(), strict=True)]  # fmt: skip
+            assert slots[name].tolist() == want
+            assert slots[name].is_contiguous()
+            common = metadata[name]
+            assert common.positions.tolist() == state.positions.tolist()
+            assert common.seq_lens.tolist() == [at + 1 for at in state.positions.tolist()]
+            assert common.max_seq_len == max(common.seq_lens.tolist())
+            assert common.query_start_loc.tolist() == list(range(len(state.rows) + 1))
+            assert torch.equal(common.block_table_tensor, blocks[state.rows])
+        state.positions = state.positions + 1
+
+
+def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
+    from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
+
+    state = Round(torch.tensor([0]), torch.tensor([1]).int(), torch.tensor([6]), room=1)
+    ahead = Ahead.of(state, 12, [table(4, torch.tensor([[5, 2]]).int())], 1)
+    assert ahead.groups[0][1][:2, 0].tolist() == [2 * 4 + 2, 2 * 4 + 3]
+
+
+class Sevens:
+    """A head over three tokens that likes the middle one."""
+
+    def logits(self, hidden):
+        return torch.tensor([[0.0, 7.0, 1.0]]).repeat(len(hidden), 1)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_gate_is_asked_after_every_step_but_the_last(bad):
+    from selfspec_cli.early_exit.counters import DraftCounters
+    from selfspec_cli.vllm_plugin.v1_proposer import _EarlyExit
+    from selfspec_cli.vllm_plugin.v1_round import Round
+
+    asked = []
+
+    def decide(logits, state):
+        asked.append(logits.tolist())
+        return torch.tensor([True, False])
+
+    proposer = SimpleNamespace(
+        head=Sevens(),
+        recorder=None,
+        counters=DraftCounters(3),
+        gate=SimpleNamespace(decide=decide),
+        _forward=lambda state: torch.ones(2, 4),
+    )
+    if bad:
+        proposer.head = SimpleNamespace(logits=lambda hidden: torch.tensor([[0.0, 7.0, 1.0], [0.0, torch.nan, 1.0]]))
+    state = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
+    _, best, open_ = _EarlyExit._decide(proposer, state, ["x", "y"], False)
+    assert best.tolist() == [1, 0 if bad else 1]
+    assert open_.tolist() == [True, False]
+    assert len(asked) == 1
+    _, _, open_ = _EarlyExit._decide(proposer, state, ["x", "y"], True)
+    assert len(asked) == 1
+    assert open_ is None if not bad else open_.tolist() == [True, False]
+    assert proposer.counters.nan_logits == (2 if bad else 0)

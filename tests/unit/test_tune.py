@@ -15,14 +15,16 @@ from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
 from selfspec_cli.engine import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
 
+OPENING = 30.0  # seconds until an engine is there
+
 
 class FakeEngine:
     """Drafts as a log says they go, and takes the time that the costs say; deeper exits cost more and are righter."""
 
     vocab_size, max_model_len = 100, 2048
 
-    def __init__(self, cfg):
-        self.cfg, self.layer = cfg, cfg.layer
+    def __init__(self, cfg, clock):
+        self.cfg, self.layer, self.clock = cfg, cfg.layer, clock
         self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
@@ -40,6 +42,11 @@ class FakeEngine:
         yield lambda: self.log
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+        generation = self.answer(prompts, output_len)
+        self.clock.now += generation.seconds
+        return generation
+
+    def answer(self, prompts, output_len):
         self.generated += 1
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
@@ -56,6 +63,15 @@ class FakeEngine:
         return Generation(outputs, seconds, [1.0], [1.0], counts, own)
 
 
+class Clock:
+    """Stands still until something takes its time."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
 def counters_of(lengths):
     counters = DraftCounters(10)
     for length in lengths:
@@ -69,25 +85,27 @@ def counters_of(lengths):
 def lab(tmp_path, monkeypatch):
     """Opens fake engines and remembers them; the workload needs no text."""
     monkeypatch.setattr(tune, "LONGEST", 5)
-    opened = []
+    opened, clock = [], Clock()
 
     @contextmanager
     def open_engine(cfg):
-        opened.append(FakeEngine(cfg))
+        clock.now += OPENING
+        opened.append(FakeEngine(cfg, clock))
         yield opened[-1]
+        clock.now += 2.0
 
     work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
-    def run(minutes=5.0, trials=12, chosen=cfgs):
-        budget = tune.Budget(minutes, trials)
+    def run(minutes=500.0, trials=12, chosen=cfgs):
+        budget = tune.Budget(minutes, trials, clock)
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=tmp_path / "conf", model_words=["model=m"])
 
-    return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path)
+    return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
 
 
 def best_of_grid(cfg):
-    engine = FakeEngine(cfg)
+    engine = FakeEngine(cfg, Clock())
     settings = [Setting("none", None, k) for k in range(1, 6)]
     settings += [Setting("maxp", limit / 50, k) for k in range(2, 6) for limit in range(50)]
     settings += [Setting("margin", limit / 50, k) for k in range(2, 6) for limit in range(50)]
@@ -132,6 +150,52 @@ def test_no_time_left_still_gives_an_answer(lab):
     assert result.choice.speedup > 0
 
 
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+@pytest.mark.parametrize("minutes", [150, 200, 250, 350, 500, 900])
+def test_it_ends_within_its_minutes(lab, monkeypatch, minutes, slower):
+    """On the fake clock a survey takes 110 minutes, a batch of trials 18; the machine may slow down meanwhile."""
+    answer = FakeEngine.answer
+
+    def drifting(self, prompts, output_len):
+        generation = answer(self, prompts, output_len)
+        generation.seconds *= slower ** (len(lab.opened) > 4)
+        return generation
+
+    monkeypatch.setattr(FakeEngine, "answer", drifting)
+    began = lab.clock.now
+    result = lab.run(minutes=minutes, trials=1000)
+    assert lab.clock.now - began <= minutes * 60
+    assert result.seconds <= minutes * 60
+    assert result.finalists
+
+
+def test_the_time_that_is_there_is_used(lab):
+    began = lab.clock.now
+    result = lab.run(minutes=500, trials=1000)
+    assert result.trials > 12
+    assert lab.clock.now - began > 0.7 * 500 * 60
+
+
+def test_an_engine_that_would_not_be_open_in_time_is_left_out(lab, monkeypatch):
+    monkeypatch.setattr(tune, "batch_seconds", lambda found: 1e6)
+    result = lab.run(minutes=250)
+    assert len({finalist.cfg.layer for finalist in result.finalists}) == 1
+
+
+def test_a_race_ends_before_the_repeat_that_has_no_time():
+    clock, cfg = Clock(), RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=2, batch=1, output_len=8))
+    asked = []
+
+    def another(seconds):
+        asked.append(seconds)
+        return len(asked) < 2
+
+    settings = [arms.PLAIN, Setting("none", None, 2)]
+    measured = arms.measure(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
+    assert [len(arm.repeats) for arm in measured] == [2, 2]
+    assert asked[0] == pytest.approx(sum(part.seconds for arm in measured for part in arm.repeats[0]))
+
+
 def test_a_threshold_survives_the_way_through_its_share(lab):
     log = make()
     for gate in ("maxp", "entropy", "survival"):
@@ -154,7 +218,8 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
             order.append((self.setting.k, len(prompts)))
             return super().generate(prompts, output_len, **options)
 
-    plain, two = arms.measure(Noted(cfg), cfg, [[1]] * 4, [arms.PLAIN, Setting("none", None, 2)], repeats=3, warmup=0)
+    settings = [arms.PLAIN, Setting("none", None, 2)]
+    plain, two = arms.measure(Noted(cfg, Clock()), cfg, [[1]] * 4, settings, repeats=3, warmup=0)
     assert len(order) == 3 * 2 * 2
     assert all(count == 2 for _, count in order)
     assert {order[0][0], order[1][0]} == {0, 2}

@@ -131,12 +131,20 @@ def costs(plain: Arm, drafting: Sequence[Arm]) -> Costs:
     """What a step costs here, from arms of fixed draft lengths; seconds of a step of the whole batch."""
     points = []
     for arm in drafting:
-        own, seconds = arm.own(), sum(part.seconds for repeat in arm.repeats for part in repeat)
+        parts = _typical(arm)
+        own = counters.total(part.drafting for part in parts)
+        assert own is not None
+        seconds = sum(part.seconds for part in parts)
         points.append((own["steps"] / own["rounds"], seconds, own.get("seconds"), float(own["rounds"])))
-    tokens = sum(_tokens(repeat) for repeat in plain.repeats)
-    seconds = sum(part.seconds for repeat in plain.repeats for part in repeat)
+    parts = _typical(plain)
     # A step yields a token for each request of the batch; what one request waits for a token is the step.
-    return fit_costs(points, seconds / tokens * _in_flight(plain))
+    return fit_costs(points, sum(part.seconds for part in parts) / _tokens(parts) * _in_flight(plain))
+
+
+def _typical(arm: Arm) -> list[Generation]:
+    """Of every prompt chunk the repeat that took the median time (the shorter of two): a stall spoils the others."""
+    chunks = zip(*arm.repeats, strict=True)
+    return [sorted(chunk, key=lambda part: part.seconds)[(len(chunk) - 1) // 2] for chunk in chunks]
 
 
 def _in_flight(arm: Arm) -> float:

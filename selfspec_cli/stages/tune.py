@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -129,6 +130,7 @@ def run(
     for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
         if _may_survey(exits, budget):
             exits.append(_surveyed(other, folder, open_engine, budget))
+    exits = level(exits)
     finalists: list[Finalist] = []
     trials = 0
     remaining = promising(exits)
@@ -201,9 +203,25 @@ def survey(
     return found
 
 
+def level(exits: Sequence[Exit]) -> list[Exit]:
+    """The exits as if plain decoding had taken the same time on every engine, the median.
+
+    Plain decoding knows nothing of exits; where the machine stalled under it, that exit would look fast.
+    """
+    plain = statistics.median(found.costs.plain for found in exits)
+    return [
+        replace(
+            found,
+            costs=replace(found.costs, plain=plain),
+            outcomes=[replace(one, speedup=one.speedup * plain / found.costs.plain) for one in found.outcomes],
+        )
+        for found in exits
+    ]
+
+
 def promising(exits: Sequence[Exit]) -> list[Exit]:
     """The exits to search on, best first."""
-    ranked = sorted(exits, key=lambda found: -found.outcomes[0].speedup)
+    ranked = sorted(level(exits), key=lambda found: -found.outcomes[0].speedup)
     return [found for found in ranked if found.outcomes[0].speedup >= NEAR * ranked[0].outcomes[0].speedup][:ENGINES]
 
 

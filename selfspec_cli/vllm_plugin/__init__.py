@@ -1,18 +1,18 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-compat.py       which vLLM, which of its names are replaced, and why (data)
-spec_config.py  `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
-trunk.py        the target's first E layers as a module of their own: shared weights, no copy
-fp8_copies.py   8-bit copies of those weights, for `draft_weights` "fp8"
-exit_head.py    an exit head bound to the loaded model; sharded.py splits it over tensor-parallel ranks
-v1_proposer.py  the draft loop on the V1 model runner (CPU); v1_round.py what a round remembers
-v2_speculator.py the draft loop on the V2 model runner (CUDA); v2_state.py what it keeps on the device, v2_kernels.py what it
-                does there between two forward passes, v2_verdict.py how short drafts are verified and recorded,
-                device_loop.py the loop inside a CUDA graph
-live_gate.py    the gate of a running engine
-loaded_model.py what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
-collect.py      hidden states for fitting; fitted.py solves and tests heads in the worker
-worker.py       calls from the driver into live workers: thresholds, counters, collection, memory
+compat.py         which vLLM, which of its names are replaced, and why (data)
+spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
+trunk.py          the target's first E layers as a module of their own: shared weights, no copy
+fp8_copies.py     8-bit copies of those weights, for `draft_weights` "fp8"
+exit_head.py      an exit head bound to the loaded model; sharded.py splits it over tensor-parallel ranks
+v1_proposer.py    the draft loop on the V1 model runner (CPU); v1_round.py: a round's requests and KV slots
+v2_speculator.py  the draft loop on the V2 model runner (CUDA); v2_state.py: what it keeps on the device
+v2_kernels.py     what happens there between two forward passes; v2_verdict.py: how short drafts are verified, recorded
+device_loop.py    a loop inside a CUDA graph
+live_gate.py      the gate of a running engine
+loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
+collect.py        hidden states for fitting; fitted.py solves and tests heads in the worker
+worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 
 

@@ -1,6 +1,7 @@
 """Tuning against an engine of arithmetic: drafts from a log, times from a cost model."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +195,27 @@ def test_a_race_ends_before_the_repeat_that_has_no_time():
     measured = arms.measure(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
     assert [len(arm.repeats) for arm in measured] == [2, 2]
     assert asked[0] == pytest.approx(sum(part.seconds for arm in measured for part in arm.repeats[0]))
+
+
+def test_a_stall_in_one_repeat_does_not_enter_the_costs():
+    cfg, clock = RunConfig(layer=3, k=10, workload=WorkloadConfig(num_prompts=2, output_len=50)), Clock()
+    settings = [arms.PLAIN, *(Setting("none", None, k) for k in (1, 5, 10))]
+    plain, *drafting = arms.measure(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=2)
+    expected = arms.costs(plain, drafting)
+    for arm in (plain, drafting[1]):
+        arm.repeats[1][0].seconds *= 3
+    assert arms.costs(plain, drafting) == expected
+
+
+def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
+    log, setting = make(), Setting("none", None, 3)
+    exits = []
+    for layer, costs in ((3, COSTS), (4, replace(COSTS, plain=1.4 * COSTS.plain, draft=1.3 * COSTS.draft))):
+        cfg = RunConfig(layer=layer, k=10)
+        exits.append(tune.Exit(cfg, log, costs, [replay(log, setting, costs)], seconds=1.0))
+    exits.append(replace(exits[0], cfg=RunConfig(layer=6, k=10)))
+    assert exits[1].outcomes[0].speedup > exits[0].outcomes[0].speedup
+    assert tune.promising(exits)[0].cfg.layer == 3
 
 
 def test_a_threshold_survives_the_way_through_its_share(lab):

@@ -55,6 +55,14 @@ class DraftWeights(StrEnum):
     fp8 = "fp8"
 
 
+class Verification(StrEnum):
+    """What a verify pass looks at: all k places of each request, or as many of the batch's likeliest drafts as pay by
+    vLLM's cost curves (CUDA graphs only)."""
+
+    full = "full"
+    adaptive = "adaptive"
+
+
 class GateKind(StrEnum):
     """When to stop drafting (`early_exit.gate_rules` says how). `none` never stops before k."""
 
@@ -188,6 +196,7 @@ class RunConfig:
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
     vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
     draft_weights: DraftWeights = DraftWeights.shared
+    verification: Verification = Verification.full
     acceptance_length: float | None = None  # synthetic acceptance: tokens a verify step yields, whatever was drafted
     runner: Runner = Runner.auto
     seed: int = 0  # of prompts and of sampling
@@ -261,6 +270,7 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
         threshold=None,
         vocab=default.vocab,
         draft_weights=default.draft_weights,
+        verification=default.verification,
         acceptance_length=None,
         runner=default.runner,
     )
@@ -289,8 +299,10 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
-    if cfg.method is Method.layer_skip and cfg.draft_weights is not DraftWeights.shared:
-        settings["draft_weights"] = cfg.draft_weights.value  # left out by default: keys of earlier runs stay
+    if cfg.method is Method.layer_skip:  # left out by default: keys of earlier runs stay
+        default = RunConfig()
+        changed = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(default, name)]
+        settings |= {name: getattr(cfg, name).value for name in changed}
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}

@@ -239,6 +239,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         # vLLM 0.32 saves ahead-of-time artifacts on the CPU that it then fails to load; PyTorch's own cache works, and
         # an engine that was compiled before starts in a quarter of the time.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    # A forked engine hangs in its first parallel operation once PyTorch has run one here, counting a draft vocabulary.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 

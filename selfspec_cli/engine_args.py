@@ -15,6 +15,7 @@ from selfspec_cli.config import (
     Method,
     ModelConfig,
     RunConfig,
+    Verification,
     gate_threshold,
 )
 from selfspec_cli.corpora import Encode, standard_library_counts
@@ -71,6 +72,8 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
         spec["draft_weights"] = cfg.draft_weights.value
         spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
         spec["calibration"] = calibrations.of(cfg)
+        if cfg.verification is Verification.adaptive:
+            spec["enable_adaptive_verification"] = True
     if cfg.method is Method.draft_model:
         spec["model"] = str(shallow_model(cfg, scratch))
     if cfg.method is Method.ngram:

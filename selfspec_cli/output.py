@@ -33,6 +33,7 @@ POINT = (
     "head",
     "vocab",
     "draft_weights",
+    "verification",
     "gate",
     "threshold",
     "batch",

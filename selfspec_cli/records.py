@@ -50,6 +50,7 @@ class Record:
     head: str | None = None
     vocab: str | None = None  # draft vocabulary
     draft_weights: str | None = None  # shared: the target's own; fp8: 8-bit copies
+    verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
     runner: str | None = None  # vLLM's model runner, where one was asked for
@@ -160,7 +161,7 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
         record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
         record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None
     if cfg.method is Method.layer_skip:
-        record.draft_weights = cfg.draft_weights.value
+        record.draft_weights, record.verification = cfg.draft_weights.value, cfg.verification.value
         record.gate, record.threshold = cfg.gate.kind.value, gate_threshold(cfg)
     return record
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from selfspec_cli.config import DRAFT_LENGTH, ConfigError, DraftWeights, GateKind, Method, RunConfig, head_spec
+from selfspec_cli.config import (
+    DRAFT_LENGTH,
+    ConfigError,
+    DraftWeights,
+    GateKind,
+    Method,
+    RunConfig,
+    Runner,
+    Verification,
+    head_spec,
+)
 from selfspec_cli.early_exit.settings import SettingsError, check_threshold
 
 
@@ -38,6 +48,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_draft_weights(cfg)
+    _validate_verification(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
@@ -106,6 +117,21 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
     for setting, wrong, reason in reasons:
         if wrong:
             raise ConfigError(f"draft_weights={weights} with {setting}: {reason}, or draft_weights=shared")
+
+
+def _validate_verification(cfg: RunConfig) -> None:
+    """vLLM itself refuses what only it can know, such as the V1 runner where the environment asks for it."""
+    if cfg.verification is Verification.full or cfg.method is Method.baseline:
+        return
+    reasons = [
+        (f"method={cfg.method}", cfg.method is not Method.layer_skip, "it is for early exit; use method=layer_skip"),
+        (f"engine={cfg.engine.name}", cfg.engine.name == "cpu", "it needs CUDA graphs; choose a GPU: engine=h100"),
+        ("engine.enforce_eager=true", cfg.engine.enforce_eager, "it needs CUDA graphs; leave it out"),
+        ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
+    ]
+    for setting, wrong, reason in reasons:
+        if wrong:
+            raise ConfigError(f"verification={cfg.verification} with {setting}: {reason}, or verification=full")
 
 
 def _validate_engine(cfg: RunConfig) -> None:

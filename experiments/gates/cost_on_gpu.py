@@ -2,12 +2,13 @@
 
     python experiments/gates/cost_on_gpu.py --out results/published/gates/cost_on_gpu.json
 
-Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop unrolled into k steps
-(what a captured graph is without conditional nodes); the draft loop that ends on the device, on which gates and draft
-lengths then change live, taking turns. Times are milliseconds a step or round after the first token, medians.
+Dummy weights, E=8 of 32, k=3, synthetic acceptance. Four engines: plain decoding; the draft loop that ends on the
+device, on which gates and draft lengths then change live, taking turns, once with every drafted place verified and once
+with adaptive verification; the draft loop unrolled into k steps (what a captured graph is without conditional nodes).
+Times are milliseconds a step or round after the first token, medians.
 
 The ceilings: a gate that never closes should cost nothing; a gate that closes at once should leave a plain step and one
-draft step.
+draft step. Adaptive verification trims the drafts of random weights to none, so there only the latter means something.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest import mock
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the unrolled loop can be asked for below
 
 from selfspec_cli import provenance
-from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig
+from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig, Verification
 from selfspec_cli.engine import Engine, Generation, open_engine
 from selfspec_cli.vllm_plugin import device_loop
 
@@ -54,9 +55,9 @@ def config(given: argparse.Namespace) -> RunConfig:
 
 
 def milliseconds(done: Generation) -> float:
-    """A step or round of the batch, after the prefill."""
-    steps = done.drafting["rounds"] if done.drafting is not None else len(done.outputs[0]) - 1
-    return 1e3 * (done.seconds - max(done.ttft)) / steps
+    """A step of the batch, or a round that was verified, after the prefill."""
+    rounds = done.drafts.rounds / len(done.outputs) if done.drafts is not None else 0
+    return 1e3 * (done.seconds - max(done.ttft)) / (rounds or len(done.outputs[0]) - 1)
 
 
 def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
@@ -95,6 +96,8 @@ def main() -> None:
     with open_engine(cfg) as engine:
         rows |= measure(engine, live, given.repeats)
     if not given.cpu:
+        with open_engine(replace(cfg, verification=Verification.adaptive)) as engine:
+            rows |= measure(engine, {"closes at once, adaptive": live["closes at once"]}, given.repeats)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(device_loop, "unavailable", return_value="it was asked for"))
             engine = stack.enter_context(open_engine(cfg))
@@ -107,7 +110,9 @@ def main() -> None:
         print(f"batch {batch}: plain step {ms['plain']:.3f} ms, one draft step {draft:.3f} ms")
         for gate in NEVER:
             print(f"  {gate} never closing / none: {ms[f'never closes {gate}'] / ms[f'k={K}']:.4f}")
-        print(f"  closing at once / (plain step + draft step): {ms['closes at once'] / (ms['plain'] + draft):.4f}")
+        for name in ("closes at once", "closes at once, adaptive"):
+            if name in ms:
+                print(f"  {name} / (plain step + draft step): {ms[name] / (ms['plain'] + draft):.4f}")
         if "unrolled k=3" in ms:
             print(f"  loop / unrolled: {ms[f'k={K}'] / ms['unrolled k=3']:.4f}")
     given.out.parent.mkdir(parents=True, exist_ok=True)

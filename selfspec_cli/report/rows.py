@@ -62,9 +62,10 @@ def label(row: Record) -> str:
     layer = f"E={row.E}" if row.E is not None else "E=half"
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
+    tail = " · adaptive verification" if row.verification == "adaptive" else ""
     if row.arm == "skip":
         return f"skip {layer} · {head}"
-    return f"{layer} k={row.k} · {head} · {gate_label(row)}"
+    return f"{layer} k={row.k} · {head} · {gate_label(row)}{tail}"
 
 
 def latest(rows: Iterable[Record]) -> list[Record]:

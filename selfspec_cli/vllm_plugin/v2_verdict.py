@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class DeviceRecorder:
     Each round is a handful of small copies; they are read when the record is.
     """
 
-    _rounds: list[tuple[list[str], np.ndarray, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _rounds: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def verdict(self, batch: InputBatch, num_sampled: Tensor, state: DraftState) -> None:
         """The verify pass is over, and the state still describes the drafts that it looked at."""
@@ -70,7 +70,7 @@ class DeviceRecorder:
         self._rounds.append(
             (
                 list(batch.req_ids),
-                batch.num_draft_tokens_per_req.copy(),
+                batch.cu_num_logits.diff() - 1,  # the host does not know what adaptive verification left out
                 num_sampled.clone(),
                 state.lengths[requests],
                 state.statistics[requests],
@@ -81,8 +81,8 @@ class DeviceRecorder:
         """The log so far in the form of `DraftRecorder.plain`. Waits for the device."""
         log: dict[str, list[Any]] = {"statistics": [], "drafted": [], "accepted": [], "request": []}
         numbers: dict[str, int] = {}
-        for names, scheduled, sampled, lengths, statistics in self._rounds:
-            seen = np.minimum(scheduled, lengths.cpu().numpy())
+        for names, verified, sampled, lengths, statistics in self._rounds:
+            seen = torch.minimum(verified, lengths).tolist()
             for row, (name, gained) in enumerate(zip(names, sampled.tolist(), strict=False)):
                 if seen[row] > 0 and gained > 0:
                     log["statistics"].append(statistics[row, : seen[row]].tolist())

@@ -120,7 +120,7 @@ FIELDS = {
     "rejection_sample_method disable_padded_drafter_batch draft_model_config",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
-    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req "
+    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping seq_lens seq_lens_cpu_upper_bound",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
 }

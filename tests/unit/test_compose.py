@@ -163,7 +163,7 @@ def test_free_form_arguments_of_vllm_need_no_plus():
     [
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
-        ["engine=h100", "draft_weights=fp8"],
+        ["engine=h100", "draft_weights=fp8", "verification=adaptive"],
         ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "tau=1e-7"],
     ],

@@ -14,6 +14,8 @@ from selfspec_cli.config import (
     Method,
     ModelConfig,
     RunConfig,
+    Runner,
+    Verification,
     WorkloadConfig,
     baseline_of,
     engine_key,
@@ -30,6 +32,7 @@ GPU = EngineConfig(name="h100")
 DUMMY = ModelConfig(load_format="dummy")
 RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights=DraftWeights.fp8, engine=GPU)
+ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,13 @@ FP8 = RunConfig(draft_weights=DraftWeights.fp8, engine=GPU)
         (replace(FP8, method=Method.ngram), "draft_weights=fp8 with method=ngram"),
         (replace(FP8, model=ModelConfig(quantization="awq")), "draft_weights=fp8 with model.quantization=awq"),
         (replace(FP8, model=ModelConfig(tensor_parallel_size=2)), "with model.tensor_parallel_size=2"),
+        (RunConfig(verification=Verification.adaptive), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
+        (replace(ADAPTIVE, method=Method.ngram), "verification=adaptive with method=ngram"),
+        (replace(ADAPTIVE, runner=Runner.v1), "verification=adaptive with runner=v1"),
+        (
+            replace(ADAPTIVE, engine=EngineConfig(name="h100", enforce_eager=True)),
+            "verification=adaptive with engine.enforce_eager=true",
+        ),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
@@ -116,6 +126,7 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"repeats": 7},
         {"vocab": "4096"},
         {"draft_weights": DraftWeights.fp8},
+        {"verification": Verification.adaptive},
         {"method": Method.skip},
         {"method": Method.baseline},
         {"head": HeadConfig(kind=HeadKind.lsq)},
@@ -142,7 +153,7 @@ def test_gate_workload_and_seed_need_no_other_engine():
     assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
     for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind=HeadKind.lsq)),
-                  RunConfig(draft_weights=DraftWeights.fp8),
+                  RunConfig(draft_weights=DraftWeights.fp8), RunConfig(verification=Verification.adaptive),
                   RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
         assert engine_key(other) != same
 

@@ -260,3 +260,9 @@ def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
         chosen = tuned.apply(cfg, setting)
         tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")
         assert one("tuned=mine") == chosen
+
+
+def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
+    cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8", "verification=adaptive")
+    tuned.write(elsewhere / "conf", "mine", tuned.overrides(cfg), "")
+    assert one("engine=h100", "tuned=mine") == cfg

@@ -150,3 +150,9 @@ def test_roc_figures_in_the_results_are_in_the_page(tmp_path):
 def test_every_gate_is_labelled_with_its_direction():
     labels = [rows.gate_label(replace(ARM, gate=name, threshold=0.5)) for name in ("margin", "entropy", "calibrated")]
     assert labels == ["margin ≥ 0.5", "entropy ≤ 0.5", "calibrated ≥ 0.5"]
+
+
+def test_a_label_names_what_is_not_the_default():
+    assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
+    changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
+    assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"

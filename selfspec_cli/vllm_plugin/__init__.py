@@ -2,6 +2,7 @@
 
 compat.py         which vLLM, which of its names are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
+decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
 fp8_copies.py     8-bit copies of those weights, for `draft_weights` "fp8"
 exit_head.py      an exit head bound to the loaded model; sharded.py splits it over tensor-parallel ranks
@@ -12,6 +13,7 @@ device_loop.py    a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 collect.py        hidden states for fitting; fitted.py solves and tests heads in the worker
+step_bytes.py     what a full and a draft step read: the cost model's input
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 

@@ -22,8 +22,8 @@ from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import ExitHead, Lens, Translator
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.early_exit.training import KlTrainer
+from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import plain_lm_head
-from selfspec_cli.vllm_plugin.trunk import decoder_of
 
 Mode = Literal["fit", "validate", "test", "train", "replay"]
 MODES: tuple[Mode, ...] = ("fit", "validate", "test", "train", "replay")

@@ -11,8 +11,8 @@ from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.vllm_plugin.decoder import decoder_of, language_model
 from selfspec_cli.vllm_plugin.fp8_copies import CopiedProjection
-from selfspec_cli.vllm_plugin.trunk import decoder_of, language_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.vllm_plugin.trunk import has_experts
+from selfspec_cli.vllm_plugin.decoder import has_experts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig

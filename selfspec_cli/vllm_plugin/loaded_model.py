@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-from selfspec_cli.vllm_plugin.trunk import cut, decoder_of
+from selfspec_cli.vllm_plugin.trunk import cut
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

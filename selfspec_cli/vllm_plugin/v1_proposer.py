@@ -28,10 +28,11 @@ from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from selfspec_cli.vllm_plugin import device_loop
+from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.trunk import attention_names, decoder_of, first_layers
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2_kernels import EndStep, begin_round
 from selfspec_cli.vllm_plugin.v2_state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2_verdict import DeviceRecorder, verify_no_more_than

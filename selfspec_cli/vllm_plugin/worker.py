@@ -75,7 +75,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head, 8-bit copies)."""
-        from selfspec_cli.vllm_plugin.trunk import weight_bytes
+        from selfspec_cli.vllm_plugin.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -89,7 +89,7 @@ class EarlyExitWorker:
 
         None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
         """
-        from selfspec_cli.vllm_plugin.trunk import step_bytes
+        from selfspec_cli.vllm_plugin.step_bytes import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):

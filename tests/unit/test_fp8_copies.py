@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.heads import Lens, Translator
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.vllm_plugin import exit_head, fp8_copies, trunk
+from selfspec_cli.vllm_plugin import exit_head, fp8_copies, step_bytes
 from selfspec_cli.vllm_plugin.fp8_copies import CopiedLinear, quantise, replaced
 
 
@@ -177,9 +177,9 @@ def test_copies_count_with_their_own_bytes_beside_the_target():
     layer = Layer()
     twin = twin_of(layer)
     linear = 2 * 64 * 128
-    beside = trunk.weight_bytes([layer, twin]) - trunk.weight_bytes([layer])
+    beside = step_bytes.weight_bytes([layer, twin]) - step_bytes.weight_bytes([layer])
     assert beside == linear + 4 * (128 + 64)  # a byte a weight, a float32 a row
-    assert trunk.weight_bytes([layer]) - trunk.weight_bytes([twin]) == linear - 4 * (128 + 64)
+    assert step_bytes.weight_bytes([layer]) - step_bytes.weight_bytes([twin]) == linear - 4 * (128 + 64)
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator):
     assert copied.logits(x).shape == (3, rows)
     torch.testing.assert_close(copied.logits(x), shared.logits(x), atol=0.1, rtol=0.1)
     assert not copied.reads_lm_head
-    read = trunk.weight_bytes([], [tensor for tensor in copied.tensors if tensor.dtype is not torch.bfloat16])
+    read = step_bytes.weight_bytes([], [tensor for tensor in copied.tensors if tensor.dtype is not torch.bfloat16])
     assert read == rows * (64 + 4) + (0 if ids is None else 8 * rows)
 
 

@@ -1,0 +1,52 @@
+"""Where the decoder layers are in a model that vLLM has loaded, and whether they can be cut short."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import nn
+
+from selfspec_cli.early_exit.settings import SettingsError
+
+
+def language_model(model: Any) -> nn.Module:
+    """The causal LM inside a multimodal wrapper; a causal LM is its own."""
+    return model.get_language_model() if hasattr(model, "get_language_model") else model
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that loops over the decoder layers, inside a causal LM or a multimodal wrapper around one.
+
+    Raises SettingsError, naming the architecture, if its forward does not cut its own loop at `end_layer`.
+    """
+    model = language_model(model)
+    decoder = getattr(model, "model", None)
+    if not isinstance(decoder, nn.Module) or not _cuts_at_end_layer(decoder):
+        raise SettingsError(
+            f"architecture {type(model).__name__} is not supported: its forward has no loop over self.layers that ends "
+            "at self.end_layer (what vLLM's pipeline parallelism uses), so it cannot be run up to an exit layer"
+        )
+    return decoder
+
+
+def _cuts_at_end_layer(decoder: Any) -> bool:
+    if not all(hasattr(decoder, name) for name in ("layers", "start_layer", "end_layer")):
+        return False
+    # The compile decorator replaces __call__, not forward, so this is the source that runs.
+    classes: Any = type(decoder).__mro__
+    for kind in (kind for kind in classes if "forward" in vars(kind)):
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))))
+        loops = [part for node in nodes if isinstance(node, ast.For) for part in ast.walk(node.iter)]
+        if any(isinstance(part, ast.Attribute) and part.attr == "end_layer" for part in loops):
+            return True
+        if not any(isinstance(node, ast.Call) and ast.unparse(node.func) == "super().forward" for node in nodes):
+            return False  # a forward of its own; one that only passes on (Mistral's) is judged by what it passes on to
+    return False
+
+
+def has_experts(part: nn.Module) -> bool:
+    """Whether a mixture of experts is in `part`."""
+    return any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in part.modules())

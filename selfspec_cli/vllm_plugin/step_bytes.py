@@ -1,0 +1,65 @@
+"""What a step reads from memory, full or draft: the cost model's input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, language_model
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from selfspec_cli.vllm_plugin.exit_head import TargetHead
+
+
+def step_bytes(
+    target: nn.Module, trunk: nn.Module, head: TargetHead, kv_cache: KVCacheConfig
+) -> dict[str, float] | None:
+    """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
+
+    Weights of the layers and the head, for the draft those that it runs on (8-bit copies where there are any);
+    "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
+    experts, whose step reads only some of its weights.
+    """
+    decoder, lm_head = decoder_of(target), language_model(target).lm_head
+    parts: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
+    if has_experts(decoder):
+        return None
+    layers: int = trunk.end_layer  # type: ignore[assignment]
+    exit_layers: list[nn.Module] = list(trunk.layers)[:layers]  # type: ignore[arg-type]
+    exit_parts = [*exit_layers, *([lm_head] if head.reads_lm_head else [])]
+    groups = kv_cache.kv_cache_groups
+    a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
+    return {
+        "full": weight_bytes([*parts, lm_head]),  # type: ignore[list-item]
+        "draft": weight_bytes(exit_parts, head.tensors),  # type: ignore[arg-type]
+        "full_kv_token": a_layer * len(parts),
+        "draft_kv_token": a_layer * layers,
+    }
+
+
+def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once.
+
+    vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
+    with the size that it had.
+    """
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    own = [tensor for part in parts for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*own, *tensors]
+        if tensor.device.type != "meta" and tensor.numel()
+    }
+    return sum(storages.values()) + sum(_packed_bytes(part) for part in parts)
+
+
+def _packed_bytes(part: Any) -> int:
+    weight = getattr(part, "weight", None)
+    if not hasattr(part, "cpu_linear") or not isinstance(weight, torch.Tensor) or weight.numel():
+        return 0
+    return int(part.output_size_per_partition * part.input_size_per_partition * weight.itemsize)

@@ -5,9 +5,9 @@ once and decoding one token at a time can be compared in bf16 at all. Without it
 must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
-    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties] [--gates]
+    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties | --gates] [--out FILE]
 
-As a script: a line a case, then one line of JSON; exit code 1 if anything differs.
+As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -361,37 +361,53 @@ def main() -> int:
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
+    options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
     if chosen.near_ties:
-        print(json.dumps({model: near_ties(model) for model in ("llama", "qwen3")}))
+        save(chosen.out, {model: near_ties(model) for model in ("llama", "qwen3")})
         return 0
     if chosen.gates:
-        return report_gates(chosen.only)
-    done, broken = [], {}
-    shared = {"tensor_parallel_size": chosen.tensor_parallel} if chosen.tensor_parallel > 1 else {}
+        return report_gates(chosen.only, chosen.out)
+    return report_cases(chosen.only, chosen.tensor_parallel, chosen.out)
+
+
+def save(file: Path, found: dict[str, Any]) -> None:
+    """What was found so far: a machine that is lent is also taken back."""
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def report_cases(only: str, tensor_parallel: int, out: Path) -> int:
+    shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
+    waits = watched(Case("llama", *MIDDLE)) if not shared and not only else None
+    done: list[Case] = []
+    broken: dict[str, str] = {}
+    passed = not (waits or {}).get("allocations")
     for case in cases(**shared):
-        if chosen.only not in case.name:
+        if only not in case.name:
             continue
         try:
             done.append(run(case))
         except Exception as error:  # the next case is worth running all the same
-            broken[case.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            passed, broken[case.name] = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"FAIL {case.name}: {broken[case.name]}", flush=True)
             continue
+        passed &= case.passed()
         verdict = "ok  " if case.passed() else "FAIL"
         counted = f"{case.drafted} drafted, {case.accepted} accepted, {case.preempted} preempted"
-        print(f"{verdict} {case.name}: {counted}, {len(case.different)} of {case.compared} differ, {case.seconds} s")
-        sys.stdout.flush()
-    waits = watched(Case("llama", *MIDDLE)) if not shared and not chosen.only else None
-    passed = not broken and all(case.passed() for case in done) and not (waits or {}).get("allocations")
-    print(json.dumps({"passed": passed, "propose": waits, "broken": broken, "cases": [asdict(case) for case in done]}))
+        differ = f"{len(case.different)} of {case.compared} differ"
+        print(f"{verdict} {case.name}: {counted}, {differ}, {case.seconds} s", flush=True)
+        save(out, {"passed": passed, "propose": waits, "broken": broken, "cases": [asdict(each) for each in done]})
     return 0 if passed else 1
 
 
-def report_gates(only: str) -> int:
-    found = {case.name: gated(case) for case in GATED if only in case.name}
-    passed = all(sound(row, gate, MIDDLE[1]) for rows in found.values() for gate, row in rows.items())
-    print(json.dumps({"passed": passed, "gates": found}))
+def report_gates(only: str, out: Path) -> int:
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    passed = True
+    for case in GATED:
+        if only in case.name:
+            found[case.name] = gated(case)
+            passed &= all(sound(row, gate, case.k) for gate, row in found[case.name].items())
+            save(out, {"passed": passed, "gates": found})
     return 0 if passed else 1
 
 

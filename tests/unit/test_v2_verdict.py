@@ -1,0 +1,41 @@
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from selfspec_cli.vllm_plugin.v2_verdict import DeviceRecorder
+
+
+def batch(verified, requests):
+    """What vLLM's InputBatch says of a verify pass; verified: places of each request that held a draft."""
+    ends = np.cumsum([0, *(places + 1 for places in verified)])
+    return SimpleNamespace(
+        req_ids=[f"r{number}" for number in requests],
+        idx_mapping=torch.tensor(requests),
+        num_draft_tokens_per_req=np.full(len(verified), 3, dtype=np.int32),  # what the scheduler asked for
+        cu_num_logits=torch.tensor(ends, dtype=torch.int32),
+    )
+
+
+def state(lengths):
+    statistics = torch.arange(len(lengths) * 3 * 2, dtype=torch.float32).reshape(len(lengths), 3, 2)
+    return SimpleNamespace(lengths=torch.tensor(lengths, dtype=torch.int32), statistics=statistics)
+
+
+def test_the_record_holds_what_was_drafted_and_verified():
+    recorder, drafts = DeviceRecorder(), state([3, 1, 3])
+    # Request 2 drafted three tokens, of which adaptive verification looked at one; request 1 drafted one of three.
+    recorder.verdict(batch([3, 3, 1], [0, 1, 2]), torch.tensor([3, 2, 1]), drafts)
+    drafts.lengths.zero_()  # the next round begins; the record keeps what it saw
+    log = recorder.plain()
+    assert (log["drafted"], log["accepted"], log["request"]) == ([3, 1, 1], [2, 1, 0], [0, 1, 2])
+    assert log["statistics"] == [drafts.statistics[0].tolist(), drafts.statistics[1, :1].tolist(),
+                                 drafts.statistics[2, :1].tolist()]  # fmt: skip
+
+
+def test_what_nobody_drafted_or_verified_is_not_in_the_record():
+    recorder = DeviceRecorder()
+    prefill = SimpleNamespace(num_draft_tokens_per_req=None)
+    recorder.verdict(prefill, torch.tensor([1]), state([0]))
+    recorder.verdict(batch([3, 0, 3], [0, 1, 2]), torch.tensor([1, 1, 0]), state([0, 3, 3]))
+    assert recorder.plain() == {"statistics": [], "drafted": [], "accepted": [], "request": []}

@@ -276,6 +276,13 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
     )
 
 
+def draft_options(cfg: RunConfig) -> dict[str, str]:
+    """What of `draft_weights` and `verification` is not the default; they came later, and keys of earlier runs stay."""
+    default = RunConfig()
+    names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(default, name)]
+    return {name: getattr(cfg, name).value for name in names}
+
+
 def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
     return json.loads(json.dumps(asdict(value)))
@@ -299,10 +306,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
-    if cfg.method is Method.layer_skip:  # left out by default: keys of earlier runs stay
-        default = RunConfig()
-        changed = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(default, name)]
-        settings |= {name: getattr(cfg, name).value for name in changed}
+    if cfg.method is Method.layer_skip:
+        settings |= draft_options(cfg)
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}

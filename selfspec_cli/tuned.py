@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.config import (
-    DraftWeights,
-    GateConfig,
-    GateKind,
-    HeadConfig,
-    RunConfig,
-    Verification,
-    gate_threshold,
-    to_plain,
-)
+from selfspec_cli.config import GateConfig, GateKind, HeadConfig, RunConfig, draft_options, gate_threshold, to_plain
 from selfspec_cli.early_exit.replay import Setting
 
 FOLDER = "tuned"
@@ -30,8 +21,7 @@ def overrides(cfg: RunConfig) -> list[str]:
     """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
     threshold = gate_threshold(cfg)
     words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
-    words += [f"draft_weights={cfg.draft_weights}"] if cfg.draft_weights is not DraftWeights.shared else []
-    words += [f"verification={cfg.verification}"] if cfg.verification is not Verification.full else []
+    words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
     words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 

@@ -114,9 +114,7 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
             "copies live on one GPU; use model.tensor_parallel_size=1",
         ),
     ]
-    for setting, wrong, reason in reasons:
-        if wrong:
-            raise ConfigError(f"draft_weights={weights} with {setting}: {reason}, or draft_weights=shared")
+    _refuse_any(f"draft_weights={weights}", reasons, "draft_weights=shared")
 
 
 def _validate_verification(cfg: RunConfig) -> None:
@@ -129,9 +127,14 @@ def _validate_verification(cfg: RunConfig) -> None:
         ("engine.enforce_eager=true", cfg.engine.enforce_eager, "it needs CUDA graphs; leave it out"),
         ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
     ]
-    for setting, wrong, reason in reasons:
-        if wrong:
-            raise ConfigError(f"verification={cfg.verification} with {setting}: {reason}, or verification=full")
+    _refuse_any(f"verification={cfg.verification}", reasons, "verification=full")
+
+
+def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str) -> None:
+    """Raises ConfigError for the first (setting, whether it forbids what is asked, why and what to do) that does."""
+    for setting, forbids, reason in reasons:
+        if forbids:
+            raise ConfigError(f"{asked} with {setting}: {reason}, or {otherwise}")
 
 
 def _validate_engine(cfg: RunConfig) -> None:

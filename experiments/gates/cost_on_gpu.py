@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -38,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="shape:llama3_8b")
     parser.add_argument("--layer", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: reference model, no unrolled arm")
+    parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: reference model, two engines")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -56,8 +55,8 @@ def config(given: argparse.Namespace) -> RunConfig:
 
 def milliseconds(done: Generation) -> float:
     """A step of the batch, or a round that was verified, after the prefill."""
-    rounds = done.drafts.rounds / len(done.outputs) if done.drafts is not None else 0
-    return 1e3 * (done.seconds - max(done.ttft)) / (rounds or len(done.outputs[0]) - 1)
+    steps = len(done.outputs[0]) - 1 if done.drafts is None else done.drafts.rounds / len(done.outputs)
+    return 1e3 * (done.seconds - max(done.ttft)) / steps
 
 
 def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
@@ -98,9 +97,8 @@ def main() -> None:
     if not given.cpu:
         with open_engine(replace(cfg, verification=Verification.adaptive)) as engine:
             rows |= measure(engine, {"closes at once, adaptive": live["closes at once"]}, given.repeats)
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(device_loop, "unavailable", return_value="it was asked for"))
-            engine = stack.enter_context(open_engine(cfg))
+        unrolled = mock.patch.object(device_loop, "unavailable", return_value="it was asked for")
+        with unrolled, open_engine(cfg) as engine:
             rows |= measure(engine, {"unrolled k=3": ("none", None, K)}, given.repeats)
     for batch in BATCHES:
         ms = {

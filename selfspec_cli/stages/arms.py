@@ -51,12 +51,6 @@ class Arm:
         counts = [part.drafts for repeat in self.repeats for part in repeat if part.drafts is not None]
         return sum(c.rounds for c in counts), sum(c.drafted for c in counts), sum(c.accepted for c in counts)
 
-    def own(self) -> counters.Snapshot:
-        """The draft loop's own counters over all repeats."""
-        found = counters.total(part.drafting for repeat in self.repeats for part in repeat)
-        assert found is not None
-        return found
-
     def ratios(self, other: Arm) -> list[float]:
         """Speed over another arm's in the same repeat."""
         return [ours / theirs for ours, theirs in zip(self.tok_s, other.tok_s, strict=True)]

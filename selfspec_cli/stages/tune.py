@@ -130,7 +130,6 @@ def run(
     for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
         if _may_survey(exits, budget):
             exits.append(_surveyed(other, folder, open_engine, budget))
-    exits = level(exits)
     finalists: list[Finalist] = []
     trials = 0
     remaining = promising(exits)
@@ -148,7 +147,7 @@ def run(
     words = [*model_words, *tuned.overrides(choice.cfg)]
     about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
     file = tuned.write(conf, first.model.name, words, about)
-    expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in exits]
+    expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in level(exits)]
     result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
     (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result

@@ -3,7 +3,9 @@
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python experiments/gpu_trace.py --out results/published/gpu [--batch 1]
 
 Llama-3-8B shape, random weights, E=8, k=3, acceptance length 3.0. The profiler slows the host, so the idle share is an
-upper bound; what kernels take is not affected. The engine must be in this process, or the profiler does not see it.
+upper bound; what kernels take is not affected. The engine must be in this process, or the profiler does not see it. The
+draft loop is traced twice, as it is (one conditional node of a CUDA graph) and as k steps captured one after the other,
+which take the same time (results/LOG.md): a profiler may not look into the first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig, Wo
 from selfspec_cli.engine import open_engine
 from selfspec_cli.report.trace import shares
 from selfspec_cli.stages import workload
+from selfspec_cli.vllm_plugin import device_loop
 
 MODEL = ModelConfig(
     name="llama3_8b_shape", path="shape:llama3_8b", dtype="bfloat16", load_format="dummy", max_model_len=4096
@@ -28,6 +30,9 @@ MODEL = ModelConfig(
 ENGINE = EngineConfig(
     name="h100", kv_cache_gib=None, gpu_memory_utilization=0.4, max_num_seqs=32, max_num_batched_tokens=8192
 )
+
+
+KERNELS = 12  # of a part, the slowest
 
 
 def table(cfg: RunConfig) -> dict:
@@ -50,7 +55,16 @@ def table(cfg: RunConfig) -> dict:
         "wall_us_profiled": round(wall, 1),
         "tok_s_unprofiled": round(plain.tokens_per_second, 1),
         "parts": [
-            {key: round(value, 2) if key != "part" else value for key, value in asdict(s).items()} for s in parts
+            {
+                "part": share.part,
+                "busy": round(share.busy, 2),
+                "launches": round(share.launches, 2),
+                "kernels": [
+                    {"name": name[:120], "busy": round(busy, 2), "times": round(times, 2)}
+                    for name, (busy, times) in list(share.kernels.items())[:KERNELS]
+                ],
+            }
+            for share in parts
         ],
     }
 
@@ -68,12 +82,16 @@ def main() -> None:
         perplexity_tokens=0,
     )  # fmt: skip
     found = [table(cfg) for cfg in (baseline_of(drafting), drafting)]
+    device_loop.unavailable = lambda: "traced"  # type: ignore[assignment]
+    found.append({**table(drafting), "arm": "layer_skip, unrolled"})
     chosen.out.mkdir(parents=True, exist_ok=True)
     (chosen.out / f"trace_batch{chosen.batch}.json").write_text(json.dumps(found, indent=1) + "\n")
     for arm in found:
         print(f"{arm['arm']}: {arm['wall_us_profiled']} us a round (profiled), {arm['tok_s_unprofiled']} tok/s (not)")
         for part in arm["parts"]:
             print(f"  {part['part']:8} {part['busy']:9.1f} us  {part['launches']:6.1f} launches")
+            for kernel in part["kernels"]:
+                print(f"    {kernel['busy']:9.1f} us  {kernel['times']:6.1f} x  {kernel['name'][:80]}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -19,6 +19,7 @@ class Share:
     part: str
     busy: float  # kernels and copies launched from this part
     launches: float  # of kernels, copies and graphs, a round
+    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> (of `busy`, times a round)
 
 
 def shares(events: Sequence[dict[str, Any]], prefix: str = "selfspec.") -> tuple[list[Share], float, int]:
@@ -42,16 +43,22 @@ def shares(events: Sequence[dict[str, Any]], prefix: str = "selfspec.") -> tuple
     rounds = sum(name == "verify" for _, _, name in ranges)
     if not work or not rounds:
         raise ValueError("the trace has no GPU work, or no range of a verify pass")
-    busy: dict[str, float] = {}
-    calls: dict[str, set[int]] = {}
+    parts: dict[str, list[dict[str, Any]]] = {}
     for event in work:
-        correlation = event["args"].get("correlation", -1)
-        part = launched.get(correlation, OUTSIDE)
-        busy[part] = busy.get(part, 0.0) + event["dur"]
-        calls.setdefault(part, set()).add(correlation)
+        parts.setdefault(launched.get(event["args"].get("correlation", -1), OUTSIDE), []).append(event)
     wall = max(event["ts"] + event["dur"] for event in work) - min(event["ts"] for event in work)
-    found = [Share(part, busy[part] / rounds, len(calls[part]) / rounds) for part in sorted(busy)]
+    found = [_share(part, parts[part], rounds) for part in sorted(parts)]
     return [*found, Share("idle", (wall - _covered(work)) / rounds, 0.0)], wall / rounds, rounds
+
+
+def _share(part: str, work: Sequence[dict[str, Any]], rounds: int) -> Share:
+    calls = {event["args"].get("correlation", -1) for event in work}
+    kernels: dict[str, tuple[float, float]] = {}
+    for event in work:
+        busy, times = kernels.get(event["name"], (0.0, 0.0))
+        kernels[event["name"]] = (busy + event["dur"] / rounds, times + 1 / rounds)
+    slowest_first = dict(sorted(kernels.items(), key=lambda item: -item[1][0]))
+    return Share(part, sum(event["dur"] for event in work) / rounds, len(calls) / rounds, slowest_first)
 
 
 def _innermost(ts: float, ranges: Sequence[tuple[float, float, str]], begins: Sequence[float]) -> str:

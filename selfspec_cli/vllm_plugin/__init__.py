@@ -4,7 +4,9 @@ compat.py         which vLLM, which of its names are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
-fp8_copies.py     8-bit copies of those weights, for `draft_weights` "fp8"
+twins.py          modules that share all but a few parts with the target's
+linear.py         what a draft step multiplies weights with; gemv.py: the kernel for a single token
+fp8_copies.py     8-bit copies of the weights, for `draft_weights` "fp8"
 exit_head.py      an exit head bound to the loaded model; sharded.py splits it over tensor-parallel ranks
 v1_proposer.py    the draft loop on the V1 model runner (CPU); v1_round.py: a round's requests and KV slots
 v2_speculator.py  the draft loop on the V2 model runner (CUDA); v2_state.py: what it keeps on the device

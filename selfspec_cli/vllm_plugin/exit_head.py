@@ -13,6 +13,7 @@ from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Len
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin.decoder import decoder_of, language_model
 from selfspec_cli.vllm_plugin.fp8_copies import CopiedProjection
+from selfspec_cli.vllm_plugin.linear import linear
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,7 +88,7 @@ class TargetHead:
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""
         if isinstance(self._bound, BoundHead):
-            return self._bound.logits(x)
+            return linear(self.head.transform(x), self._bound.weight, self._bound.bias)
         if self._bound is not None:
             return self._bound.logits(self.head.transform(x))
         return self.head.logits(x, self._compute_logits)  # type: ignore[arg-type]

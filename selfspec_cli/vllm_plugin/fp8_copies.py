@@ -9,8 +9,6 @@ live engine do not reach the copies: drafts get worse then, the output does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +16,16 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin.decoder import has_experts
+from selfspec_cli.vllm_plugin.linear import linear_e4m3
+from selfspec_cli.vllm_plugin.twins import shallow
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig
 
 PLAIN = torch.bfloat16  # of the weights that are copied, and of the activations
 LARGEST = 448.0  # of e4m3
 CHUNK = 2**25  # elements quantised at once, so that the fp32 values in between stay below 128 MiB
-
-Make = Callable[[nn.Module, str], nn.Module | None]
-"""(module, its dotted name) -> what stands in its place, or None to look at its children."""
+UNSUPPORTED = "draft_weights 'fp8' is not supported here: "
 
 
 # ---- what cannot be done ------------------------------------------------------------------------------------------
@@ -48,7 +46,7 @@ def refuse_unsupported(target: ModelConfig, parallel: ParallelConfig) -> None:
     ]
     for unsupported, reason in reasons:
         if unsupported:
-            raise SettingsError(f"draft_weights 'fp8' is not supported here: {reason}; allowed: shared")
+            raise SettingsError(f"{UNSUPPORTED}{reason}; allowed: shared")
 
 
 # ---- quantisation -------------------------------------------------------------------------------------------------
@@ -78,36 +76,19 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return copy, scale
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------
+# ---- modules ------------------------------------------------------------------------------------------------------
 
 
 class CopiedWeight(nn.Module):
-    """x [..., in] bf16 -> [n, out] bf16 on a copy of `weight` [out, in]; activations in e4m3 too (W8A8), one scale a
-    token, found in each call.
-
-    vLLM's CUTLASS kernel: on an H200 faster than Marlin's W8A16 up to 16 tokens, and no slower at 32 once Inductor has
-    made the quantisation of the activations a part of the norm before it (results/LOG.md).
-    """
+    """x [..., in] bf16 -> [n, out] bf16 on a copy of `weight` [out, in]."""
 
     def __init__(self, weight: Tensor) -> None:
-        from vllm import _custom_ops as ops
-
         super().__init__()
-        self._quantise, self._multiply = ops.scaled_fp8_quant, ops.cutlass_scaled_mm
         copy, scale = quantise(weight)
         self.weight, self.weight_scale = _frozen(copy), _frozen(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, x.shape[-1])
-        if torch.compiler.is_compiling():  # Inductor makes plain operations part of the norm before them
-            scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
-            tokens = (x.float() / scales).clamp(-LARGEST, LARGEST).to(self.weight.dtype)
-        else:
-            tokens, scales = self._quantise(x, use_per_token_if_dynamic=True)
-        return self._multiply(tokens, self.weight.t(), scales, self.weight_scale, out_dtype=x.dtype)
-
-
-# ---- the trunk ----------------------------------------------------------------------------------------------------
+        return linear_e4m3(x.reshape(-1, x.shape[-1]), self.weight, self.weight_scale)
 
 
 class CopiedLinear:
@@ -119,64 +100,30 @@ class CopiedLinear:
         return out if bias is None else out + bias
 
 
-def copied_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig) -> nn.ModuleList:
-    """The first `count` of `layers`, their linear layers on 8-bit copies and everything else shared.
+def copied_twin(module: nn.Module, name: str) -> nn.Module | None:
+    """A linear layer on an 8-bit copy of `module`'s weight; None for what is no linear layer. For `replaced`.
 
-    What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object. Raises
-    SettingsError for a layer with experts, for a quantised linear layer, and for weights that are not finite.
+    Raises SettingsError for experts, for a quantised linear layer, and for weights that are not finite.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
-    by_name = vllm_config.compilation_config.static_forward_context.values()
-    layers = nn.ModuleList(list(layers)[:count])
-    if has_experts(layers):
-        raise SettingsError("draft_weights 'fp8' is not supported here: mixture-of-experts layers have no copies; "
-                            "allowed: shared")  # fmt: skip
-
-    def make(module: nn.Module, name: str) -> nn.Module | None:
-        return _twin(module, name) if isinstance(module, LinearBase) else None
-
-    keep = {id(module) for module in by_name}
-    return nn.ModuleList(replaced(layer, make, keep, f"layers.{i}") for i, layer in enumerate(layers))
+    if has_experts(module):
+        raise SettingsError(f"{UNSUPPORTED}mixture-of-experts layers have no copies; allowed: shared")
+    return copied(module, name) if isinstance(module, LinearBase) else None
 
 
-def replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:
-    """`module` with every part for which `make` has a replacement replaced; `module` itself if there is none.
-
-    What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. Modules whose id is
-    in `keep` are shared whole.
-    """
-    if id(module) in keep:
-        return module
-    made = make(module, name)
-    if made is not None:
-        return made
-    children = {key: child for key, child in module._modules.items() if child is not None}
-    parts = {key: replaced(child, make, keep, f"{name}.{key}") for key, child in children.items()}
-    changed = {key: part for key, part in parts.items() if part is not children[key]}
-    return _shallow(module, _modules={**module._modules, **changed}) if changed else module
-
-
-def _twin(layer: Any, name: str) -> nn.Module:
+def copied(layer: Any, name: str) -> nn.Module:
+    """`layer` on a copy of its weight, everything else shared."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype is not PLAIN:
         kind = type(getattr(layer, "quant_method", None)).__name__
         raise SettingsError(
-            f"draft_weights 'fp8' is not supported here: {name} ({type(layer).__name__}, {kind}) has no plain bfloat16 "
-            "weight to copy; allowed: shared"
+            f"{UNSUPPORTED}{name} ({type(layer).__name__}, {kind}) has no plain bfloat16 weight to copy; "
+            "allowed: shared"
         )
     parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
     modules = {**layer._modules, "copy_of_weight": CopiedWeight(weight.detach())}
-    return _shallow(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
-
-
-def _shallow(module: nn.Module, **changes: Any) -> nn.Module:
-    """Another module of the same class and state but for `changes`; bound methods that it stores are its own."""
-    twin: nn.Module = object.__new__(type(module))
-    for key, value in {**module.__dict__, **changes}.items():
-        own = isinstance(value, MethodType) and value.__self__ is module
-        twin.__dict__[key] = MethodType(value.__func__, twin) if own else value
-    return twin
+    return shallow(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------

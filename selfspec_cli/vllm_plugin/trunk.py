@@ -3,7 +3,8 @@ fp8_copies.py), no architecture is named.
 
 About sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
 parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
-final norm. Attention layers find their KV cache by name, so the view shares that too.
+final norm. Attention layers find their KV cache by name, so the view shares that too. On CUDA its linear layers
+multiply by their weights in a way of their own (linear.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from selfspec_cli.vllm_plugin.fp8_copies import copied_layers
+from selfspec_cli.vllm_plugin.fp8_copies import copied_twin
+from selfspec_cli.vllm_plugin.linear import shared_twin
+from selfspec_cli.vllm_plugin.twins import Make, twin_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+TWIN: dict[str, Make] = {"shared": shared_twin, "fp8": copied_twin}
 
 
 def cut(decoder: nn.Module, layers: int) -> None:
@@ -34,10 +39,9 @@ def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft
     """
     trunk = _view(decoder, layers, draft_weights)
     cut(trunk, layers)
-    if draft_weights == "fp8":
-        # The view shares the dict of submodules with the target, which must keep its own layers.
-        copies = copied_layers(decoder.layers, layers, vllm_config)  # type: ignore[arg-type]
-        trunk.__dict__["_modules"] = {**decoder._modules, "layers": copies}
+    # The view shares the dict of submodules with the target, which must keep its own layers.
+    twins = twin_layers(decoder.layers, layers, vllm_config, TWIN[draft_weights])  # type: ignore[arg-type]
+    trunk.__dict__["_modules"] = {**decoder._modules, "layers": twins}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
     if not getattr(trunk, "do_not_compile", True):

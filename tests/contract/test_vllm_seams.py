@@ -287,3 +287,13 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
+
+
+def test_what_an_unquantised_linear_layer_multiplies_with_can_be_asked():
+    """linear.py takes a layer over only where that is PyTorch's linear."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
+
+    assert "F.linear" in (source := inspect.getsource(default_unquantized_gemm)) or "functional.linear" in source
+    assert hasattr(UnquantizedLinearMethod(), "_gemm_impl")
+    assert "return default_unquantized_gemm" in inspect.getsource(dispatch_unquantized_gemm)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.settings import DraftSettings, SettingsError
 from selfspec_cli.vllm_plugin import fp8_copies, spec_config, trunk
+from selfspec_cli.vllm_plugin.twins import shallow
 
 pytestmark = pytest.mark.engine
 
@@ -43,17 +44,17 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     from selfspec_cli.vllm_plugin import v1_proposer
 
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"draft_weights": "fp8"}
 
     def first_layers(decoder: nn.Module, layers: int, config: Any) -> nn.Module:
         before = {name: id(part) for name, part in decoder.named_modules()}
-        made.update(target=decoder, trunk=trunk.first_layers(decoder, layers, config, "fp8"))
+        made.update(target=decoder, trunk=trunk.first_layers(decoder, layers, config, made["draft_weights"]))
         assert {name: id(part) for name, part in decoder.named_modules()} == before
         return made["trunk"]
 
     def settings_of(config: Any) -> DraftSettings | None:
         found = spec_config.settings_of(config)
-        return found and replace(found, draft_weights="fp8")
+        return found and replace(found, draft_weights=made["draft_weights"])
 
     def keep_weight(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = F.linear  # vLLM would pack the weight for oneDNN and leave none to copy
@@ -75,8 +76,9 @@ def test_copies_draft_and_the_output_is_the_targets(expected, on_the_cpu, name, 
         engine.counts().require_both_verdicts()
         weights, step = engine.call("early_exit_weights"), engine.call("early_exit_step_bytes")
     made, target = on_the_cpu["trunk"], on_the_cpu["target"]
-    assert len(made.layers) == EXIT and len(target.layers) == LAYERS
-    for copied, own in zip(made.layers, target.layers, strict=False):
+    assert len(made.layers) == len(target.layers) == LAYERS
+    assert all(made.layers[i] is target.layers[i] for i in range(EXIT, LAYERS))
+    for copied, own in zip(made.layers[:EXIT], target.layers, strict=False):
         assert copied.self_attn.attn is own.self_attn.attn  # the KV cache
         assert copied.mlp.gate_up_proj.quant_method is not own.mlp.gate_up_proj.quant_method
         assert own.mlp.gate_up_proj.weight.dtype is torch.float32
@@ -101,6 +103,32 @@ def test_however_wrong_the_copies_are_the_output_is_the_targets(expected, on_the
         want.check(engine, SOME)
         made = engine.counts()
     assert made.accepted < made.drafted / 10, made
+
+
+def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, on_the_cpu, monkeypatch):
+    """What CUDA runs (linear.py), here on the target's own weights with PyTorch's kernel inside."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    class Operator:
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return torch.ops.selfspec.linear(x, layer.weight, bias)
+
+    def twin(module: nn.Module, name: str) -> nn.Module | None:
+        return shallow(module, quant_method=Operator()) if isinstance(module, LinearBase) else None
+
+    on_the_cpu["draft_weights"] = "shared"
+    monkeypatch.setitem(trunk.TWIN, "shared", twin)
+    want = expected("qwen3")
+    with live(want.path, layer_skip(EXIT, K), **COMPILED) as engine:
+        want.check(engine, SOME)
+        engine.counts().require_both_verdicts()
+        step = engine.call("early_exit_step_bytes")
+    made, target = on_the_cpu["trunk"], on_the_cpu["target"]
+    for twins, own in zip(made.layers[:EXIT], target.layers, strict=False):
+        assert twins.mlp.down_proj.weight is own.mlp.down_proj.weight
+        assert isinstance(twins.mlp.down_proj.quant_method, Operator)
+        assert not isinstance(own.mlp.down_proj.quant_method, Operator)
+    assert 0.9 < step["draft"] / (step["full"] * EXIT / LAYERS) < 2  # the head is whole
 
 
 def test_without_cuda_copies_are_refused_at_start(expected):

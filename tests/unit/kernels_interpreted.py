@@ -13,7 +13,8 @@ import torch
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
-from selfspec_cli.vllm_plugin import v2_kernels
+from selfspec_cli.vllm_plugin import gemv, v2_kernels
+from selfspec_cli.vllm_plugin.fp8_copies import quantise
 from selfspec_cli.vllm_plugin.v2_state import DeviceGate, DraftState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -230,3 +231,33 @@ def test_the_verifier_sees_minus_one_where_nothing_was_drafted():
     tokens = torch.arange(10, 19, dtype=torch.int32)
     v2_kernels.reject_undrafted(tokens, places, mapping, lengths)
     assert tokens.tolist() == [10, 11, -1, -1, 14, 15, 16, -1, 18]
+
+
+# ---- a weight times one token ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [2048, 1536, 1000])  # whole tiles, a tile that sticks out, an odd number
+@pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_weight_times_one_token(rows, columns, biased, dtype):
+    # Rows beyond the last are NaN: reading them would show.
+    weight = torch.full((rows + 4, columns), float("nan"), dtype=dtype)[:rows]
+    weight.copy_(torch.randn(rows, columns) / columns**0.5)
+    x, bias = torch.randn(1, columns).to(dtype), torch.randn(rows).to(dtype)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if biased else None)
+    found = gemv.gemv(x, weight, bias=bias if biased else None)
+    assert (found.dtype, found.shape) == (dtype, (1, rows))
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, atol=4 * rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("columns", [2048, 1000])
+@pytest.mark.parametrize("rows", [8, 13])
+def test_an_8_bit_weight_times_one_token(rows, columns):
+    copy, scale = quantise(torch.randn(rows, columns).to(torch.bfloat16) / columns**0.5)
+    x = torch.randn(columns).to(torch.bfloat16)
+    found = gemv.gemv(x, copy, scale)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (rows,))
+    wanted = (copy.double() * scale.double()) @ x.double()
+    torch.testing.assert_close(found.double(), wanted, atol=2**-6, rtol=2**-7)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.heads import Lens, Translator
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin import exit_head, fp8_copies, step_bytes
-from selfspec_cli.vllm_plugin.fp8_copies import CopiedLinear, quantise, replaced
+from selfspec_cli.vllm_plugin.fp8_copies import CopiedLinear, copied, quantise
+from selfspec_cli.vllm_plugin.twins import replaced, twin_layers
 
 
 def weight(rows, columns, scale=0.02):
@@ -123,7 +124,7 @@ def plain_kernel(monkeypatch):
 
 
 def twin_of(layer):
-    make = lambda module, name: fp8_copies._twin(module, name) if isinstance(module, Linear) else None  # noqa: E731
+    make = lambda module, name: copied(module, name) if isinstance(module, Linear) else None  # noqa: E731
     return replaced(layer, make, {id(layer.attn)}, "layers.0")
 
 
@@ -163,6 +164,30 @@ def test_the_twin_computes_with_the_copies_and_the_layer_with_its_own_weights():
 def test_a_module_without_linear_layers_is_shared_whole():
     norm = nn.Sequential(nn.LayerNorm(4), nn.SiLU())
     assert replaced(norm, lambda module, name: None) is norm
+
+
+class FusedExperts(nn.Module):
+    """Named so that it is taken for what it is."""
+
+
+def test_twins_stand_for_the_first_layers_and_experts_are_shared_whole():
+    layers = nn.ModuleList(Layer() for _ in range(3))
+    layers[1].moe = nn.Sequential(Linear(64, 64), FusedExperts())
+    context = {f"layers.{i}.attn": layer.attn for i, layer in enumerate(layers)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    names = []
+
+    def make(module, name):
+        names.append(name)
+        return copied(module, name) if isinstance(module, Linear) else None
+
+    twins = twin_layers(layers, 2, config, make)
+    assert len(twins) == 3 and twins[2] is layers[2]
+    assert {"layers.0.mlp.0", "layers.1.mlp.2"} < set(names)
+    for layer, twin in zip(layers, twins[:2], strict=False):
+        assert twin is not layer and twin.mlp[0] is not layer.mlp[0] and twin.attn is layer.attn
+    assert twins[1].moe is layers[1].moe
+    assert layers[0].mlp[0].quant_method is not twins[0].mlp[0].quant_method
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

@@ -34,6 +34,7 @@ def test_each_kernel_counts_where_it_was_launched_and_the_rest_is_idle():
         "draft": 40, "other": 20, "sample": 5, "verify": 50, "idle": 110 - 50 - 5 - 50,
     }  # fmt: skip
     assert {share.part: share.launches for share in found}["verify"] == 1  # two kernels of one graph
+    assert {share.part: share.kernels for share in found}["verify"] == {"gemm": (50, 2)}
 
 
 def test_a_trace_without_ranges_is_refused():

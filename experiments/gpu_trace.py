@@ -5,7 +5,7 @@
 Llama-3-8B shape, random weights, E=8, k=3, acceptance length 3.0. The profiler slows the host, so the idle share is an
 upper bound; what kernels take is not affected. The engine must be in this process, or the profiler does not see it. The
 draft loop is traced twice, as it is (one conditional node of a CUDA graph) and as k steps captured one after the other,
-which take the same time (results/LOG.md): a profiler may not look into the first.
+which take the same time (results/LOG.md). Of the first the profiler knows no launch: its kernels come under "other".
 """
 
 from __future__ import annotations

@@ -189,9 +189,17 @@ def _kind_of(key: str) -> Any:
         hints = get_type_hints(kind)
         if part not in hints:
             allowed = [".".join([*parts[:depth], name]) for name in hints]
-            raise ConfigError(closest(key, allowed + ([EXPERIMENT, TUNED] if depth == 0 else []), "key"))
+            top = [EXPERIMENT, TUNED] if depth == 0 else []
+            raise ConfigError(closest(key, allowed + top, "key", meant=_home_of(parts[-1])))
         kind = hints[part]
     return kind
+
+
+def _home_of(name: str) -> str | None:
+    """The key that `name` has in the one group that knows it: batch -> workload.batch."""
+    groups = {group: kind for group, kind in get_type_hints(RunConfig).items() if is_dataclass(kind)}
+    homes = [f"{group}.{name}" for group, kind in groups.items() if name in get_type_hints(kind)]
+    return homes[0] if len(homes) == 1 else None
 
 
 def _split(key: str, overrides: list[Override]) -> tuple[list[str], list[Override]]:

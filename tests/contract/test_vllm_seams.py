@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from selfspec_cli.vllm_plugin import compat
 
@@ -251,6 +252,44 @@ def test_decoders_cut_their_loop_at_end_layer():
     assert {"llama", "qwen3_moe", "gemma", "gemma2", "gemma3"} <= cutting
 
 
+def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
+    """linear.py asks a layer's quant_method what it multiplies with; on CUDA that is PyTorch's linear by default."""
+    from torch import nn
+    from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+    from selfspec_cli.vllm_plugin.linear import SharedLinear, shared_twin
+
+    names, layers = module(LINEAR), module("vllm.model_executor.layers.utils")
+    assert inspect.getsource(layers.dispatch_unquantized_gemm).count("return default_unquantized_gemm") == 3
+    assert "functional.linear(x, weight, bias)" in inspect.getsource(default_unquantized_gemm)
+
+    class OnCuda(nn.Parameter):
+        is_cuda = True
+
+    def layer(method: Any, weight: nn.Parameter, kind: type = names.RowParallelLinear) -> nn.Module:
+        made = object.__new__(kind)
+        nn.Module.__init__(made)
+        made.quant_method, made.weight = method, weight
+        return made
+
+    plain = names.UnquantizedLinearMethod()
+    assert plain._gemm_impl is not default_unquantized_gemm  # this is a CPU
+    plain._gemm_impl = default_unquantized_gemm
+    weight = OnCuda(torch.zeros(4, 8), requires_grad=False)
+    target = layer(plain, weight)
+    twin = shared_twin(target, "o_proj")
+    assert type(twin) is names.RowParallelLinear and twin.weight is weight
+    assert isinstance(twin.quant_method, SharedLinear) and target.quant_method is plain
+    left = [
+        layer(names.UnquantizedLinearMethod(), weight),  # another kernel
+        layer(object(), weight),  # quantised
+        layer(plain, nn.Parameter(torch.zeros(4, 8), requires_grad=False)),  # on the CPU
+        layer(plain, OnCuda(torch.zeros(4, 8, 2), requires_grad=False)),
+        layer(plain, weight, nn.Linear),
+    ]
+    assert [shared_twin(each, "o_proj") for each in left] == [None] * 5
+
+
 def without_self(function: Any) -> list[str]:
     return [name for name in inspect.signature(inspect.unwrap(function)).parameters if name != "self"]
 
@@ -287,13 +326,3 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
-
-
-def test_what_an_unquantised_linear_layer_multiplies_with_can_be_asked():
-    """linear.py takes a layer over only where that is PyTorch's linear."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.utils import default_unquantized_gemm, dispatch_unquantized_gemm
-
-    assert "F.linear" in (source := inspect.getsource(default_unquantized_gemm)) or "functional.linear" in source
-    assert hasattr(UnquantizedLinearMethod(), "_gemm_impl")
-    assert "return default_unquantized_gemm" in inspect.getsource(dispatch_unquantized_gemm)

@@ -160,13 +160,9 @@ class BoundHead:
     weight: Tensor
     bias: Tensor | None = None
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Draft logits, [N, hidden] -> [N, V']."""
-        return F.linear(self.head.transform(x), self.weight, self.bias)
-
-    def to_full_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids as ids of the full vocabulary."""
-        return self.head.to_full_ids(draft_ids)
+    def logits(self, x: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear) -> Tensor:
+        """Draft logits, [N, hidden] -> [N, V']. linear: multiplies (input, weight, bias) like PyTorch's."""
+        return linear(self.head.transform(x), self.weight, self.bias)
 
 
 def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:

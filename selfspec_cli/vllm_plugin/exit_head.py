@@ -88,7 +88,7 @@ class TargetHead:
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> draft logits [n, V']."""
         if isinstance(self._bound, BoundHead):
-            return linear(self.head.transform(x), self._bound.weight, self._bound.bias)
+            return self._bound.logits(x, linear)
         if self._bound is not None:
             return self._bound.logits(self.head.transform(x))
         return self.head.logits(x, self._compute_logits)  # type: ignore[arg-type]

@@ -31,10 +31,6 @@ class StepTimes:
     overhead: float
     per_layer: float
 
-    def draft_step(self, layer: int, head_seconds: float) -> float:
-        """Seconds of one draft step, T_E + T_head."""
-        return self.overhead + self.per_layer * layer + head_seconds
-
     def round(self, layer: int, k: int, head_seconds: float) -> float:
         """Seconds of a round that drafts k tokens after `layer` layers."""
         return round_cost(self.verify, max(0.0, self.overhead + self.per_layer * layer), head_seconds, k)

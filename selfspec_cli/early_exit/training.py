@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -54,22 +53,6 @@ class KlTrainer:
         if not self.losses:
             raise FitError("no pairs to train on")
         return self._head.requires_grad_(False).to(self._dtype)
-
-
-def train_kl(
-    head: Translator,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    lm_head: LmHead,
-    learning_rate: float = 1e-4,
-    weight_decay: float = 0.0,
-) -> tuple[Translator, list[float]]:
-    """A trained copy of `head`, and the loss of each batch in nats a token: one `KlTrainer.step` for each of `batches`,
-    (x [n, hidden], z [n, hidden]). Raises FitError for no data or a loss that is not finite.
-    """
-    trainer = KlTrainer(head, lm_head, learning_rate, weight_decay)
-    for x, z in batches:
-        trainer.step(x, z)
-    return trainer.finish(), trainer.losses
 
 
 def _cast_to(lm_head: LmHead, dtype: torch.dtype) -> LmHead:

@@ -61,7 +61,6 @@ def test_step_times_come_back_from_their_own_rounds():
     rounds = [(layer, k, true.round(layer, k, 0.3)) for layer, k in ((2, 2), (2, 6), (12, 6))]
     got = fit_step_times(8.0, rounds, head_seconds=0.3)
     assert got.to_dict() == pytest.approx(true.to_dict())
-    assert got.draft_step(4, 0.3) == pytest.approx(0.4 + 1.0 + 0.3)
 
 
 def test_a_verify_step_as_long_as_a_decode_step_is_the_plain_cost_model():

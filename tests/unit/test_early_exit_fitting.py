@@ -9,7 +9,7 @@ import torch
 from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq, fit_translator, translator_target
 from selfspec_cli.early_exit.heads import Lens, Translator, with_draft_vocabulary
-from selfspec_cli.early_exit.training import train_kl
+from selfspec_cli.early_exit.training import KlTrainer
 
 N, HIDDEN, VOCAB = 300, 8, 13
 GENERATOR = torch.Generator().manual_seed(0)
@@ -285,12 +285,13 @@ def test_agreement_counts_full_ids():
 def test_kl_training_improves_and_leaves_its_input_alone(vocab_ids):
     zero = torch.zeros(2, HIDDEN)
     start = Translator(down=MAP[:2].float(), up=zero.T, vocab_ids=vocab_ids)
-    batches = [(X.float(), Z.float())] * 15
-    trained, losses = train_kl(start, batches, lm_head, learning_rate=0.1)
+    trainer = KlTrainer(start, lm_head, learning_rate=0.1)
+    losses = [trainer.step(X.float(), Z.float()) for _ in range(15)]
+    trained = trainer.finish()
     assert losses[-1] < 0.7 * losses[0]
     assert torch.equal(start.up, zero.T)
     assert not any(p.requires_grad for p in trained.parameters())
     with pytest.raises(FitError, match="no pairs"):
-        train_kl(start, [], lm_head)
+        KlTrainer(start, lm_head).finish()
     with pytest.raises(FitError, match="batch 0"):
-        train_kl(start, [(X.float() * math.inf, Z.float())], lm_head)
+        KlTrainer(start, lm_head).step(X.float() * math.inf, Z.float())

@@ -1,8 +1,8 @@
 """8-bit copies of the draft's weights, beside the target's own.
 
 At a small batch a draft step is bound by the bytes of weights that it reads; e4m3 copies of the first E layers' linear
-weights halve them. A copy is made at load from the target's bf16 weight, one scale a row (output channel), and is
-multiplied by vLLM's own kernels. The target's modules are left as they are, so the verify pass, which decides on every
+weights halve them. A copy is made at load from the target's bf16 weight, one scale a row (output channel); linear.py
+says what multiplies by it. The target's modules are left as they are, so the verify pass, which decides on every
 token, runs on its own weights; copies can only change which drafts are proposed. Weights that are loaded anew into a
 live engine do not reach the copies: drafts get worse then, the output does not.
 """
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PLAIN = torch.bfloat16  # of the weights that are copied, and of the activations
 LARGEST = 448.0  # of e4m3
 CHUNK = 2**25  # elements quantised at once, so that the fp32 values in between stay below 128 MiB
-UNSUPPORTED = "draft_weights 'fp8' is not supported here: "
 
 
 # ---- what cannot be done ------------------------------------------------------------------------------------------
@@ -46,7 +45,11 @@ def refuse_unsupported(target: ModelConfig, parallel: ParallelConfig) -> None:
     ]
     for unsupported, reason in reasons:
         if unsupported:
-            raise SettingsError(f"{UNSUPPORTED}{reason}; allowed: shared")
+            raise _unsupported(reason)
+
+
+def _unsupported(reason: str) -> SettingsError:
+    return SettingsError(f"draft_weights 'fp8' is not supported here: {reason}; allowed: shared")
 
 
 # ---- quantisation -------------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def copied_twin(module: nn.Module, name: str) -> nn.Module | None:
     from vllm.model_executor.layers.linear import LinearBase
 
     if has_experts(module):
-        raise SettingsError(f"{UNSUPPORTED}mixture-of-experts layers have no copies; allowed: shared")
+        raise _unsupported("mixture-of-experts layers have no copies")
     return copied(module, name) if isinstance(module, LinearBase) else None
 
 
@@ -117,10 +120,7 @@ def copied(layer: Any, name: str) -> nn.Module:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.dtype is not PLAIN:
         kind = type(getattr(layer, "quant_method", None)).__name__
-        raise SettingsError(
-            f"{UNSUPPORTED}{name} ({type(layer).__name__}, {kind}) has no plain bfloat16 weight to copy; "
-            "allowed: shared"
-        )
+        raise _unsupported(f"{name} ({type(layer).__name__}, {kind}) has no plain bfloat16 weight to copy")
     parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
     modules = {**layer._modules, "copy_of_weight": CopiedWeight(weight.detach())}
     return shallow(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())

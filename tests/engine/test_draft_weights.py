@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.settings import DraftSettings, SettingsError
-from selfspec_cli.vllm_plugin import fp8_copies, spec_config, trunk
+from selfspec_cli.vllm_plugin import fp8_copies, linear, spec_config, trunk
 from selfspec_cli.vllm_plugin.twins import shallow
 
 pytestmark = pytest.mark.engine
@@ -109,14 +109,11 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, on_the_c
     """What CUDA runs (linear.py), here on the target's own weights with PyTorch's kernel inside."""
     from vllm.model_executor.layers.linear import LinearBase
 
-    class Operator:
-        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return torch.ops.selfspec.linear(x, layer.weight, bias)
-
     def twin(module: nn.Module, name: str) -> nn.Module | None:
-        return shallow(module, quant_method=Operator()) if isinstance(module, LinearBase) else None
+        return shallow(module, quant_method=linear.SharedLinear()) if isinstance(module, LinearBase) else None
 
     on_the_cpu["draft_weights"] = "shared"
+    monkeypatch.setattr(linear, "linear", torch.ops.selfspec.linear)  # on the CPU it would leave the operator out
     monkeypatch.setitem(trunk.TWIN, "shared", twin)
     want = expected("qwen3")
     with live(want.path, layer_skip(EXIT, K), **COMPILED) as engine:
@@ -126,8 +123,8 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, on_the_c
     made, target = on_the_cpu["trunk"], on_the_cpu["target"]
     for twins, own in zip(made.layers[:EXIT], target.layers, strict=False):
         assert twins.mlp.down_proj.weight is own.mlp.down_proj.weight
-        assert isinstance(twins.mlp.down_proj.quant_method, Operator)
-        assert not isinstance(own.mlp.down_proj.quant_method, Operator)
+        assert isinstance(twins.mlp.down_proj.quant_method, linear.SharedLinear)
+        assert not isinstance(own.mlp.down_proj.quant_method, linear.SharedLinear)
     assert 0.9 < step["draft"] / (step["full"] * EXIT / LAYERS) < 2  # the head is whole
 
 

@@ -390,12 +390,12 @@ def report_cases(only: str, tensor_parallel: int, out: Path) -> int:
         except Exception as error:  # the next case is worth running all the same
             passed, broken[case.name] = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"FAIL {case.name}: {broken[case.name]}", flush=True)
-            continue
-        passed &= case.passed()
-        verdict = "ok  " if case.passed() else "FAIL"
-        counted = f"{case.drafted} drafted, {case.accepted} accepted, {case.preempted} preempted"
-        differ = f"{len(case.different)} of {case.compared} differ"
-        print(f"{verdict} {case.name}: {counted}, {differ}, {case.seconds} s", flush=True)
+        else:
+            passed &= case.passed()
+            verdict = "ok  " if case.passed() else "FAIL"
+            counted = f"{case.drafted} drafted, {case.accepted} accepted, {case.preempted} preempted"
+            differ = f"{len(case.different)} of {case.compared} differ"
+            print(f"{verdict} {case.name}: {counted}, {differ}, {case.seconds} s", flush=True)
         save(out, {"passed": passed, "propose": waits, "broken": broken, "cases": [asdict(each) for each in done]})
     return 0 if passed else 1
 

@@ -1,10 +1,10 @@
 """8-bit copies of the draft's weights, beside the target's own.
 
 At a small batch a draft step is bound by the bytes of weights that it reads; e4m3 copies of the first E layers' linear
-weights halve them. A copy is made at load from the target's bf16 weight, one scale a row (output channel); linear.py
-says what multiplies by it. The target's modules are left as they are, so the verify pass, which decides on every
-token, runs on its own weights; copies can only change which drafts are proposed. Weights that are loaded anew into a
-live engine do not reach the copies: drafts get worse then, the output does not.
+weights halve them. A copy is made at load from the target's bf16 weight, one scale a row (output channel). The
+target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights; copies
+can only change which drafts are proposed. Weights that are loaded anew into a live engine do not reach the copies:
+drafts get worse then, the output does not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin.decoder import has_experts
-from selfspec_cli.vllm_plugin.linear import linear_e4m3
 from selfspec_cli.vllm_plugin.twins import shallow
 
 if TYPE_CHECKING:
@@ -77,6 +77,55 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not scale.isfinite().all():
         raise SettingsError("draft_weights 'fp8' needs finite weights: one is NaN or infinite; allowed: shared")
     return copy, scale
+
+
+# ---- products -----------------------------------------------------------------------------------------------------
+
+
+def linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x [n, in] bf16, weight [out, in] e4m3, scale float32 [out, 1] -> [n, out] bf16. CUDA only.
+
+    One token stays in bf16 (W8A16). More are turned into e4m3 too (W8A8), with one scale a token: vLLM's CUTLASS kernel
+    is faster than Marlin's W8A16 up to 16 tokens on an H200 (results/published/gpu/fp8).
+    """
+    return torch.ops.selfspec.linear_e4m3(x, weight, scale)
+
+
+def _linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return _one_token(x.contiguous(), weight, scale) if x.shape[0] == 1 else _tokens(x, weight, scale)
+
+
+# One operator for Dynamo, which traces the trunk once for any number of tokens. Being implicit it is no barrier for
+# Inductor, which compiles what was traced once for one token and once for more (trunk.py) and finds in each graph the
+# branch that belongs there: it makes the quantisation of the tokens a part of the norm before it.
+_LIBRARY = torch.library.Library("selfspec", "FRAGMENT")
+_LIBRARY.define("linear_e4m3(Tensor x, Tensor weight, Tensor scale) -> Tensor")
+_LIBRARY.impl("linear_e4m3", _linear_e4m3, "CompositeImplicitAutograd")
+
+
+@torch.library.custom_op(
+    "selfspec::gemv_e4m3", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor scale) -> Tensor"
+)
+def _one_token(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    from selfspec_cli.vllm_plugin.gemv import gemv  # imports Triton, which a machine without a GPU may lack
+
+    return gemv(x, weight, scale)
+
+
+@_one_token.register_fake
+def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _tokens(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    from vllm import _custom_ops as ops
+
+    if is_fake(x):  # traced: plain operations, which can be fused
+        scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
+        tokens = (x.float() / scales).clamp(-LARGEST, LARGEST).to(weight.dtype)
+    else:
+        tokens, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
+    return ops.cutlass_scaled_mm(tokens, weight.t(), scales, scale, out_dtype=x.dtype)
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------

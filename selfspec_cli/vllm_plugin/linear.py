@@ -1,6 +1,6 @@
-"""What a draft step multiplies weights with: gemv.py at one token, PyTorch's and vLLM's kernels at more.
+"""What a draft step multiplies the target's weights with: gemv.py at one token, PyTorch's kernels at more.
 
-Operators of their own, because torch.compile traces the trunk once for any number of tokens: the choice has to fall
+An operator of its own, because torch.compile traces the trunk once for any number of tokens: the choice has to fall
 when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's kernels, so
 another way to round a sum can change a draft, never an output.
 """
@@ -21,11 +21,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.selfspec.linear(x, weight, bias) if x.is_cuda else F.linear(x, weight, bias)
 
 
-def linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [n, in] bf16, weight [out, in] e4m3, scale float32 [out, 1] -> [n, out] bf16. CUDA only."""
-    return torch.ops.selfspec.linear_e4m3(x, weight, scale)
-
-
 @torch.library.custom_op(
     "selfspec::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 )
@@ -37,33 +32,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-@torch.library.custom_op(
-    "selfspec::linear_e4m3", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor scale) -> Tensor"
-)
-def _linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    if _one_token(x, weight):  # activations stay in bf16 (W8A16)
-        from selfspec_cli.vllm_plugin.gemv import gemv
-
-        return gemv(x, weight, scale)
-    from vllm import _custom_ops as ops
-
-    # CUTLASS wants activations in e4m3 too (W8A8), one scale a token. On an H200 it is faster than Marlin's W8A16 up
-    # to 16 tokens (results/published/gpu/fp8).
-    tokens, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
-    return ops.cutlass_scaled_mm(tokens, weight.t(), scales, scale, out_dtype=x.dtype)
-
-
 def _one_token(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.numel() == weight.shape[1] and x.is_contiguous() and weight.is_contiguous()
 
 
 @_linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@_linear_e4m3.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -76,7 +50,7 @@ class SharedLinear:
 
 
 def shared_twin(module: nn.Module, name: str) -> nn.Module | None:
-    """A linear layer on `module`'s own weight and these operators, where that weight is plain, on CUDA, and vLLM would
+    """A linear layer on `module`'s own weight and this operator, where that weight is plain, on CUDA, and vLLM would
     multiply by it with PyTorch's linear; None for everything else. For `replaced`."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm

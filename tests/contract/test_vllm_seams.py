@@ -115,7 +115,7 @@ FIELDS = {
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats",
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype",
-    "vllm.config:CompilationConfig": "static_forward_context",
+    "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
     "vllm.config:VllmConfig": "additional_config speculative_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config",

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.settings import DraftSettings, SettingsError
 from selfspec_cli.vllm_plugin import fp8_copies, linear, spec_config, trunk
+from selfspec_cli.vllm_plugin.fp8_copies import CopiedWeight
 from selfspec_cli.vllm_plugin.twins import shallow
 
 pytestmark = pytest.mark.engine
@@ -103,6 +104,26 @@ def test_however_wrong_the_copies_are_the_output_is_the_targets(expected, on_the
         want.check(engine, SOME)
         made = engine.counts()
     assert made.accepted < made.drafted / 10, made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_token_and_more_have_products_of_their_own(expected, on_the_cpu, monkeypatch, compiled):
+    """The products for one token are wrong here, so a request alone has no draft accepted, and requests together do."""
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return F.linear(x, weight.float() * scale)
+
+    monkeypatch.setattr(fp8_copies, "CopiedWeight", CopiedWeight)
+    monkeypatch.setattr(fp8_copies, "_tokens", product)
+    monkeypatch.setattr(fp8_copies, "_one_token", lambda *args: -product(*args))
+    want = expected("llama")
+    with live(want.path, layer_skip(EXIT, K), **(COMPILED if compiled else {})) as engine:
+        want.check(engine, [0])
+        alone = engine.counts()
+        want.check(engine, SOME)
+        together = engine.counts() - alone
+    assert alone.accepted < alone.drafted / 10, alone
+    assert together.accepted > together.drafted / 5, together
 
 
 def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, on_the_cpu, monkeypatch):

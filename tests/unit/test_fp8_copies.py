@@ -1,10 +1,12 @@
 """8-bit copies: how a weight is quantised, and that the target is left as it is. The kernels need a GPU."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.heads import Lens, Translator
@@ -61,6 +63,45 @@ def test_values_that_are_not_finite_are_refused(bad):
     values[2, 3] = bad
     with pytest.raises(SettingsError, match=r"finite.*allowed: shared"):
         quantise(values)
+
+
+# ---- products -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Stands in for vLLM's kernels, which need CUDA."""
+
+    def scaled_fp8_quant(x, use_per_token_if_dynamic):
+        assert use_per_token_if_dynamic
+        return quantise(x)
+
+    def cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype):
+        return ((a.float() * scale_a) @ (b.float() * scale_b.t())).to(out_dtype)
+
+    operators = SimpleNamespace(scaled_fp8_quant=scaled_fp8_quant, cutlass_scaled_mm=cutlass_scaled_mm)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(_custom_ops=operators))
+
+
+def traced(tokens):
+    """The product of so many tokens as Inductor is given it."""
+    graph = make_fx(fp8_copies.linear_e4m3, tracing_mode="fake")(weight(tokens, 64), *quantise(weight(32, 64)))
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_one_token_is_one_operator_to_a_compiler_and_more_are_operations_that_it_can_fuse(vllm):
+    assert traced(1) == [torch.ops.selfspec.gemv_e4m3.default]
+    assert torch.ops.aten.amax.default in traced(5)
+    assert torch.ops.selfspec.gemv_e4m3.default not in traced(5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_of_tokens(vllm, compiled):
+    values, x = weight(32, 64), weight(5, 64, 1.0)
+    product = torch.compile(fp8_copies.linear_e4m3, backend="aot_eager") if compiled else fp8_copies.linear_e4m3
+    out = product(x, *quantise(values))
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), restored(x) @ restored(values).T, atol=0.01, rtol=0.02)
 
 
 # ---- modules that share everything but their linear weights --------------------------------------------------------

@@ -83,8 +83,8 @@ def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_
     tag = _tag(layers, draft_weights)
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
     if draft_weights == "fp8":  # one token is multiplied in another way than more are (fp8_copies.py)
-        config.compilation_config = copy.copy(vllm_config.compilation_config)
-        config.compilation_config.compile_sizes = [1]
+        config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
+        compilation.compile_sizes = sorted({1, *(compilation.compile_sizes or ())})
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
     with set_model_tag(tag), set_current_vllm_config(config):

@@ -1,7 +1,7 @@
 """The draft model: the target's own decoder, cut after E layers. No weight is copied (but for 8-bit copies, on request:
 fp8_copies.py), no architecture is named.
 
-About sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
+More than sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
 parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
 final norm. Attention layers find their KV cache by name, so the view shares that too. On CUDA its linear layers
 multiply by their weights in a way of their own (linear.py).

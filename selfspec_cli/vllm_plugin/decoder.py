@@ -47,6 +47,20 @@ def _cuts_at_end_layer(decoder: Any) -> bool:
     return False
 
 
+def input_embedding(model: nn.Module) -> nn.Module:
+    """Token ids -> hidden states, by whichever name the architecture has for it."""
+    decoder = decoder_of(model)
+    names = ("embed_tokens", "tok_embeddings", "word_embeddings")
+    found: nn.Module = next(getattr(decoder, name) for name in names if hasattr(decoder, name))
+    return found
+
+
+def output_projection(model: nn.Module) -> nn.Module:
+    """Hidden states -> logits: the lm_head, or the input embedding where a model has none of its own."""
+    heads = (getattr(language_model(model), name, None) for name in ("lm_head", "output"))
+    return next((head for head in heads if isinstance(head, nn.Module)), None) or input_embedding(model)
+
+
 def has_experts(part: nn.Module) -> bool:
     """Whether a mixture of experts is in `part`."""
     return any("Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in part.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
-from selfspec_cli.vllm_plugin.decoder import decoder_of, language_model
+from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
 from selfspec_cli.vllm_plugin.fp8_copies import CopiedProjection
 from selfspec_cli.vllm_plugin.linear import linear
 
@@ -46,6 +47,11 @@ class TargetHead:
         else:
             weight = plain_lm_head(target, shards)
             if weight is None:
+                logging.getLogger("vllm.selfspec").warning(
+                    "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
+                    "a draft vocabulary or 8-bit copies save nothing there",
+                    type(language_model(target)).__name__,
+                )
                 return
             bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
         if copied:  # one rank only: `refuse_unsupported`
@@ -134,7 +140,7 @@ def _all_rows(shard: Tensor, rows: int) -> Tensor:
 
 def embedding(target: nn.Module) -> Tensor:
     """The input embedding's weight, [vocabulary (padded), hidden]."""
-    weight = decoder_of(target).embed_tokens.weight  # type: ignore[union-attr]
+    weight = input_embedding(target).weight
     assert isinstance(weight, Tensor)
     return weight
 

@@ -38,6 +38,7 @@ def refuse_unsupported(target: ModelConfig, parallel: ParallelConfig) -> None:
     ranks = parallel.tensor_parallel_size
     reasons = [
         (not current_platform.is_cuda(), f"the kernels need CUDA, and this is {current_platform.device_name}"),
+        (not current_platform.supports_fp8(), "the kernels need a GPU of compute capability 8.9 or more"),
         (target.quantization is not None, f"the target's weights are quantised already ({target.quantization})"),
         (target.dtype is not PLAIN, f"copies are made of bf16 weights, not of {target.dtype}"),
         (target.is_moe, "mixture-of-experts layers have no copies"),
@@ -96,8 +97,9 @@ def _linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 # One operator for Dynamo, which traces the trunk once for any number of tokens. Being implicit it is no barrier for
-# Inductor, which compiles what was traced once for one token and once for more (trunk.py) and finds in each graph the
-# branch that belongs there: it makes the quantisation of the tokens a part of the norm before it.
+# Inductor, which in vLLM's own compile mode compiles what was traced once for one token and once for more (trunk.py)
+# and finds in each graph the branch that belongs there: it makes the quantisation of the tokens a part of the norm
+# before it.
 _LIBRARY = torch.library.Library("selfspec", "FRAGMENT")
 _LIBRARY.define("linear_e4m3(Tensor x, Tensor weight, Tensor scale) -> Tensor")
 _LIBRARY.impl("linear_e4m3", _linear_e4m3, "CompositeImplicitAutograd")

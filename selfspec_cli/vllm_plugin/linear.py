@@ -2,7 +2,8 @@
 
 An operator of its own, because torch.compile traces the trunk once for any number of tokens: the choice has to fall
 when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's kernels, so
-another way to round a sum can change a draft, never an output.
+another way to round a sum can change a draft, and with it which of the target's samples a seed gives, but neither a
+greedy output nor a distribution.
 """
 
 from __future__ import annotations

@@ -25,6 +25,16 @@ SETTINGS_KEY = "selfspec"
 COLLECT_KEY = "selfspec_collect"
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
+VLLM_KEYS = (
+    "draft_sample_method",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "enable_adaptive_verification",
+    "num_speculative_tokens_per_batch_size",
+)
+"""Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself."""
+
 Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "SpeculativeConfig | None"]
 
 
@@ -53,8 +63,11 @@ def understand_layer_skip(original: Original) -> Original:
                 raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
                                     f"{spec.get('method')!r} has no use for it; allowed with: layer_skip")  # fmt: skip
             return original(self, target_model_config, target_parallel_config)
-        _refuse_parallelism(self)
-        settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=_vllm_keys())
+        _refuse_engine(self)
+        _refuse_keys(spec)
+        settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
+        if settings.verify:
+            _refuse_model(target_model_config)
         if settings.draft_weights == "fp8":
             from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported  # imports torch
 
@@ -85,13 +98,35 @@ def _num_layers(model_config: ModelConfig) -> int:
     return int(model_config.hf_text_config.num_hidden_layers)
 
 
-def _vllm_keys() -> set[str]:
+def _refuse_keys(spec: Mapping[str, Any]) -> None:
+    """Keys that vLLM knows and that would change nothing here."""
     from vllm.config import SpeculativeConfig
 
-    return {field.name for field in fields(SpeculativeConfig)}
+    used = VLLM_KEYS if spec["method"] == "layer_skip" else ()
+    for key in {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used):
+        if spec.get(key) is not None:
+            raise SettingsError(
+                f"{key} = {spec[key]!r} has no meaning for method {spec['method']!r}, whose draft is the target "
+                f"itself; of vLLM's own keys allowed: {', '.join(used) or 'none'}"
+            )
 
 
-def _refuse_parallelism(args: EngineArgs) -> None:
+def _refuse_model(target: ModelConfig) -> None:
+    """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
+    recurrent state it would have moved on for good."""
+    if target.is_hybrid or target.is_attention_free:
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: it has layers with a recurrent state, in which "
+            "rejected drafts would stay; allowed: models of attention layers only"
+        )
+    if target.uses_mrope:
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: its positions have several dimensions (M-RoPE), "
+            "and drafts are made at plain positions"
+        )
+
+
+def _refuse_engine(args: EngineArgs) -> None:
     """What no runner of ours can do is refused before anything starts."""
     reasons = {
         "pipeline_parallel_size": "draft and target share every layer, so all layers must be on one worker",
@@ -103,6 +138,12 @@ def _refuse_parallelism(args: EngineArgs) -> None:
             raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1")
     if args.enable_lora:
         raise SettingsError("enable_lora = True is not supported with early exit: the draft would not see the adapter")
+    if args.offload_group_size or args.offload_backend == "prefetch":
+        raise SettingsError(
+            f"offload_group_size = {args.offload_group_size} (weights fetched while layers run) is not supported with "
+            "early exit: layers share buffers, which are right only if every pass runs all layers; allowed: "
+            "cpu_offload_gb"
+        )
 
 
 def _as_draft_model(spec: dict[str, Any], settings: DraftSettings, target: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, language_model
+from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,7 +25,7 @@ def step_bytes(
     "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
     experts, whose step reads only some of its weights.
     """
-    decoder, lm_head = decoder_of(target), language_model(target).lm_head
+    decoder, lm_head = decoder_of(target), output_projection(target)
     parts: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
     if has_experts(decoder):
         return None
@@ -35,8 +35,8 @@ def step_bytes(
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
     return {
-        "full": weight_bytes([*parts, lm_head]),  # type: ignore[list-item]
-        "draft": weight_bytes(exit_parts, head.tensors),  # type: ignore[arg-type]
+        "full": weight_bytes([*parts, lm_head]),
+        "draft": weight_bytes(exit_parts, head.tensors),
         "full_kv_token": a_layer * len(parts),
         "draft_kv_token": a_layer * layers,
     }

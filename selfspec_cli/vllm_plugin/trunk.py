@@ -33,9 +33,9 @@ def cut(decoder: nn.Module, layers: int) -> None:
 def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str = "shared") -> nn.Module:
     """A module over `decoder`'s own parameters that runs its first `layers` layers and the final norm.
 
-    Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. It is compiled exactly
-    when the target is, as a function of its own. draft_weights: "fp8" puts 8-bit copies in place of the linear weights
-    of those layers; raises SettingsError where there can be none.
+    Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. Where vLLM compiles the
+    target in its own mode the trunk is compiled too, as a function of its own. draft_weights: "fp8" puts 8-bit copies
+    in place of the linear weights of those layers; raises SettingsError where there can be none.
     """
     trunk = _view(decoder, layers, draft_weights)
     cut(trunk, layers)

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import pkgutil
 import textwrap
+import types
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,15 @@ FIELDS = {
     "positions",
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
-    "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats",
+    "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
+    "offload_backend",
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
     "vllm.config:VllmConfig": "additional_config speculative_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
-    "rejection_sample_method disable_padded_drafter_batch draft_model_config",
+    "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
+    "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
@@ -228,11 +231,16 @@ def test_linear_layers_multiply_through_their_quant_method_alone():
         assert "self.weight" not in source, kind
 
 
+@pytest.mark.parametrize("name", ["is_moe", "is_hybrid", "is_attention_free", "uses_mrope"])
+def test_what_is_refused_of_a_model_can_be_asked(name):
+    assert isinstance(getattr(module("vllm.config").ModelConfig, name), property)
+
+
 def test_what_refuses_copies_can_be_asked():
     from vllm.platforms import current_platform
 
-    assert isinstance(module("vllm.config").ModelConfig.is_moe, property)
     assert current_platform.is_cuda() in (True, False)
+    assert current_platform.supports_fp8() in (True, False)
     assert isinstance(current_platform.device_name, str)
 
 
@@ -326,3 +334,14 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
+
+
+def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
+    from selfspec_cli.early_exit.settings import SettingsError
+    from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported
+
+    platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    target = types.SimpleNamespace(quantization=None, dtype=torch.bfloat16, is_moe=False)
+    with pytest.raises(SettingsError, match=r"compute capability 8\.9.*allowed: shared"):
+        refuse_unsupported(target, types.SimpleNamespace(tensor_parallel_size=1))

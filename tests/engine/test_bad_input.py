@@ -30,6 +30,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown gate": ({"gate": "varh"}, "gate 'varh' is not known.*did you mean 'varH'"),
     "calibration without its gate": ({"calibration": {}}, "calibration is given but gate 'none' does not use it"),
     "two head paths": ({"head_path": "a", "lsq_head_path": "b"}, "mean the same setting"),
+    "another draft model": ({"model": "other/draft"}, "model = 'other/draft' has no meaning for method 'layer_skip'"),
+    "vLLM's key with skip": (
+        {"method": "skip", "draft_sample_method": "probabilistic"},
+        "draft_sample_method = 'probabilistic' has no meaning for method 'skip'.*allowed: none",
+    ),
     "skip with a gate": ({"method": "skip", "gate": "maxp"}, "gate 'maxp' is not used by method 'skip'"),
 }
 
@@ -38,6 +43,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported"),
     "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 is not supported"),
     "LoRA": ({"enable_lora": True}, "enable_lora = True is not supported"),
+    "weights fetched by turns": ({"offload_group_size": 4}, "offload_group_size = 4 .*every pass runs all layers"),
 }
 
 
@@ -60,6 +66,18 @@ def test_engine_argument(model_dir, case, method):
     changes, message = ENGINES[case]
     with pytest.raises(SettingsError, match=message):
         configure(model_dir("llama"), {"method": method, "layer_skip": 4}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("is_hybrid", "recurrent state"), ("is_attention_free", "recurrent state"), ("uses_mrope", "M-RoPE")],
+)
+def test_models_that_drafts_would_spoil_or_misplace(model_dir, monkeypatch, what, message):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, what, property(lambda self: True))
+    with pytest.raises(SettingsError, match=message):
+        configure(model_dir("llama"), layer_skip(4, 3))
 
 
 def test_through_vllm_llm_too(model_dir):

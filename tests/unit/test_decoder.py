@@ -1,0 +1,39 @@
+"""Where a loaded model keeps its embedding and its lm_head, by whichever names."""
+
+import pytest
+from torch import nn
+
+from selfspec_cli.vllm_plugin import decoder
+
+
+class Layers(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        setattr(self, embedding, nn.Embedding(8, 4))
+        self.layers = nn.ModuleList()
+        self.start_layer, self.end_layer = 0, 0
+
+    def forward(self, x):
+        for layer in self.layers[self.start_layer : self.end_layer]:
+            x = layer(x)
+        return x
+
+
+def causal_lm(embedding="embed_tokens", head=None):
+    model = nn.Module()
+    model.model = Layers(embedding)
+    if head is not None:
+        setattr(model, head, nn.Linear(4, 8))
+    return model
+
+
+@pytest.mark.parametrize("head", ["lm_head", "output"])
+def test_a_head_of_its_own(head):
+    model = causal_lm(head=head)
+    assert decoder.output_projection(model) is getattr(model, head)
+
+
+@pytest.mark.parametrize("embedding", ["embed_tokens", "tok_embeddings", "word_embeddings"])
+def test_without_one_logits_come_from_the_embedding(embedding):
+    model = causal_lm(embedding)
+    assert decoder.output_projection(model) is decoder.input_embedding(model) is getattr(model.model, embedding)

@@ -5,6 +5,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +15,9 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__, output, paths, records
-from selfspec_cli.config import HeadConfig, RunConfig, TrackerKind, baseline_of, engine_key, head_spec, run_key
-from selfspec_cli.output import emit, guard, only_stderr, rows_document, say, warn
+from selfspec_cli.calibrations import exit_name
+from selfspec_cli.config import HeadConfig, RunConfig, baseline_of, engine_key, run_key
+from selfspec_cli.output import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.progress import bars
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
@@ -62,7 +64,7 @@ def main(version: Version = False) -> None:
 
 @app.command(epilog="Example: selfspec doctor model=/models/llama3")
 def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Say whether a run could work here: versions, device, patched vLLM names, model, compiler."""
+    """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     with guard(as_json, debug):
         cfg = _one(overrides, None)
         with only_stderr():
@@ -85,7 +87,7 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
-    with guard(as_json, debug):
+    with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
         from selfspec_cli.compose import compose_runs
 
         whole = any(override.startswith("experiment=") for override in overrides or [])
@@ -103,7 +105,7 @@ def sweep(
     debug: Debug = False,
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
-    with guard(as_json, debug):
+    with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
         from selfspec_cli.compose import compose_runs
 
         runs = compose_runs(None, overrides or [], config=config)
@@ -176,7 +178,7 @@ def compare_heads(
 ) -> None:
     """Fit and compare heads at every layer asked for: agreement, accepted length, bytes, predicted speedup; measure the
     best ones."""
-    with guard(as_json, debug):
+    with guard(as_json, debug, ROWS_KEPT):
         plan = head_plan.to_compare(overrides or [], _several)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
@@ -223,14 +225,15 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
-    with guard(as_json, debug):
+    with guard(as_json, debug, GOES_ON):
         from selfspec_cli.stages import tune as tune_stage
 
         words = overrides or []
         cfgs = _exits(words, tune_stage.candidate_layers)
         if dry_run:
-            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {head_spec(c.head).name}" for c in cfgs]}
+            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {exit_name(c)}" for c in cfgs]}
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        named = any(re.match(r"head[.=]", word) for word in words)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
             result = tune_stage.run(
@@ -238,10 +241,11 @@ def tune(
                 open_engine=_open_engine,
                 budget=tune_stage.Budget(minutes, trials),
                 conf=Path("conf"),
-                heads=[] if any(word.startswith("head") for word in words) else _known_heads(),
+                heads=[] if named else _known_heads(),
                 model_words=model,
                 progress=progress,
             )
+        warn(result.warnings)
         emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
 
 
@@ -338,13 +342,12 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
 
 def _sweep(runs: list[RunConfig], again: bool) -> sweep_stage.SweepResult:
     """The sweep on real engines, with progress bars and the tracker."""
-    from selfspec_cli.report import figure
     from selfspec_cli.stages.bench import run as bench_one
     from selfspec_cli.tracking import open_tracker
 
     run_id = records.new_run_id()
     with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
-        result = sweep_stage.run(
+        return sweep_stage.run(
             runs,
             open_engine=_open_engine,
             bench=bench_one,
@@ -353,11 +356,6 @@ def _sweep(runs: list[RunConfig], again: bool) -> sweep_stage.SweepResult:
             again=again,
             run_id=run_id,
         )
-        if runs[0].tracker.kind is not TrackerKind.none:
-            chart = figure.draw(result.rows, Path(runs[0].results_dir) / report_stage.CHART)
-            if chart is not None:
-                tracker.chart(chart)
-    return result
 
 
 def _open_engine(cfg: RunConfig) -> Any:

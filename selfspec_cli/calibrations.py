@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config import ConfigError, GateConfig, GateKind, RunConfig, gate_threshold, head_spec
+from selfspec_cli.config import (
+    ConfigError,
+    GateConfig,
+    GateKind,
+    RunConfig,
+    Runner,
+    draft_options,
+    gate_threshold,
+    head_spec,
+)
 from selfspec_cli.early_exit.gate_rules import Calibration
 from selfspec_cli.early_exit.settings import SettingsError, calibration_from_dict, check_threshold
 from selfspec_cli.paths import head_folder
@@ -23,13 +33,28 @@ class SavedGate:
 
 
 def path_for(cfg: RunConfig, layer: int) -> Path:
-    """Where the calibration of this model's exit lies: beside its heads, a file for each exit, head and vocabulary."""
+    """Where the calibration of this model's exit lies: beside its heads, a file for each `exit_name`."""
     return head_folder(cfg) / f"gate-E{layer}-{exit_name(cfg)}.json"
 
 
 def exit_name(cfg: RunConfig) -> str:
-    """Head and draft vocabulary in a file's name."""
-    return head_spec(cfg.head).name + ("" if cfg.vocab == "full" else f"-{Path(cfg.vocab).stem}")
+    """What drafts beside the exit layer, in a file's name: the head, and whatever else is not the default.
+
+    A head with a path of its own is named by that too, a vocabulary list by what it holds: `a/v.txt` and `b/v.txt` are
+    two vocabularies.
+    """
+    parts = [head_spec(cfg.head).name]
+    if cfg.head.path is not None:
+        parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
+    if cfg.vocab.isdigit():
+        parts.append(cfg.vocab)
+    elif cfg.vocab != "full":
+        file = Path(cfg.vocab)
+        parts += [file.stem, _digest(file.read_bytes())]
+    parts += draft_options(cfg).values()
+    parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
+    parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
+    return "-".join(parts)
 
 
 def save(path: Path, gate: SavedGate) -> None:
@@ -73,7 +98,10 @@ def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
             raise ConfigError("gate=calibrated: this model's exit layer is not known yet; name it: layer=E")
         path = path_for(cfg, layer)
         if not path.is_file():
-            raise ConfigError(f"gate=calibrated: there is no {path}; make it with: selfspec roc layer={layer}")
+            raise ConfigError(
+                f"gate=calibrated: there is no {path}; make it with: selfspec roc layer={layer}, and the model, head, "
+                "vocabulary and draft options of this run"
+            )
         file = str(path)
     saved = load(file)
     given = gate_threshold(cfg)
@@ -86,3 +114,7 @@ def of(cfg: RunConfig) -> dict[str, Any] | None:
     if cfg.gate.kind is not GateKind.calibrated or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]

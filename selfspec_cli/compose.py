@@ -7,6 +7,7 @@ come from the user's ./conf first, then from the packaged conf/; experiments lik
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,7 +19,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec_cli import paths
 from selfspec_cli.config import GROUPS, ConfigError, RunConfig, resolved, run_key
 from selfspec_cli.early_exit.settings import closest
-from selfspec_cli.validation import validate
+from selfspec_cli.validation import validate, validate_command
 
 EXPERIMENT = "experiment"
 TUNED = "tuned"  # a file of `selfspec tune`, by the model's name
@@ -57,7 +58,8 @@ def compose_runs(
         config: a dumped config to start from instead of the schema's defaults.
 
     Raises:
-        ConfigError: unknown key, choice or experiment (naming the nearest), or a value out of range.
+        ConfigError: unknown key, choice or experiment (naming the nearest), a value out of range, or one that no
+            point uses.
     """
     base = load_config(config) if config else None
     parsed = _parse(overrides)
@@ -65,13 +67,19 @@ def compose_runs(
     tuned, users = _split(TUNED, users)
     points: list[tuple[str, ...]] = []
     names = [experiment] if experiment else names
-    grids = [grid for name in names for grid in experiment_overrides(name)] if names else [[]]
-    found = [grid for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
+    grids = [_parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
+    found = [_parse(grid) for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
     for grid, best in itertools.product(grids, found):
-        points += _expand([*_parse(grid), *_parse(best), *users], sweep)
+        points += _expand([*grid, *best, *users], sweep)
+    composed = []
+    for cfg in _compose_points(points, base):
+        validate(resolved(cfg))
+        composed.append(cfg)
+    # Not what tuning found: it fits together, and what of it is unused the user has chosen otherwise.
+    given = {override.key_or_group: str(override.input_line) for override in [*itertools.chain(*grids), *users]}
+    validate_command(composed, given)
     runs: dict[str, RunConfig] = {}
-    for cfg in map(resolved, _compose_points(points, base)):
-        validate(cfg)
+    for cfg in map(resolved, composed):
         runs.setdefault(run_key(cfg), cfg)
     if not sweep and len(runs) > 1:
         raise ConfigError("one experiment at a time here; `selfspec sweep` runs several")
@@ -161,8 +169,25 @@ def _parse(overrides: Iterable[str]) -> list[Override]:
     for override in parsed:
         if override.is_delete() or override.package is not None or override.is_hydra_override():
             raise ConfigError(f"{override.input_line}: only key=value overrides can be used here")
+        _check_sweep(override)
         _check_key(override)
     return parsed
+
+
+def _check_sweep(override: Override) -> None:
+    """Refuse a sweep that is no list of values, and one without any."""
+    sweep = override.value()
+    if isinstance(sweep, (Glob, IntervalSweep)):
+        raise ConfigError(
+            f"{override.input_line}: an interval or a pattern has no list of values; write a,b,c or "
+            "range(start, stop, step)"
+        )
+    # Written so that NaN is refused too.
+    if isinstance(sweep, RangeSweep) and not 0 < ((sweep.stop or 0) - (sweep.start or 0)) * sweep.step < math.inf:
+        raise ConfigError(
+            f"{override.input_line}: a range without a value, or without an end; it goes from start by step and ends "
+            "before stop, such as range(4,13,4)"
+        )
 
 
 def _check_key(override: Override) -> None:
@@ -224,8 +249,6 @@ def _expand(overrides: list[Override], sweep: bool) -> list[tuple[str, ...]]:
     for override in overrides:
         if override.is_sweep_override() and not sweep:
             raise ConfigError(f"{override.input_line}: one point only here; `selfspec sweep` takes lists and ranges")
-        if override.is_sweep_override() and not override.is_discrete_sweep():
-            raise ConfigError(f"{override.input_line}: an interval has no list of points; use range(start, stop, step)")
         key = override.key_or_group
         axes.pop(key, None)
         axes[key] = _axis(override)

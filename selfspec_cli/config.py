@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.gate_rules import GATE_RULES
 from selfspec_cli.early_exit.head_spec import HeadSpec
 
 MAXP_TAU = 0.35  # threshold of gate maxp where the user gives none
+VARH_TAU_V = 5.0  # likewise of gate varH
 DRAFT_LENGTH = 5  # k where neither the user nor the model says
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 
@@ -192,7 +193,7 @@ class RunConfig:
     k: int | None = None  # draft tokens a round, at most; None: the model's, see `resolved`
     tau: float | None = None  # of the gates that compare a probability (go on while it is >= tau); None: MAXP_TAU, or
     # the gate's own default
-    tau_v: float = 5.0  # varH: go on while Var[-log p] <= tau_v (nats squared)
+    tau_v: float | None = None  # varH: go on while Var[-log p] <= tau_v (nats squared); None: VARH_TAU_V
     threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
     vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
     draft_weights: DraftWeights = DraftWeights.shared
@@ -226,12 +227,11 @@ def gate_threshold(cfg: RunConfig) -> float | None:
         return None
     if cfg.threshold is not None:
         return cfg.threshold
-    if kind is GateKind.varH:
-        return cfg.tau_v
     rule = GATE_RULES[kind.value]
-    if rule.key == "tau" and cfg.tau is not None:
-        return cfg.tau
-    return {GateKind.maxp: MAXP_TAU, GateKind.calibrated: None}.get(kind, rule.default)
+    given = {"tau": cfg.tau, "tau_v": cfg.tau_v}.get(rule.key or "")
+    if given is not None:
+        return given
+    return {GateKind.maxp: MAXP_TAU, GateKind.varH: VARH_TAU_V, GateKind.calibrated: None}.get(kind, rule.default)
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
@@ -312,6 +312,25 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
     return settings | ({"runner": cfg.runner.value} if cfg.runner is not Runner.auto else {})
+
+
+def uses(cfg: RunConfig, key: str) -> bool:
+    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either."""
+    gate = GATE_RULES[cfg.gate.kind.value if cfg.method is Method.layer_skip else "none"]
+    drafts = cfg.method in SPECULATIVE
+    used = {
+        "layer": cfg.method in (*EARLY_EXIT, Method.draft_model),
+        "head": cfg.method in EARLY_EXIT,
+        "vocab": cfg.method in EARLY_EXIT,
+        "k": drafts,
+        "acceptance_length": drafts,
+        "gate": cfg.method is Method.layer_skip,
+        "gate.calibration": gate.name == "calibrated",
+        "tau": gate.key == "tau" and cfg.threshold is None,
+        "tau_v": gate.key == "tau_v" and cfg.threshold is None,
+        "threshold": gate.key is not None,
+    }
+    return used.get(key, used.get(key.partition(".")[0], True))
 
 
 def _head_facts(head: HeadConfig) -> dict[str, Any]:

@@ -84,9 +84,17 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
 
 
 def shallow_model(cfg: RunConfig, folder: Path) -> Path:
-    """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit."""
-    config = json.loads((Path(model_path(cfg.model)) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": cfg.layer}))
+    """The config of `cfg`'s model with E layers, written to `folder`: a separate draft of the depth of early exit.
+
+    Raises:
+        ConfigError: the model is on the Hub, and its config cannot be had.
+    """
+    config = _config_document(cfg.model)
+    text = config.get("text_config") or config  # a model of more than text counts its layers there
+    text["num_hidden_layers"] = layer = _exit_layer(cfg)
+    if text.get("layer_types"):  # the kind of each layer; transformers refuses a list of another length
+        text["layer_types"] = text["layer_types"][:layer]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -100,9 +108,10 @@ def head_path(cfg: RunConfig) -> str | None:
     if cfg.head.kind is HeadKind.lens and cfg.head.path is None and cfg.vocab == "full":
         return None
     text = _text_config(cfg.model)
-    layer = cfg.layer if cfg.layer is not None else int(text.num_hidden_layers) // 2
     size = int(text.vocab_size)
-    path = head_file(cfg, layer, int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size))
+    path = head_file(
+        cfg, _exit_layer(cfg), int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size)
+    )
     return None if path is None else str(path)
 
 
@@ -127,12 +136,31 @@ def tokenizer(cfg: RunConfig) -> Encode:
 
 def count_layers(model: ModelConfig) -> int:
     """Decoder layers of a model, from its config alone."""
-    return int(_text_config(model).num_hidden_layers)
+    return int(model.hf_overrides.get("num_hidden_layers") or _text_config(model).num_hidden_layers)
 
 
 def position_limit(model: ModelConfig) -> int | None:
     """Positions that a model's config allows; None where it does not say."""
     return getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def _exit_layer(cfg: RunConfig) -> int:
+    """The exit layer in force: half of the layers where none is given, as `Engine.layer` and a row have it."""
+    return cfg.layer if cfg.layer is not None else count_layers(cfg.model) // 2
+
+
+def _config_document(model: ModelConfig) -> dict[str, Any]:
+    """A model's config.json as it stands in its folder, in the Hugging Face cache or on the Hub."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(model_path(model), "config.json", revision=model.revision)
+    except OSError as error:
+        raise ConfigError(
+            f"model={model.path}: its config.json is not in the Hugging Face cache and could not be fetched; fetch it "
+            f"first (hf download {model.path} config.json), or name a folder: model=./FOLDER"
+        ) from error
+    return json.loads(Path(str(file)).read_text(encoding="utf-8"))
 
 
 def _text_config(model: ModelConfig) -> Any:

@@ -20,7 +20,7 @@ from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
-from selfspec_cli.stages.sweep import Plan
+from selfspec_cli.stages.sweep import Plan, told_apart
 
 if TYPE_CHECKING:
     from selfspec_cli.stages.compare import Comparison
@@ -43,10 +43,18 @@ POINT = (
 )
 BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
+# What is left after an interrupt, and what the same command does then. Commands differ in it.
+GOES_ON = "what was measured so far is kept, and the same command goes on from there"
+BEGINS_AGAIN = "the same command begins again"
+ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
+
 
 @contextmanager
-def guard(as_json: bool, debug: bool) -> Iterator[None]:
-    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted."""
+def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None]:
+    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted.
+
+    then: GOES_ON, or whatever else is true after an interrupt.
+    """
     try:
         yield
     except typer.Exit:
@@ -54,8 +62,7 @@ def guard(as_json: bool, debug: bool) -> Iterator[None]:
     except (ConfigError, SettingsError) as error:
         _fail(error, str(error), BAD_INPUT, as_json, debug)
     except KeyboardInterrupt as error:
-        kept = "interrupted; rows measured so far are kept, and the same command goes on from there"
-        _fail(error, kept, INTERRUPTED, as_json, debug)
+        _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = "" if debug else "\nThe same command with --debug shows the traceback."
@@ -118,12 +125,14 @@ def show_plan(plan: Plan) -> None:
     """A plan for people."""
     groups = [group for family in plan.families for group in [family.baselines, *family.groups]]
     points = sum(map(len, groups))
+    apart = told_apart([cfg for group in groups for cfg in group])
     say(f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped", "bold")
     for number, group in enumerate(groups, start=1):
         say(f"engine {number}: {group[0].model.path} on {group[0].engine.name}")
         for cfg in group:
             row = identity(cfg, run_id="")
-            say(f"  {label(row):<40} {group_title(row)}  [{run_key(cfg)}]")
+            told = f"  {apart[run_key(cfg)]}" if apart[run_key(cfg)] else ""
+            say(f"  {label(row):<40} {group_title(row)}{told}  [{run_key(cfg)}]")
 
 
 def show_checks(checks: list[Check]) -> None:
@@ -164,12 +173,12 @@ def show_comparison(found: Comparison) -> None:
 
 def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> None:
     """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
-    say(f"{'':<6}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
+    say(f"{'':<6}{'head':<14}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
     for row in rows:
         areas = [f"{area:.3f}" if area is not None else "" for area in (row.auc, row.auc_at_stake)]
         limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
         best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
-        say(f"E={row.E:<4}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
+        say(f"E={row.E:<4}{row.head:<14}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
     say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
         f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
         f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
@@ -182,7 +191,8 @@ def show_tuned(document: dict[str, Any]) -> None:
     for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
         limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
         spread = f"{found['speedup']:.2f}x ({found['speedup_min']:.2f} to {found['speedup_max']:.2f})"
-        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}")
+        pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
+        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
     say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, found in "
         f"{document['seconds']:.0f} s and {document['trials']} trials", "bold")  # fmt: skip
     say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")

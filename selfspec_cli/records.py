@@ -1,7 +1,8 @@
 """Results on disk: one row an arm in summary.csv, one in accept.tsv, appended so that nothing is ever lost.
 
 `Record` IS the header of summary.csv and `AcceptRow` that of accept.tsv. A value that was not measured is an empty
-cell (`None`), never 0. Several processes may append at once; a line cut short by a crash spoils only itself.
+cell (`None`), never 0. Several processes may append at once; a line cut short by a crash spoils only itself. A file of
+an earlier version, which lacks columns that may be empty, is read as it is, and gets today's columns before a run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,7 +94,11 @@ class Record:
 
 @dataclass
 class AcceptRow:
-    """vLLM's own speculative-decoding counters for one arm, summed over the timed repeats."""
+    """vLLM's own speculative-decoding counters for one arm, summed over the timed repeats.
+
+    It belongs to the summary row of the same run_id and key, and is written before it: a run interrupted in between
+    leaves one that belongs to none, and the point is measured again.
+    """
 
     run_id: str
     arm: str
@@ -188,28 +194,84 @@ def append(path: str | os.PathLike[str], row: Record | AcceptRow) -> None:
 
     Raises:
         ConfigError: the file has another header; it is left as it is.
+        OSError: the line could not be written (a full disk); no part of it is in the file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with _locked(path) as handle:
         start = _check_header(path, type(row))
         if start == _format(header(type(row)), path):
             os.ftruncate(handle, 0)  # empty, or a header cut short by a crash
-        os.write(handle, (start + _line(row, path)).encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)  # drops the lock
+        end = os.fstat(handle).st_size
+        rest = (start + _line(row, path)).encode()
+        try:
+            while rest:  # a write may take less than it was given
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+        except OSError as error:
+            os.ftruncate(handle, end)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def check_header(path: str | os.PathLike[str], kind: type) -> None:
-    """Refuse a file that `append` would refuse; one that is missing or empty is fine.
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open for appending and under its lock; made where there is none."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                yield handle
+                return
+        finally:
+            os.close(handle)  # drops the lock; where another file took this one's place meanwhile, that one is locked
+
+
+def prepare(results_dir: str | os.PathLike[str]) -> None:
+    """Make certain, before anything is measured, that `append` will take its rows: what an earlier version wrote gets
+    the columns of this one.
 
     Raises:
-        ConfigError: the file has another header.
+        ConfigError: a file has another header; nothing is changed.
     """
-    _check_header(Path(path), kind)
+    files = [(Path(results_dir) / name, kind) for name, kind in ((SUMMARY, Record), (ACCEPT, AcceptRow))]
+    older = [(path, kind) for path, kind in files if path.exists() and not _begins(path, _format(header(kind), path))]
+    for path, kind in older:  # all of them, before the first is changed
+        _columns(_lines(path), path, kind)
+    for path, kind in older:
+        _upgrade(path, kind)
+
+
+def _begins(path: Path, text: str) -> bool:
+    return path.read_bytes().startswith(text.encode())
+
+
+def _upgrade(path: Path, kind: type) -> None:
+    """Put a file with this version's columns in the place of an earlier version's, at once or not at all. Cells stay as
+    they are, new ones are empty, and a line cut short stays one."""
+    path = path.resolve()  # a link stays a link
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with _locked(path):
+        lines = _lines(path, errors="surrogateescape")  # bytes that are no text stay as they are
+        names = _columns(lines, path, kind)
+        upgraded = [_upgraded(line, names, path, kind) for line in lines[1:] if f"{line}\n" != _format(names, path)]
+        try:
+            with part.open("w", encoding="utf-8", errors="surrogateescape") as file:
+                file.writelines([_format(header(kind), path), *upgraded])
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.copymode(path, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _upgraded(line: str, names: list[str], path: Path, kind: type) -> str:
+    cells = next(csv.reader([line], delimiter=_delimiter(path)), [])
+    if len(cells) != len(names):
+        return f"{line}\n"
+    known = dict(zip(names, cells, strict=True))
+    return _format([known.get(name, "") for name in header(kind)], path)
 
 
 def _check_header(path: Path, kind: type) -> str:
@@ -261,20 +323,14 @@ def _cell(value: Any) -> str:
 def read(path: str | os.PathLike[str], kind: type[Row]) -> tuple[list[Row], list[str]]:
     """All rows of a file that are whole, and a warning for each line that is not.
 
-    A file of an earlier version, which lacks columns that may be empty, is read with those empty; nothing is appended
-    to such a file.
+    A file of an earlier version is read with the columns that it lacks empty.
 
     Raises:
         ConfigError: the file has another header.
     """
     path = Path(path)
-    if not path.exists():
-        return [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    names = _names_of_earlier(lines[0], path, kind) if lines else None
-    if names is None:
-        _check_header(path, kind)
-        names = header(kind)
+    lines = _lines(path)
+    names = _columns(lines, path, kind)
     parsers, rows = _parsers(kind), list[Row]()
     warnings: list[str] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -287,12 +343,23 @@ def read(path: str | os.PathLike[str], kind: type[Row]) -> tuple[list[Row], list
     return rows, warnings
 
 
-def _names_of_earlier(line: str, path: Path, kind: type) -> list[str] | None:
-    """The columns of a header from which only columns that may be empty are missing; None for any other header."""
-    found = next(csv.reader([line], delimiter=_delimiter(path)), [])
+def _lines(path: Path, errors: str = "replace") -> list[str]:
+    return path.read_text(encoding="utf-8", errors=errors).splitlines() if path.exists() else []
+
+
+def _columns(lines: list[str], path: Path, kind: type) -> list[str]:
+    """What the cells of these lines of a file are: this version's columns, or an earlier one's, from which only columns
+    that may be empty are missing.
+
+    Raises:
+        ConfigError: the file has any other header.
+    """
+    found = next(csv.reader(lines[:1], delimiter=_delimiter(path)), [])
     needed = {column.name for column in fields(kind) if column.default is not None}
-    in_order = [name for name in header(kind) if name in found]
-    return found if found == in_order and needed <= set(found) else None
+    if needed <= set(found) and found == [name for name in header(kind) if name in found]:
+        return found
+    _check_header(path, kind)  # missing, empty or cut short, which `append` writes again; or none of ours
+    return header(kind)
 
 
 def _parse(cells: list[str], names: list[str], kind: type[Row], parsers: dict[str, Callable[[str], Any]]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +21,7 @@ class Tracker:
         """Log one row."""
 
     def chart(self, png: Path) -> None:
-        """Log the chart of all rows."""
+        """Log a chart of the results folder, and beside it the rows logged so far as a table."""
 
 
 class _Wandb(Tracker):
@@ -66,4 +67,7 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
     try:
         yield _Wandb(run, wandb.Table, wandb.Image)
     finally:
-        run.finish()
+        try:
+            run.finish()
+        except Exception as error:  # the rows are on disk: what W&B cannot do must not hide them
+            print(f"warning: tracker: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)

@@ -9,6 +9,7 @@ from selfspec_cli.config import GateConfig, GateKind, HeadConfig, RunConfig, dra
 from selfspec_cli.early_exit.replay import Setting
 
 FOLDER = "tuned"
+_MORE = ("head_dir", "runner")  # where the head is found, and who drafts with it; written down only if not the default
 
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
@@ -19,9 +20,10 @@ def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
 
 def overrides(cfg: RunConfig) -> list[str]:
     """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
-    threshold = gate_threshold(cfg)
+    threshold, default = gate_threshold(cfg), RunConfig()
     words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
     words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
+    words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
     words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 

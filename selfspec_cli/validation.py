@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from selfspec_cli.config import (
     DRAFT_LENGTH,
     ConfigError,
     DraftWeights,
+    GateConfig,
     GateKind,
     Method,
     RunConfig,
     Runner,
     Verification,
+    gate_threshold,
     head_spec,
+    uses,
 )
-from selfspec_cli.early_exit.settings import SettingsError, check_threshold
+from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, SettingsError, check_threshold, closest
+
+# What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
+LOAD_FORMATS = (
+    "auto",
+    "dummy",
+    "safetensors",
+    "pt",
+    "hf",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "ipc_cache",
+    "modelexpress",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "tensorizer",
+)
 
 
 def validate(cfg: RunConfig) -> None:
@@ -27,21 +55,32 @@ def validate(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming the key, the value and what is allowed.
     """
-    at_least = [
+    at_least: list[tuple[str, float | None, int]] = [
+        ("layer", cfg.layer, 1),
+        ("k", cfg.k, 1),
         ("repeats", cfg.repeats, 3),
         ("warmup", cfg.warmup, 0),
         ("seed", cfg.seed, 0),
         ("perplexity_tokens", cfg.perplexity_tokens, 0),
         ("tau_v", cfg.tau_v, 0),
         ("model.tensor_parallel_size", cfg.model.tensor_parallel_size, 1),
+        ("model.max_model_len", cfg.model.max_model_len, 1),
         ("engine.max_num_seqs", cfg.engine.max_num_seqs, 1),
+        ("engine.max_num_batched_tokens", cfg.engine.max_num_batched_tokens, 1),
         *((f"workload.{name}", getattr(cfg.workload, name), 1) for name in _COUNTS),
         ("workload.temperature", cfg.workload.temperature, 0),
     ]
-    at_least += [(key, value, 1) for key, value in (("layer", cfg.layer), ("k", cfg.k)) if value is not None]
     for key, value, least in at_least:
-        if not value >= least:  # written so that NaN is refused too
+        if value is not None and not value >= least:  # written so that NaN is refused too
             raise ConfigError(f"{key}={value}: must be at least {least}")
+        if value == math.inf:
+            raise ConfigError(f"{key}={value}: must be finite")
+    for key, word, known in (
+        ("model.dtype", cfg.model.dtype, DTYPES),
+        ("model.load_format", cfg.model.load_format, LOAD_FORMATS),
+    ):
+        if word not in known:
+            raise ConfigError(closest(word, known, key))
     if cfg.tau is not None and not 0 <= cfg.tau <= 1:
         raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
     _validate_threshold(cfg)
@@ -49,6 +88,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_method(cfg)
     _validate_draft_weights(cfg)
     _validate_verification(cfg)
+    _validate_runner(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
@@ -60,19 +100,52 @@ def validate(cfg: RunConfig) -> None:
 _COUNTS = ("input_len", "output_len", "num_prompts", "batch")
 
 
+def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
+    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
+    method that no point uses. A value that is the default asks for nothing, and a baseline uses no setting.
+
+    Args:
+        points: all of the command. given: what was typed for each key, such as {"tau_v": "tau_v=4,5,6"}.
+
+    Raises:
+        ConfigError: naming what was typed, and the methods or gates that use it.
+    """
+    for key in ("results_dir", "head_dir", "tracker.kind", "tracker.project", "tracker.entity"):
+        values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
+        if len(values) > 1:
+            raise ConfigError(f"{key}={','.join(values)}: one command takes one value of it")
+    drafting = [cfg for cfg in points if cfg.method is not Method.baseline]
+    for key, typed in given.items():
+        if any(uses(cfg, key) for cfg in drafting):
+            continue
+        idle = [cfg for cfg in drafting if attrgetter(key)(cfg) != attrgetter(key)(RunConfig())]
+        if idle:
+            raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
+
+
+def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:
+    """Who does not use `key`, and who would; `idle` are the points that set it for nothing."""
+    every = [RunConfig(method=method, gate=GateConfig(kind)) for method, kind in itertools.product(Method, GateKind)]
+    able = [cfg for cfg in every if uses(cfg, key)]
+    methods, gates = (dict.fromkeys(cfg.method for cfg in able), dict.fromkeys(cfg.gate.kind for cfg in able))
+    # The point that comes nearest to using it tells the user most.
+    cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in gates))
+    if cfg.method not in methods:
+        return f"method {cfg.method.value!r}; methods that use {key}: {', '.join(methods)}"
+    if cfg.gate.kind in gates:
+        return f"gate {cfg.gate.kind.value!r} where threshold={cfg.threshold:g} takes its place; give one of them"
+    takes = " or ".join(name for name in THRESHOLD_KEYS if uses(cfg, name)) or "no threshold"
+    return f"gate {cfg.gate.kind.value!r}, which takes {takes}; gates that use {key}: {', '.join(gates)}"
+
+
 def _validate_threshold(cfg: RunConfig) -> None:
-    value, kind = cfg.threshold, cfg.gate.kind
-    if value is None:
-        return
-    if kind is GateKind.maxp and not 0 <= value <= 1:
-        raise ConfigError(f"threshold={value}: the gate maxp compares a probability, must lie in [0, 1]")
-    if kind is GateKind.varH and not value >= 0:
-        raise ConfigError(f"threshold={value}: the gate varH compares a variance, must be at least 0")
-    if kind is not GateKind.none:
-        try:
-            check_threshold(kind.value, value)
-        except SettingsError as error:
-            raise ConfigError(str(error)) from error
+    """The threshold in force, whichever key it is from."""
+    kind = cfg.gate.kind.value
+    key = GATE_RULES[kind].key if cfg.threshold is None else None
+    try:
+        check_threshold(kind, gate_threshold(cfg), key or "threshold")
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _validate_method(cfg: RunConfig) -> None:
@@ -130,6 +203,21 @@ def _validate_verification(cfg: RunConfig) -> None:
     _refuse_any(f"verification={cfg.verification}", reasons, "verification=full")
 
 
+def _validate_runner(cfg: RunConfig) -> None:
+    runner, on_cpu = cfg.runner, cfg.engine.name == "cpu"
+    if runner is Runner.auto or cfg.method is Method.baseline:
+        return
+    reasons = [
+        (f"engine={cfg.engine.name}", on_cpu, "vLLM's CPU build has one runner; choose a GPU: engine=h100"),
+        (
+            f"method={cfg.method}",
+            runner is Runner.v1 and cfg.method is Method.layer_skip,
+            "early exit on CUDA is written for the other one; use runner=v2",
+        ),
+    ]
+    _refuse_any(f"runner={runner}", reasons, "runner=auto")
+
+
 def _refuse_any(asked: str, reasons: list[tuple[str, bool, str]], otherwise: str) -> None:
     """Raises ConfigError for the first (setting, whether it forbids what is asked, why and what to do) that does."""
     for setting, forbids, reason in reasons:
@@ -153,9 +241,14 @@ def _validate_engine(cfg: RunConfig) -> None:
             f"workload.batch={cfg.workload.batch}: the engine runs engine.max_num_seqs={cfg.engine.max_num_seqs} "
             "requests at once; raise that too"
         )
+    if cfg.workload.batch > cfg.workload.num_prompts:
+        raise ConfigError(
+            f"workload.batch={cfg.workload.batch} with workload.num_prompts={cfg.workload.num_prompts}: fewer requests "
+            f"than are to be in flight at once; use workload.num_prompts={cfg.workload.batch} or more"
+        )
     share = cfg.engine.gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise ConfigError(f"engine.gpu_memory_utilization={share}: a fraction, must lie in (0, 1]")
     cache = cfg.engine.kv_cache_gib
-    if cache is not None and not cache > 0:
-        raise ConfigError(f"engine.kv_cache_gib={cache}: GiB, must be more than 0")
+    if cache is not None and not 0 < cache < math.inf:
+        raise ConfigError(f"engine.kv_cache_gib={cache}: GiB, must be more than 0, and finite")

@@ -30,7 +30,7 @@ def draw(rows: list[Record], path: str | Path, footer: str = "") -> Path | None:
 
     heights = [len(members) * INCHES_A_BAR + 1.15 for _, members in panels]
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9.6, sum(heights) + 0.7), squeeze=False, height_ratios=heights, layout="constrained"
+        len(panels), 1, figsize=(10.8, sum(heights) + 0.7), squeeze=False, height_ratios=heights, layout="constrained"
     )
     for axis, (title, members) in zip(axes[:, 0], panels, strict=True):
         _panel(axis, title, members)
@@ -66,7 +66,7 @@ def _panel(axis: Any, title: str, members: list[Record]) -> None:
     axis.set_yticks(range(len(members)), [label(row) for row in members], fontsize=9.5)
     axis.set_ylim(len(members) - 0.4, -0.6)
     axis.set_xlim(0, furthest * 1.06)
-    axis.set_title(title, loc="left", fontsize=10, color=MUTED, pad=9)
+    axis.set_title(title, loc="left", fontsize=10, color=MUTED, pad=15)  # above the columns' names
     axis.set_xlabel(_axis_label(members), fontsize=8.5, color=MUTED, loc="left")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axis.tick_params(length=0, labelcolor=MUTED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
@@ -31,7 +31,9 @@ TARGETS = (Target("baseline", 400), SKIP_TARGET, MAXP_TARGET, VARH_TARGET)
 
 
 def target_for(row: Record) -> Target | None:
-    """The target that `row` is to be held against, if it is one of the promised arms."""
+    """The target that `row` is to be held against, if it is one of the promised arms and its acceptance is real."""
+    if row.acceptance_length is not None:
+        return None
     if row.arm == "skip" and row.head == "lsq" and row.E == 12:
         return SKIP_TARGET
     if row.arm == "layer_skip" and row.gate == "maxp" and row.threshold == 0.35:
@@ -50,15 +52,24 @@ def gate_label(row: Record) -> str:
     return f"{row.gate} {sign} {row.threshold:g}" if row.threshold is not None else str(row.gate)
 
 
+def acceptance(row: Record) -> str:
+    """That the accepted length was set and not found, to end a text with; empty where acceptance is real."""
+    return "" if row.acceptance_length is None else f"acceptance set to {row.acceptance_length:g}"
+
+
 def label(row: Record) -> str:
     """An arm in a few words."""
+    return " · ".join(filter(None, (_arm(row), acceptance(row))))
+
+
+def _arm(row: Record) -> str:
     if row.arm == "baseline":
         return "baseline"
     runner = f" ({row.runner})" if row.runner else ""
     if row.arm == "ngram":
         return f"vLLM n-gram k={row.k}{runner}"
     if row.arm == "draft_model":
-        return f"vLLM draft_model of {row.E} layers k={row.k}{runner}"
+        return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}"
     layer = f"E={row.E}" if row.E is not None else "E=half"
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
@@ -88,14 +99,21 @@ def group_title(row: Record) -> str:
 
 
 def groups(rows: Iterable[Record]) -> list[tuple[str, list[Record]]]:
-    """Rows that may stand in one table: same model, workload and device; the baseline first."""
+    """Rows that may stand in one table: same model, workload and device, and an acceptance that is real, or set to the
+    same length; the baseline first, in each."""
     found: dict[tuple[object, ...], list[Record]] = {}
     for row in rows:
         key = (row.model, row.workload, row.batch, row.input_len, row.output_len, row.temperature, row.device)
         found.setdefault(key, []).append(row)
-    for members in found.values():
-        members.sort(key=lambda row: row.arm != "baseline")
-    return [(group_title(members[0]), members) for members in found.values()]
+    return [group for members in found.values() for group in _by_acceptance(members)]
+
+
+def _by_acceptance(rows: list[Record]) -> Iterator[tuple[str, list[Record]]]:
+    baselines = [row for row in rows if row.arm == "baseline"]
+    arms = [row for row in rows if row.arm != "baseline"]
+    for length in list(dict.fromkeys(row.acceptance_length for row in arms)) or [None]:
+        members = [*baselines, *(row for row in arms if row.acceptance_length == length)]
+        yield ", ".join(filter(None, (group_title(members[0]), acceptance(members[-1])))), members
 
 
 def span(row: Record) -> tuple[float, float] | None:
@@ -107,11 +125,11 @@ def span(row: Record) -> tuple[float, float] | None:
 
 
 def headline(rows: Iterable[Record]) -> str:
-    """One sentence: the fastest lossless arm."""
+    """One sentence: the fastest lossless arm. One whose acceptance was set is named only where there is no other."""
     verified = [row for row in rows if row.arm == "layer_skip" and row.status == OK and row.speedup is not None]
     if not verified:
         return "No verified arm has been measured yet."
-    best = max(verified, key=lambda row: row.speedup or 0)
+    best = max(verified, key=lambda row: (row.acceptance_length is None, row.speedup or 0))
     accept = f", {best.accept_rate:.0%} of its drafts accepted" if best.accept_rate is not None else ""
     same = f", {best.identical} of {best.outputs} outputs identical" if best.identical is not None else ""
     return f"Fastest verified arm: {best.speedup:.2f}x the baseline ({label(best)}{accept}{same})."

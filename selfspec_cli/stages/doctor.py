@@ -1,4 +1,4 @@
-"""Could a run work here? Versions, device, every vLLM name that the plugin replaces, the model, the compiler."""
+"""Could a run work here? Versions, device, every vLLM name that the plugin replaces, compiler, model, settings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from selfspec_cli import paths, provenance
 from selfspec_cli.config import ConfigError, RunConfig
+from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.stages import preflight
 
 VLLM = "0.32.0"
@@ -34,10 +35,11 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
         patches: the plugin's (name, found, reason); it imports vLLM, so it is called only if vLLM is there.
     """
     checks = [_python(), _vllm(), *_absent(), _entry_point()]
-    checks += [Check("device", None, provenance.device()), _memory()]
+    checks += [_device(cfg), _memory()]
     if checks[1].ok:
         checks += _patches(patches)
-    return [*checks, _compiler(cfg), _model(cfg)]
+    model = _model(cfg)
+    return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg)])]
 
 
 def could_run(checks: list[Check]) -> bool:
@@ -85,6 +87,15 @@ def _entry_point() -> Check:
     return Check("plugin registered", bool(ours), ours[0] if ours else "selfspec is not installed: pip install -e .")
 
 
+def _device(cfg: RunConfig) -> Check:
+    device = provenance.device()
+    if cfg.engine.name == "cpu":
+        return Check("device", None, device)
+    needed, found = cfg.model.tensor_parallel_size, len(provenance.gpus())
+    missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), nvidia-smi shows {found}"
+    return Check("device", found >= needed, device + ("" if found >= needed else missing))
+
+
 def _memory() -> Check:
     hardware = provenance.hardware()
     return Check("memory", None, f"{hardware['memory_mib'] / 1024:.1f} GiB, {hardware['cores']} cores to use")
@@ -107,6 +118,16 @@ def _compiler(cfg: RunConfig) -> Check:
     if found is None:
         return Check("compiler", None, "no g++: runs will be eager, which is slower")
     return Check("compiler", True, f"{found} (torch.compile on the CPU)")
+
+
+def _settings(cfg: RunConfig) -> Check:
+    """What a sweep would refuse before it starts an engine."""
+    try:
+        preflight.check(cfg)
+        preflight.settled(cfg)
+    except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
+        return Check("settings", False, str(error))
+    return Check("settings", True, "exit layer, head, draft vocabulary and gate can be had")
 
 
 def _model(cfg: RunConfig) -> Check:

@@ -39,12 +39,18 @@ def run(results: str | Path, out: str | Path) -> Report:
     facts = provenance_of(rows[-1], Path(results))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    chart = figure.draw(rows, folder / CHART, footer="   ·   ".join(facts.values()))
+    made = chart(rows, results, out)
     html = folder / PAGE
     html.write_text(
-        page.html(rows, chart, {**facts, "rows": str(summary)}, roc_sections(Path(results))), encoding="utf-8"
+        page.html(rows, made, {**facts, "rows": str(summary)}, roc_sections(Path(results))), encoding="utf-8"
     )
-    return Report(rows, warnings, chart, html)
+    return Report(rows, warnings, made, html)
+
+
+def chart(rows: list[Record], results: str | Path, out: str | Path) -> Path | None:
+    """Draw the chart of the rows of `results` to `out`; None where no arm has a speedup."""
+    footer = "   ·   ".join(provenance_of(rows[-1], Path(results)).values()) if rows else ""
+    return figure.draw(rows, Path(out) / CHART, footer=footer)
 
 
 def roc_sections(results: Path) -> list[page.Section]:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import calibrations, paths, provenance
+from selfspec_cli import calibrations, paths, provenance, tuned
 from selfspec_cli.calibrations import SavedGate
-from selfspec_cli.config import ConfigError, GateConfig, Method, RunConfig, head_spec
+from selfspec_cli.config import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.cost_model import break_even
@@ -68,9 +68,8 @@ class RocResult:
     def choice(self) -> dict[str, Any]:
         """What to use, as JSON: the command line's words, and what is expected of them."""
         best = self.best
-        outcome, setting = best.choice, best.choice.setting
-        words = [f"layer={best.cfg.layer}", f"k={setting.k}", f"gate={setting.gate}"]
-        words += [f"threshold={setting.threshold:g}"] if setting.threshold is not None else []
+        outcome = best.choice
+        words = tuned.overrides(tuned.apply(best.cfg, outcome.setting))
         fixed = best.best["none"]
         return {"overrides": words, "expected_speedup": outcome.speedup, "best_fixed_k": fixed.setting.k,
                 "best_fixed_speedup": fixed.speedup, "oracle_speedup": best.oracle.speedup}  # fmt: skip
@@ -195,7 +194,7 @@ def table(found: Exit) -> list[curves.AucRow]:
         curves.AucRow(
             model=found.cfg.model.name,
             E=int(found.cfg.layer or 0),
-            head=head_spec(found.cfg.head).name,
+            head=calibrations.exit_name(found.cfg),
             k=log.k,
             gate=gate,
             drafted=int(log.drafted.sum()),
@@ -224,19 +223,24 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
         path = calibrations.path_for(found.cfg, int(found.cfg.layer or 0))
         about = {"rounds": len(found.log.drafted), "k": found.log.k, "costs": asdict(found.costs)}
         calibrations.save(path, SavedGate(found.calibration, found.tau, about))
-        files[f"calibration E={found.cfg.layer}"] = str(path)
+        files[f"calibration {_name(found)}"] = str(path)
     choice = folder / "choice.json"
     exits = [
-        {"E": found.cfg.layer, "costs": asdict(found.costs), "oracle_speedup": found.oracle.speedup,
-         "conditional_acceptance": found.log.conditional_acceptance(), "calibrated_on": found.calibration.feature,
-         "break_even_tau": found.tau, "gates": {name: outcome.to_dict() for name, outcome in found.best.items()}}
+        {"E": found.cfg.layer, "head": calibrations.exit_name(found.cfg), "costs": asdict(found.costs),
+         "oracle_speedup": found.oracle.speedup, "conditional_acceptance": found.log.conditional_acceptance(),
+         "calibrated_on": found.calibration.feature, "break_even_tau": found.tau,
+         "gates": {name: outcome.to_dict() for name, outcome in found.best.items()}}
         for found in result.exits
     ]  # fmt: skip
     choice.write_text(json.dumps({"choice": result.choice(), "exits": exits}, indent=2) + "\n", encoding="utf-8")
     return files | {"choice": str(choice)}
 
 
+def _name(found: Exit) -> str:
+    return f"E={found.cfg.layer} {calibrations.exit_name(found.cfg)}"
+
+
 def _title(found: Exit) -> str:
     log = found.judged
     taken = int(log.accepted.sum()) / max(int(log.drafted.sum()), 1)
-    return f"{found.cfg.model.name} E={found.cfg.layer}, {int(log.drafted.sum()):,} drafted, {taken:.0%} accepted"
+    return f"{found.cfg.model.name} {_name(found)}, {int(log.drafted.sum()):,} drafted, {taken:.0%} accepted"

@@ -19,14 +19,18 @@ from selfspec_cli.config import (
     ConfigError,
     Method,
     RunConfig,
+    TrackerKind,
     baseline_of,
     engine_key,
     gate_threshold,
     run_key,
+    to_plain,
 )
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.records import Baseline, BenchResult, Record
+from selfspec_cli.report.rows import group_title, label
+from selfspec_cli.stages import report
 from selfspec_cli.tracking import Tracker
 
 BAD_INPUT = (ConfigError, SettingsError)
@@ -113,6 +117,32 @@ def plan(cfgs: Iterable[RunConfig], done: Collection[str] = ()) -> Plan:
     return Plan(list(families.values()), skipped)
 
 
+def told_apart(cfgs: Iterable[RunConfig]) -> dict[str, str]:
+    """By run key: the settings, as a user types them, in which a point differs from others that a row would call the
+    same; empty where there are none."""
+    alike: dict[tuple[str, str], list[RunConfig]] = {}
+    for cfg in cfgs:
+        row = records.identity(cfg, run_id="")
+        alike.setdefault((label(row), group_title(row)), []).append(cfg)
+    told = {}
+    for same in alike.values():
+        settings = [_flat(to_plain(cfg)) for cfg in same]
+        names = dict.fromkeys(name for flat in settings for name in flat)
+        differing = [name for name in names if any(flat.get(name) != settings[0].get(name) for flat in settings)]
+        for cfg, flat in zip(same, settings, strict=True):
+            values = {name: "null" if flat.get(name) is None else flat[name] for name in differing}
+            told[run_key(cfg)] = " ".join(f"{name}={value}" for name, value in values.items())
+    return told
+
+
+def _flat(settings: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return flat
+
+
 def results_dir(cfgs: Sequence[RunConfig]) -> str:
     """The one folder that all points write to.
 
@@ -139,13 +169,14 @@ class _Run:
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
 
     def save(self, measured: BenchResult) -> None:
+        """What belongs to a row first; the row, by which a point counts as finished, last."""
         row = replace(measured.record, run_id=self.result.run_id)
-        records.append(self.folder / records.SUMMARY, row)
-        if measured.accept is not None:
-            records.append(self.folder / records.ACCEPT, replace(measured.accept, run_id=self.result.run_id))
         if measured.drafting is not None:
             self.result.drafting[row.key] = measured.drafting
             provenance.write_drafting(self.folder, row.key, measured.drafting)
+        if measured.accept is not None:
+            records.append(self.folder / records.ACCEPT, replace(measured.accept, run_id=self.result.run_id))
+        records.append(self.folder / records.SUMMARY, row)
         self.result.rows.append(row)
         self.guarded("tracker", lambda: self.tracker.log(row))
         self.progress("points", len(self.result.rows), self.total)
@@ -160,6 +191,7 @@ class _Run:
     def fail(self, cfg: RunConfig, error: Exception, prefix: str = "") -> None:
         self.errors[run_key(cfg)] = error
         self.result.bad_input += isinstance(error, BAD_INPUT)
+        provenance.write(cfg, self.result.run_id)
         row = records.identity(cfg, self.result.run_id, device=provenance.device())
         self.save(BenchResult(records.failed(row, error, prefix), []))
 
@@ -177,7 +209,7 @@ def run(
     """Measure every point that is not finished, appending each row as soon as it is there.
 
     A point that fails becomes a row that says why, and the sweep goes on. An interrupt passes through: the rows so far
-    are on disk, and the same command goes on from there.
+    are on disk, and the same command goes on from there. A tracker, where one is asked for, gets a chart at the end.
 
     Args:
         open_engine: starts the engine for a config; a context manager.
@@ -189,14 +221,24 @@ def run(
     """
     folder = Path(results_dir(cfgs))
     with records.sweep_lock(folder):
-        records.check_header(folder / records.ACCEPT, records.AcceptRow)
+        records.prepare(folder)
         todo = plan(cfgs, set() if again else records.finished(folder / records.SUMMARY))
         result = SweepResult(run_id or records.new_run_id(), skipped=len(todo.skipped))
         total = sum(len(family.baselines) + sum(map(len, family.groups)) for family in todo.families)
         context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, total)
         for family in todo.families:
             _family(context, family)
+    if cfgs[0].tracker.kind is not TrackerKind.none:
+        context.guarded("chart", lambda: _chart(context))
     return result
+
+
+def _chart(context: _Run) -> None:
+    """The chart of the folder's rows, as `selfspec report` draws it, to the tracker."""
+    rows, _ = records.read(context.folder / records.SUMMARY, Record)
+    chart = report.chart(rows, context.folder, context.folder)
+    if chart is not None:
+        context.tracker.chart(chart)
 
 
 def _family(context: _Run, family: Family) -> None:
@@ -222,7 +264,6 @@ def _on_one_engine(context: _Run, cfgs: list[RunConfig], baselines: dict[str, Ba
             engine = stack.enter_context(context.open_engine(waiting[0]))
         except Exception as error:
             for cfg in waiting:  # none of them can start: they share this engine
-                provenance.write(cfg, context.result.run_id)
                 context.fail(cfg, error)
             return
         try:

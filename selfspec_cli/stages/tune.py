@@ -10,6 +10,7 @@ Everything is kept under results/tune/<key>/: logs, costs, trials. The same comm
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
@@ -20,9 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import calibrations, paths, tuned
-from selfspec_cli.config import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig, baseline_of, run_key
+from selfspec_cli.config import (
+    KEY_LENGTH,
+    ConfigError,
+    GateConfig,
+    HeadConfig,
+    HeadKind,
+    Method,
+    RunConfig,
+    baseline_of,
+    engine_key,
+    run_key,
+)
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.replay import Costs, Outcome
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.engine import Engine
@@ -36,6 +49,7 @@ ENGINES = 2  # and at most so many of them
 BATCH = 6  # trials measured by turns
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
+DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
 CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
 
 
@@ -67,6 +81,7 @@ class Exit:
     """One exit and head: what the cost model says of it."""
 
     cfg: RunConfig
+    study: str  # names its trials and its file of drafts, see `draft_key`
     log: DraftLog
     costs: Costs
     outcomes: list[Outcome]  # best first
@@ -74,8 +89,8 @@ class Exit:
 
     @property
     def name(self) -> str:
-        """Names its files and its study."""
-        return f"E{self.cfg.layer}-{calibrations.exit_name(self.cfg)}"
+        """For people."""
+        return _name(self.cfg)
 
 
 @dataclass
@@ -90,6 +105,11 @@ class Finalist:
         """Median over the repeats."""
         return float(self.measured["speedup"])
 
+    @property
+    def plain_tok_s(self) -> float:
+        """What plain decoding reached beside it, on the same engine; tokens a second, median."""
+        return float(self.measured["plain_tok_s"])
+
 
 @dataclass
 class TuneResult:
@@ -102,6 +122,11 @@ class TuneResult:
     seconds: float
     file: str
     overrides: list[str]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the choice uncertain, for people; empty where nothing does."""
+        return doubts(self.finalists)
 
 
 def run(
@@ -161,7 +186,31 @@ def document(result: TuneResult) -> dict[str, Any]:
     ]
     return {"overrides": result.overrides, "file": result.file, "speedup": result.choice.speedup,
             "seconds": result.seconds, "trials": result.trials, "finalists": finalists,
-            "expected": result.expected}  # fmt: skip
+            "expected": result.expected, "warnings": result.warnings}  # fmt: skip
+
+
+def doubts(finalists: Sequence[Finalist]) -> list[str]:
+    """Whether the machine's pace moved from one engine to the next: then the order of their exits is uncertain.
+
+    A finalist is compared with plain decoding on its own engine; that two of those go at one pace is an assumption.
+    """
+    slow, fast = (end(finalists, key=lambda one: one.plain_tok_s) for end in (min, max))
+    change = fast.plain_tok_s / slow.plain_tok_s - 1
+    if change <= DRIFT:
+        return []
+    paces = " and ".join(f"{one.plain_tok_s:.0f} tok/s beside {_name(one.cfg)}" for one in (slow, fast))
+    return [f"plain decoding reached {paces}: the machine's pace changed by {change:.0%} between their engines, so the "
+            "order of the exits is uncertain; tune again when nothing else runs here"]  # fmt: skip
+
+
+def draft_key(cfg: RunConfig) -> str:
+    """Names what a config drafts, apart from its gate: another for every other setting that matters, and for a head or
+    a vocabulary whose file holds something else now."""
+    digest = hashlib.sha256(engine_key(cfg).encode())
+    for path in _draft_files(cfg):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:KEY_LENGTH]
 
 
 def candidate_layers(cfg: RunConfig) -> list[int]:
@@ -234,7 +283,8 @@ def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any, budget: Budget) ->
     import torch
 
     began = budget.spent
-    file = folder / f"drafts-E{cfg.layer}-{calibrations.exit_name(cfg)}.pt"
+    study = f"{_name(cfg)}-{draft_key(cfg)}"
+    file = folder / f"drafts-{study}.pt"
     if file.is_file():
         saved = torch.load(file, weights_only=True)
         log, costs = DraftLog(**saved["log"]), Costs(**saved["costs"])
@@ -249,7 +299,7 @@ def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any, budget: Budget) ->
         part.replace(file)
     settings = replay.settings_for(log, search.GATES, range(1, LONGEST + 1))
     outcomes = sorted((replay.replay(log, one, costs) for one in settings), key=lambda outcome: -outcome.speedup)
-    return Exit(cfg, log, costs, outcomes, budget.spent - began)
+    return Exit(cfg, study, log, costs, outcomes, budget.spent - began)
 
 
 def batch_seconds(found: Exit) -> float:
@@ -266,7 +316,7 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
     until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it
     and that race fit, as long as the slowest batch says they take.
     """
-    study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
+    study = search.open_study(folder / "trials.journal", found.study, found.outcomes, found.log, found.cfg.seed)
     prompts = workload.prompts(found.cfg, engine)
     slowest = batch_seconds(found)
     warmup = 1
@@ -288,7 +338,7 @@ def _final(
 ) -> list[Finalist]:
     """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until`
     seconds of the budget left, but one at least."""
-    study = search.open_study(folder / "trials.journal", found.name, found.outcomes, found.log, found.cfg.seed)
+    study = search.open_study(folder / "trials.journal", found.study, found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
     prompts = workload.prompts(found.cfg, engine)
     plain, *measured = arms.measure(
@@ -300,7 +350,22 @@ def _final(
         another=lambda seconds: budget.left - seconds > until,
         progress=progress,
     )
-    return [Finalist(tuned.apply(found.cfg, arm.setting), arm.to_dict(plain)) for arm in measured]
+    return [
+        Finalist(tuned.apply(found.cfg, arm.setting), {**arm.to_dict(plain), "plain_tok_s": plain.median})
+        for arm in measured
+    ]
+
+
+def _name(cfg: RunConfig) -> str:
+    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
+
+
+def _draft_files(cfg: RunConfig) -> list[Path]:
+    """The head, and what its draft vocabulary comes from: a list, or the token counts that a fit left."""
+    files = [preflight.head_file(cfg, int(cfg.layer or 0))]
+    if cfg.vocab != "full":
+        files.append(paths.head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
+    return [file for file in files if file is not None and file.is_file()]
 
 
 def _is_fitted(cfg: RunConfig) -> bool:

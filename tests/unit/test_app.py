@@ -90,6 +90,13 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("bench", "layer=0"), "layer=0"),
         (("bench", "layer=8"), "1..7"),
         (("bench", "k=1,2"), "selfspec sweep"),
+        (("sweep", "tau_v=4,5,6"), "gates that use tau_v: varH"),
+        (("sweep", "results_dir=a,b"), "results_dir=a,b"),
+        (("sweep", "workload.batch=16"), "workload.num_prompts=16"),
+        (("tune", "k=range(5,3)"), "k=range(5,3)"),
+        (("roc", "layer=range(5,3)"), "layer=range(5,3)"),
+        (("fit", "layer=range(5,3)"), "layer=range(5,3)"),
+        (("sweep", "method=interval(0,1)"), "method=interval(0,1)"),
         (("bench", "draft_weights=fp8"), "the kernels need a GPU"),
         (("sweep", "draft_weights=shared,fp9"), "did you mean 'fp8'"),
         (("bench", "model=/not/there"), "/not/there"),
@@ -195,14 +202,30 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model):
     assert asked == {}
 
 
-def test_an_interrupt_exits_with_130(engines, model, monkeypatch):
-    def interrupt(*_):
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        (("sweep",), "kept, and the same command goes on from there"),
+        (("sweep", "--again"), "rows measured so far are kept, but the same command begins again"),
+        (("bench",), "the same command begins again; selfspec sweep with the same words goes on"),
+        (("fit-lsq", "--layer", "2"), "interrupted; the same command begins again"),
+        (("fit", "head=lsq", "layer=2"), "interrupted; the same command begins again"),
+        (("heads", "layer=2", "vocab=full"), "rows measured so far are kept, but the same command begins again"),
+        (("roc",), "interrupted; the same command begins again"),
+        (("tune",), "kept, and the same command goes on from there"),
+    ],
+)
+def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(engines, model, monkeypatch, words, then):
+    def run(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["selfspec_cli.stages.bench"], "run", interrupt)
-    result = call("sweep", model)
-    assert result.exit_code == signal.SIGINT + 128
-    assert "the same command goes on" in result.stderr
+    for stage in ("bench", "fit", "compare"):
+        stand_in(monkeypatch, f"selfspec_cli.stages.{stage}", run)
+    monkeypatch.setattr("selfspec_cli.stages.roc.run", run)
+    monkeypatch.setattr("selfspec_cli.stages.tune.run", run)
+    result = call(*words, model)
+    assert result.exit_code == signal.SIGINT + 128, result.output
+    assert result.stderr.splitlines()[-1].endswith(then)
 
 
 def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):

@@ -4,7 +4,18 @@ import pytest
 
 from selfspec_cli import calibrations
 from selfspec_cli.calibrations import SavedGate
-from selfspec_cli.config import ConfigError, GateConfig, GateKind, RunConfig, run_key
+from selfspec_cli.config import (
+    ConfigError,
+    DraftWeights,
+    GateConfig,
+    GateKind,
+    HeadConfig,
+    HeadKind,
+    RunConfig,
+    Runner,
+    Verification,
+    run_key,
+)
 from selfspec_cli.early_exit.gate_rules import Calibration
 
 GATE = SavedGate(Calibration("margin", (0.1, 0.5), (0.2, 0.9)), 0.4, {"rounds": 3})
@@ -28,6 +39,42 @@ def test_the_file_and_its_threshold_are_found_by_model_and_exit():
     assert settled.threshold == 0.4
     assert calibrations.of(settled) == GATE.calibration.to_dict()
     assert run_key(settled) != run_key(CALIBRATED)
+
+
+def test_names_of_earlier_files_stay():
+    lsq = HeadConfig(HeadKind.lsq)
+    assert calibrations.path_for(CALIBRATED, 3).name == "gate-E3-lens.json"
+    assert calibrations.path_for(replace(CALIBRATED, head=lsq, vocab="4096"), 3).name == "gate-E3-lsq-4096.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "ending"),
+    [
+        ({"draft_weights": DraftWeights.fp8}, "-fp8"),
+        ({"verification": Verification.adaptive}, "-adaptive"),
+        ({"runner": Runner.v1}, "-v1"),
+        ({"acceptance_length": 2.5}, "-accept2.5"),
+        ({"head": HeadConfig(path="mine.safetensors")}, ""),
+    ],
+)
+def test_drafts_that_differ_have_calibrations_of_their_own(change, ending):
+    other = replace(CALIBRATED, **change)
+    assert calibrations.exit_name(other).endswith(ending)
+    calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
+    with pytest.raises(ConfigError, match="draft options of this run"):
+        calibrations.settled(other, 3)
+    calibrations.save(calibrations.path_for(other, 3), replace(GATE, threshold=0.7))
+    assert calibrations.settled(other, 3).threshold == 0.7
+    assert calibrations.settled(CALIBRATED, 3).threshold == 0.4
+
+
+def test_two_vocabularies_of_one_name_are_two(folder):
+    for name, text in (("a", "1 2"), ("b", "3 4"), ("c", "1 2")):
+        (folder / name).mkdir()
+        (folder / name / "v.txt").write_text(text)
+    names = [calibrations.exit_name(replace(CALIBRATED, vocab=f"{name}/v.txt")) for name in "abc"]
+    assert names[0].startswith("lens-v-")
+    assert names[0] == names[2] != names[1]
 
 
 def test_a_threshold_of_the_users_own_wins():

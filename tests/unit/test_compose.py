@@ -1,6 +1,10 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from selfspec_cli import paths, tuned
+from selfspec_cli.app import app
 from selfspec_cli.compose import choices, compose_runs, experiment_files, load_config
 from selfspec_cli.config import (
     GROUPS,
@@ -24,6 +28,9 @@ def elsewhere(tmp_path, monkeypatch):
     """Every test runs in a folder of its own, as a user of the wheel would."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+DRAFT_MODEL = ["model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "method=draft_model"]
 
 
 def one(*overrides):
@@ -79,6 +86,121 @@ def test_ranges_are_hydras_and_their_floats_are_what_was_typed():
 
 def test_points_that_measure_the_same_are_one():
     assert len(compose_runs(None, ["gate=none,maxp", "tau=0.3,0.4"])) == 3  # none has no tau
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unused", "users"),
+    [
+        (
+            ["tau_v=4,5,6"],
+            "tau_v=4,5,6 is not used by gate 'none', which takes no threshold",
+            "gates that use tau_v: varH",
+        ),
+        (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
+        (["threshold=0.5"], "threshold=0.5 is not used by gate 'none'", "maxp, varH, entropy"),
+        (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "maxp, margin"),
+        (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
+        (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
+        (["gate=maxp", "gate.calibration=file.json"], "is not used by gate 'maxp'", "gate.calibration: calibrated"),
+        (
+            ["gate=none,maxp", "tau=0.2", "threshold=0.5"],
+            "gate 'maxp' where threshold=0.5 takes its place",
+            "one of them",
+        ),
+        (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
+        (["method=skip", "tau=0.3"], "tau=0.3 is not used by method 'skip'", "methods that use tau: layer_skip"),
+        (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "maxp, margin"),
+        (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, ngram"),
+        (
+            ["method=skip", "engine=h100", "acceptance_length=3"],
+            "acceptance_length=3 is not used by",
+            "layer_skip, draft",
+        ),
+        (["method=ngram", "layer=3"], "layer=3 is not used by method 'ngram'", "layer_skip, skip, draft_model"),
+        (
+            ["method=ngram", "head=lsq"],
+            "head=lsq is not used by method 'ngram'",
+            "methods that use head: layer_skip, skip",
+        ),
+        (["method=ngram", "head.path=x.pt"], "head.path=x.pt is not used by method 'ngram'", "layer_skip, skip"),
+        ([*DRAFT_MODEL, "gate=varH", "tau_v=4"], "gate=varH is not used by method 'draft_model'", "layer_skip"),
+        ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
+        (["experiment=m4_varh", "gate=maxp"], "tau_v=4,5,6 is not used by gate 'maxp'", "varH"),
+        (["experiment=m3_maxp", "threshold=0.5"], "tau=0.30,0.35,0.40 is not used", "threshold=0.5 takes its place"),
+        (["tuned=reference", "tau=0.2"], "tau=0.2 is not used by gate 'margin'", "threshold=0.136 takes its place"),
+    ],
+)
+def test_a_setting_that_no_point_uses_is_refused(overrides, unused, users):
+    message = refusal(*overrides)
+    assert unused in message
+    assert users in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "points"),
+    [
+        (["gate=none,maxp", "tau=0.2,0.4"], 3),
+        (["gate=maxp,varH", "tau=0.2,0.4", "tau_v=4,5"], 4),
+        (["method=skip,layer_skip", "gate=maxp", "tau=0.3", "k=3"], 2),
+        (["method=baseline,layer_skip", "gate=maxp", "tau=0.3"], 2),
+        (["method=baseline", "layer=4", "gate=maxp", "tau=0.3"], 1),  # a baseline is what it is compared with
+        (["method=skip", "gate=none", "vocab=full", "k=null", "tau=null"], 1),  # asks for nothing
+        (["experiment=m4_varh", "gate=none,varH"], 4),
+        (["tuned=reference", "gate=none"], 1),
+        (["tuned=reference", "method=skip"], 1),
+    ],
+)
+def test_a_setting_that_a_point_uses_or_that_asks_for_nothing_is_fine(overrides, points):
+    assert len(compose_runs(None, overrides)) == points
+
+
+def examples():
+    """The overrides of every command that README.md, ee_head/README.md and `--help` show, but for placeholders."""
+    texts = [command.epilog or "" for command in app.registered_commands]
+    texts += [(Path(__file__).parents[2] / name).read_text() for name in ("README.md", "ee_head/README.md")]
+    shown = re.findall(r"selfspec (?:sweep|bench|fit|heads|roc|tune) ([^`#·\n]*)", "\n".join(texts))
+    found = {tuple(word for word in words.split() if re.fullmatch(r"[\w.]+=\S+", word)) for words in shown}
+    return sorted(words for words in found if words and "tuned=llama3_8b" not in words)
+
+
+@pytest.mark.parametrize("words", examples(), ids=" ".join)
+def test_every_example_composes(words):
+    assert compose_runs(None, words)
+
+
+def test_one_command_has_one_results_folder_head_folder_and_tracker(elsewhere):
+    assert refusal("results_dir=a,b") == "results_dir=a,b: one command takes one value of it"
+    assert "head_dir=a,b: one command" in refusal("head=lsq", "head_dir=a,b")
+    assert "tracker.kind=none,wandb: one command" in refusal("tracker=none,wandb")
+    assert "tracker.project=a,b: one command" in refusal("tracker.project=a,b")
+    write(elsewhere, "experiments/own.yaml", "overrides: []\ngrids: [[results_dir=a], [results_dir=b]]\n")
+    assert "results_dir=a,b: one command" in refusal("experiment=own")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("k=range(5,3)", "a range without a value"),
+        ("k=range(1,5,0)", "a range without a value"),
+        ("tau=range(0.1,0.5,0.0)", "a range without a value"),
+        ("tau=range(0.1,inf,0.1)", "or without an end"),
+        ("tau=range(0,nan)", "a range without a value"),
+        ("layer=range(4,8,-1)", "a range without a value"),
+        ("method=glob(*)", "has no list of values"),
+        ("experiment=glob(m*)", "has no list of values"),
+        ("tuned=glob(*)", "has no list of values"),
+        ("method=interval(0,1)", "has no list of values"),
+        ("gate=interval(0,1)", "has no list of values"),
+    ],
+)
+def test_a_sweep_without_a_list_of_values_is_refused_as_it_was_typed(override, reason):
+    message = refusal(override)
+    assert message.startswith(f"{override}: ")
+    assert reason in message
+
+
+def test_a_range_may_go_down():
+    assert [cfg.k for cfg in compose_runs(None, ["k=range(5,2,-1)"])] == [5, 4, 3]
 
 
 def test_the_users_override_replaces_the_experiments():
@@ -165,7 +287,7 @@ def test_free_form_arguments_of_vllm_need_no_plus():
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
         ["engine=h100", "draft_weights=fp8", "verification=adaptive"],
         ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
-        ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "tau=1e-7"],
+        ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
     ],
 )
 def test_a_dumped_config_reloads_to_the_identical_config(overrides, elsewhere):

@@ -1,5 +1,9 @@
+import ast
+import importlib.util
+import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +27,7 @@ from selfspec_cli.config import (
     run_key,
 )
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.validation import validate
+from selfspec_cli.validation import DTYPES, LOAD_FORMATS, validate
 
 KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
 VARH = GateConfig(kind=GateKind.varH)
@@ -49,8 +53,22 @@ ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
         (RunConfig(warmup=-1), "warmup=-1"),
         (RunConfig(vocab="half"), "vocab=half"),
         (RunConfig(vocab="0"), "vocab=0"),
-        (RunConfig(gate=MAXP, threshold=2.0), "threshold=2.0"),
-        (RunConfig(gate=VARH, threshold=-2.0), "threshold=-2.0"),
+        (RunConfig(gate=MAXP, threshold=2.0), "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
+        (RunConfig(gate=VARH, threshold=-2.0), "threshold = -2.0 is out of range for gate 'varH'; allowed: at least 0"),
+        (RunConfig(gate=VARH, threshold=math.inf), "threshold = inf must be a finite number"),
+        (RunConfig(gate=VARH, tau_v=math.inf), "tau_v=inf: must be finite"),
+        (RunConfig(workload=WorkloadConfig(batch=16)), "workload.batch=16 with workload.num_prompts=8"),
+        (RunConfig(workload=WorkloadConfig(batch=16)), "use workload.num_prompts=16"),
+        (RunConfig(workload=WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: must be finite"),
+        (RunConfig(model=ModelConfig(dtype="flaot32")), "model.dtype 'flaot32' is not known"),
+        (RunConfig(model=ModelConfig(dtype="flaot32")), "did you mean 'float32'?"),
+        (RunConfig(model=ModelConfig(load_format="dumy")), "model.load_format 'dumy' is not known"),
+        (RunConfig(model=ModelConfig(load_format="dumy")), "did you mean 'dummy'?"),
+        (RunConfig(model=ModelConfig(max_model_len=-5)), "model.max_model_len=-5: must be at least 1"),
+        (RunConfig(engine=EngineConfig(max_num_batched_tokens=-1)), "engine.max_num_batched_tokens=-1"),
+        (RunConfig(engine=EngineConfig(kv_cache_gib=math.inf)), "engine.kv_cache_gib=inf"),
+        (RunConfig(runner=Runner.v2), "runner=v2 with engine=cpu"),
+        (RunConfig(runner=Runner.v1, engine=GPU), "runner=v1 with method=layer_skip"),
         (RunConfig(workload=WorkloadConfig(output_len=0)), "workload.output_len=0"),
         (RunConfig(workload=WorkloadConfig(temperature=-0.1)), "workload.temperature=-0.1"),
         (RunConfig(workload=WorkloadConfig(prompts="/not/there")), "workload.prompts=/not/there"),
@@ -92,16 +110,38 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         RunConfig(perplexity_tokens=0),
         FP8,
         replace(FP8, method=Method.baseline),
+        RunConfig(workload=WorkloadConfig(batch=8, num_prompts=8)),
+        RunConfig(model=ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
+        RunConfig(runner=Runner.v2, engine=GPU),
+        RunConfig(runner=Runner.v1, engine=GPU, method=Method.ngram),
+        RunConfig(runner=Runner.v2, method=Method.baseline),
     ],
 )
 def test_the_ends_of_the_ranges_are_allowed(cfg):
     validate(cfg)
 
 
+@pytest.mark.parametrize(
+    ("file", "name", "ours"),
+    [
+        ("config/model.py", "ModelDType", DTYPES),
+        ("model_executor/model_loader/__init__.py", "LoadFormats", LOAD_FORMATS),
+    ],
+)
+def test_the_words_that_are_allowed_are_vllms(file, name, ours):
+    vllm = importlib.util.find_spec("vllm")  # read, not imported: that would take seconds
+    if vllm is None:
+        pytest.skip("vLLM is not installed")
+    tree = ast.parse((Path(vllm.submodule_search_locations[0]) / file).read_text())
+    (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == name)
+    assert set(ast.literal_eval(value.slice)) == set(ours)
+
+
 def test_the_threshold_is_that_of_the_chosen_gate():
     assert gate_threshold(RunConfig(tau=0.3, tau_v=4)) is None
     assert gate_threshold(RunConfig(gate=MAXP, tau=0.3)) == 0.3
     assert gate_threshold(RunConfig(gate=VARH, tau_v=4)) == 4
+    assert gate_threshold(RunConfig(gate=VARH)) == 5
     assert gate_threshold(RunConfig(gate=VARH, tau_v=4, threshold=6)) == 6
 
 

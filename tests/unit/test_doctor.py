@@ -1,7 +1,18 @@
+from dataclasses import replace
+
 import pytest
 
 from selfspec_cli import provenance
-from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, run_key
+from selfspec_cli.config import (
+    EngineConfig,
+    GateConfig,
+    GateKind,
+    HeadConfig,
+    HeadKind,
+    ModelConfig,
+    RunConfig,
+    run_key,
+)
 from selfspec_cli.stages import doctor, preflight
 
 
@@ -94,6 +105,35 @@ def test_cuda_builds_beside_a_cpu_torch_are_named(monkeypatch):
     assert check.ok is False
     assert "pip uninstall torchvision" in check.detail
     assert "torchaudio" not in check.detail
+
+
+def test_what_a_sweep_would_refuse_is_a_failure(cfg, versions, tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')
+    fine, checks = run(cfg)
+    assert fine and checks["settings"].ok
+    for change, word in (
+        ({"layer": 99}, "1..7"),
+        ({"layer": 2, "head": HeadConfig(HeadKind.lsq)}, "selfspec fit-lsq --layer 2"),
+        ({"layer": 2, "gate": GateConfig(GateKind.calibrated)}, "selfspec roc layer=2"),
+    ):
+        fine, checks = run(replace(cfg, head_dir=str(tmp_path), **change))
+        assert not fine
+        assert word in checks["settings"].detail
+
+
+def test_a_model_that_is_not_there_is_named_once(cfg, versions):
+    cfg.model.path = "/not/there"
+    assert "settings" not in run(cfg)[1]
+
+
+def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeypatch):
+    gpu = replace(cfg, engine=EngineConfig(name="h100"))
+    two = replace(gpu, model=replace(gpu.model, tensor_parallel_size=2))
+    for found, fine in (([], [True, False, False]), (["a GPU"], [True, True, False]), (["a GPU"] * 2, [True] * 3)):
+        monkeypatch.setattr(provenance, "gpus", lambda found=found: found)
+        assert [run(each)[0] for each in (cfg, gpu, two)] == fine
+    monkeypatch.setattr(provenance, "gpus", list)
+    assert "engine=h100 needs 2 NVIDIA GPU(s), nvidia-smi shows 0" in run(two)[1]["device"].detail
 
 
 @pytest.mark.parametrize(("gpus", "ok"), [([], None), (["a GPU"], False)])

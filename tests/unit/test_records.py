@@ -1,5 +1,7 @@
 import csv
+import errno
 import fcntl
+import io
 import multiprocessing
 import os
 import subprocess
@@ -56,16 +58,111 @@ def test_another_header_is_refused_and_the_file_left_alone(summary):
     assert summary.read_text() == old
 
 
+def without(text, *names):
+    """A file as an earlier version wrote it: the columns `names` are not in it."""
+    lines = list(csv.reader(text.splitlines()))
+    kept = [place for place, name in enumerate(lines[0]) if name not in names]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([line[place] for place in kept] for line in lines)
+    return out.getvalue()
+
+
 def test_rows_of_before_a_column_are_read_but_not_added_to(summary):
     records.append(summary, ROW)
-    text = summary.read_text()
-    place = records.header(Record).index("draft_weights")
-    older = [",".join(line.split(",")[:place] + line.split(",")[place + 1 :]) for line in text.splitlines()]
-    summary.write_text("\n".join(older) + "\n")
+    summary.write_text(without(summary.read_text(), "draft_weights"))
     rows, warnings = read(summary)
     assert (rows, warnings) == ([replace(ROW, draft_weights=None)], [])
     with pytest.raises(ConfigError, match="missing columns: draft_weights"):
         records.append(summary, ROW)
+
+
+@pytest.mark.parametrize("missing", [("draft_weights",), ("power_w", "verification", "E")])
+def test_a_file_of_before_a_column_gets_it_and_keeps_its_rows(summary, missing):
+    new = summary.with_name("new.csv")
+    for path in (summary, new):
+        records.append(path, replace(ROW, E=None))
+    summary.write_text(without(summary.read_text(), *missing))
+    os.chmod(summary, 0o640)
+    records.prepare(summary.parent)
+    assert summary.read_bytes() == new.read_bytes()  # not a cell is written anew
+    assert summary.stat().st_mode & 0o777 == 0o640
+    assert list(summary.parent.glob("*.part")) == []
+    records.append(summary, replace(ROW, model="next"))
+    assert [row.model for row in read(summary)[0]] == ["m", "next"]
+
+
+def test_what_spoils_a_line_stays_through_an_upgrade_and_spoils_only_it(summary):
+    records.append(summary, replace(ROW, model='a, "b"'))
+    records.append(summary, ROW)
+    head, first, second = without(summary.read_text(), "E").splitlines()
+    summary.write_bytes(f"{head}\n{first}\n{head}\n{second[:40]}\n".encode() + b"\xff\n" + second.encode())
+    records.prepare(summary.parent)
+    rows, warnings = read(summary)
+    assert rows == [replace(ROW, model='a, "b"', E=None), replace(ROW, E=None)]
+    assert len(warnings) == 2
+    assert second[:40].encode() + b"\n\xff\n" in summary.read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "run_id,ti", '"run_id","time"'])
+def test_a_file_that_append_would_take_or_mend_is_ready(summary, text):
+    records.append(summary, ROW)
+    head, line = summary.read_text().splitlines()
+    quoted = ",".join(f'"{name}"' for name in head.split(","))  # as a spreadsheet saves it
+    summary.write_text(f"{quoted}\n{line}\n" if text.startswith('"') else text)
+    records.prepare(summary.parent)
+    records.append(summary, ROW)
+    assert read(summary) == ([ROW] * (2 if text.startswith('"') else 1), [])
+
+
+def test_nothing_is_changed_where_one_file_is_none_of_ours(summary):
+    records.append(summary, ROW)
+    older = without(summary.read_text(), "E")
+    summary.write_text(older)
+    (summary.parent / "accept.tsv").write_text("other\n")
+    with pytest.raises(ConfigError, match=r"accept\.tsv has another header"):
+        records.prepare(summary.parent)
+    assert summary.read_text() == older
+    records.prepare(summary.parent / "not there yet")
+
+
+def test_a_row_that_waited_for_an_upgrade_is_in_the_new_file(summary):
+    records.append(summary, ROW)
+    new = summary.with_name("new.csv")
+    new.write_text(summary.read_text())
+    with summary.open("a") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        worker = threading.Thread(target=records.append, args=(summary, ROW), daemon=True)
+        worker.start()
+        worker.join(0.3)
+        new.replace(summary)
+    worker.join(10)
+    assert read(summary) == ([ROW, ROW], [])
+
+
+def test_a_write_that_takes_less_than_it_was_given_goes_on(summary, monkeypatch):
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(records.os, "write", lambda handle, data: write(handle, data[:7]))
+        records.append(summary, ROW)
+    assert read(summary) == ([ROW], [])
+
+
+def test_a_full_disk_leaves_no_half_row(summary, monkeypatch):
+    records.append(summary, ROW)
+    before, write = summary.read_bytes(), os.write
+
+    def fills_up(handle, data):
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[:10])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records.os, "write", fills_up)
+        with pytest.raises(OSError, match=r"No space left.*summary\.csv"):
+            records.append(summary, ROW)
+    assert summary.read_bytes() == before
+    records.append(summary, ROW)
+    assert read(summary) == ([ROW, ROW], [])
 
 
 def test_the_same_columns_in_another_order_are_refused(summary):

@@ -82,6 +82,39 @@ def test_other_arms_have_no_target(row):
     assert rows.target_for(row) is None
 
 
+SET = replace(ARM, acceptance_length=3.0, speedup=1.9, tok_s_median=190.0, identical=None, outputs=None, key="4" * 12)
+
+
+def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
+    for arm, name in (("layer_skip", "E=4 k=5 · lens · varH ≤ 5"), ("ngram", "vLLM n-gram k=5"),
+                      ("draft_model", "vLLM draft_model of 4 layers k=5")):  # fmt: skip
+        assert rows.label(replace(SET, arm=arm)) == f"{name} · acceptance set to 3"
+    (real, arms), (set_, others) = rows.groups([ARM, BASE, SET, replace(BASE, batch=4)])[:2]
+    assert (arms, others) == ([BASE, ARM], [BASE, SET])
+    assert set_ == f"{real}, acceptance set to 3"
+    assert len(rows.groups([BASE, SET])) == len(rows.groups([BASE])) == 1
+    assert "acceptance" not in printed([BASE, ARM])
+
+
+def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
+    assert "1.50x the baseline (E=4 k=5 · lens · varH ≤ 5, 62%" in rows.headline([BASE, SET, ARM])
+    assert "1.90x the baseline (E=4 k=5 · lens · varH ≤ 5 · acceptance set to 3" in rows.headline([BASE, SET])
+
+
+def test_a_target_is_reached_by_what_was_measured_alone():
+    assert rows.target_for(SET) is None
+    text = page.html([FAILED, SET], None, {})
+    assert text.count("not measured") == len(rows.TARGETS)
+    assert page.html([BASE, FAILED], None, {}).count("not measured") == len(rows.TARGETS) - 1
+
+
+def test_long_names_are_whole_where_the_output_is_no_terminal():
+    arm = replace(SET, draft_weights="fp8", vocab="32768", verification="adaptive", gate="calibrated", threshold=0.123,
+                  ttft_ms=1.0, itl_ms=1.0, ppl=10.0, delta_ppl=0.0, mean_accepted_len=3.0,
+                  drafted_per_round=3.0)  # fmt: skip
+    assert "…" not in printed([BASE, arm])
+
+
 def test_the_span_is_relative_to_the_baseline():
     assert rows.span(ARM) == pytest.approx((1.4, 1.6))
     assert rows.span(replace(ARM, tok_s_min=None)) is None

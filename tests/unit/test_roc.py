@@ -1,11 +1,12 @@
 import csv
+from dataclasses import replace
 
 import pytest
 import torch
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli import calibrations
-from selfspec_cli.config import GateConfig, GateKind, RunConfig
+from selfspec_cli.config import DraftWeights, GateConfig, GateKind, RunConfig
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES
@@ -90,6 +91,21 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     assert settled.threshold == found.tau
     calibration = calibrations.of(settled)
     DraftSettings.from_user({"gate": "calibrated", "tau": settled.threshold, "calibration": calibration}, 24)
+
+
+def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = judged()
+    other = replace(found, cfg=replace(found.cfg, draft_weights=DraftWeights.fp8), tau=0.123)
+    result = roc.RocResult([*roc.table(found), *roc.table(other)], [found, other])
+    assert {row.head for row in result.rows} == {"lens", "lens-fp8"}
+    files = roc.write(result, tmp_path / "roc")
+    assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
+    for exit_ in (found, other):
+        asked = replace(exit_.cfg, gate=GateConfig(GateKind.calibrated))
+        assert calibrations.settled(asked, 3).threshold == exit_.tau
+    assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
+    assert "head=lens" in result.choice()["overrides"]
 
 
 def test_break_even_rises_with_the_price_of_a_draft():

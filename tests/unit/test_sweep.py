@@ -13,12 +13,16 @@ from selfspec_cli.config import (
     Method,
     ModelConfig,
     RunConfig,
+    TrackerConfig,
+    TrackerKind,
     WorkloadConfig,
     engine_key,
     gate_threshold,
+    run_key,
 )
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.records import AcceptRow, BenchResult, Record
+from selfspec_cli.report import figure
 from selfspec_cli.stages import sweep
 from selfspec_cli.tracking import Tracker
 
@@ -161,6 +165,8 @@ def test_without_a_baseline_no_candidate_is_measured(lab):
         "failed: bad model", *["failed: its baseline failed: bad model"] * 3,
     ]  # fmt: skip
     assert result.exit_code == 2
+    for row in lab.rows():
+        assert {file.name for file in (lab.folder / "runs" / row.key).iterdir()} == {"config.yaml", "run.json"}
 
 
 def test_an_engine_that_does_not_close_is_a_warning(lab):
@@ -219,13 +225,47 @@ def test_a_results_folder_in_use_is_refused(lab):
     assert lab.engines == []
 
 
+@pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("name", ["summary.csv", "accept.tsv"])
-def test_a_file_with_another_header_is_refused_before_any_engine(lab, name):
+def test_a_file_with_another_header_is_refused_before_any_engine(lab, name, again):
     (lab.folder / name).write_text("other\nrow\n")
-    with pytest.raises(ConfigError, match="another header"):
-        lab.run(VARH_SWEEP)
+    with pytest.raises(ConfigError, match=r"another header(.|\n)*results_dir=NAME"):
+        lab.run(VARH_SWEEP, again=again)
     assert lab.engines == []
     assert (lab.folder / name).read_text() == "other\nrow\n"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_folder_of_an_earlier_version_goes_on(lab, again):
+    lab.run(VARH_SWEEP[:1])
+    summary = lab.folder / "summary.csv"
+    lines = [line.split(",") for line in summary.read_text().splitlines()]
+    place = lines[0].index("verification")
+    summary.write_text("".join(",".join(line[:place] + line[place + 1 :]) + "\n" for line in lines))
+    before = lab.rows()
+    result = lab.run(VARH_SWEEP, again=again)
+    assert (result.skipped, len(result.rows)) == ((0, 4) if again else (1, 3))
+    assert lab.rows() == [*before, *result.rows]
+    assert summary.read_text().splitlines()[0].split(",") == records.header(Record)
+
+
+def test_the_row_that_marks_a_point_as_finished_comes_last(lab, monkeypatch):
+    append = records.append
+
+    def interrupted(path, row):
+        if path.name == "summary.csv" and row.arm == "layer_skip":
+            raise KeyboardInterrupt
+        append(path, row)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lab.run(VARH_SWEEP[:1])
+    result = lab.run(VARH_SWEEP[:1])
+    assert [row.arm for row in result.rows] == ["baseline", "layer_skip"]
+    accepts = records.read(lab.folder / "accept.tsv", AcceptRow)[0]
+    assert [row.run_id for row in accepts][1:] == [result.run_id]  # the one before belongs to no row of the summary
+    assert accepts[0].run_id not in {row.run_id for row in lab.rows() if row.arm == "layer_skip"}
 
 
 def test_a_sweep_writes_to_one_folder():
@@ -246,6 +286,56 @@ def test_a_tracker_gets_every_row_and_its_failure_is_a_warning(lab):
     assert tracker.seen == 4
     assert result.exit_code == 0
     assert "no network" in result.warnings[0]
+
+
+class Charts(Tracker):
+    def __init__(self):
+        self.seen = []
+
+    def chart(self, png):
+        self.seen.append(png.read_bytes()[:4])
+
+
+WANDB = TrackerConfig(kind=TrackerKind.wandb)
+
+
+def test_a_tracker_gets_the_chart_of_all_rows_of_the_folder(lab, monkeypatch):
+    drawn, draw = [], figure.draw
+    monkeypatch.setattr(figure, "draw", lambda rows, *words, **more: drawn.append(rows) or draw(rows, *words, **more))
+    tracker = Charts()
+    lab.run(VARH_SWEEP[:1], tracker=tracker)
+    assert tracker.seen == drawn == []  # no tracker was asked for
+    lab.run([replace(cfg, tracker=WANDB) for cfg in VARH_SWEEP], tracker=tracker)
+    assert tracker.seen == [b"\x89PNG"]
+    assert drawn == [lab.rows()]
+    assert {row.threshold for row in drawn[0]} == {None, 4, 5, 6}
+
+
+def test_a_chart_that_cannot_be_drawn_or_sent_is_a_warning(lab, monkeypatch):
+    class Broken(Tracker):
+        def chart(self, png):
+            raise OSError("no network")
+
+    cfgs = [replace(cfg, tracker=WANDB) for cfg in VARH_SWEEP]
+    sent = lab.run(cfgs, tracker=Broken())
+    monkeypatch.setattr(figure, "draw", lambda *_, **__: 1 / 0)
+    drawn = lab.run(cfgs, tracker=Broken(), again=True)
+    assert (sent.exit_code, sent.warnings) == (0, ["chart: no network"])
+    assert (drawn.exit_code, drawn.warnings) == (0, ["chart: division by zero"])
+
+
+def test_points_that_rows_call_the_same_are_told_apart_by_their_settings():
+    eager, half = EngineConfig(enforce_eager=True), ModelConfig(dtype="bfloat16")
+    cfgs = [RunConfig(), RunConfig(engine=eager), RunConfig(model=half), RunConfig(gate=VARH)]
+    told = sweep.told_apart(cfgs)
+    assert [told[run_key(cfg)] for cfg in cfgs] == [
+        "model.dtype=float32 engine.enforce_eager=False",
+        "model.dtype=float32 engine.enforce_eager=True",
+        "model.dtype=bfloat16 engine.enforce_eager=False",
+        "",
+    ]
+    extra = [RunConfig(engine=EngineConfig(extra=more)) for more in ({}, {"block_size": 32})]
+    assert list(sweep.told_apart(extra).values()) == ["engine.extra.block_size=null", "engine.extra.block_size=32"]
 
 
 def test_progress_counts_to_the_end(lab):

@@ -67,6 +67,18 @@ def test_the_run_is_closed_when_the_sweep_fails(wandb):
     assert wandb.finished
 
 
+def test_a_run_that_cannot_be_closed_is_a_warning(wandb, monkeypatch, capsys):
+    def finish():
+        raise OSError("no network")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: SimpleNamespace(finish=finish))
+    with open_tracker(WANDB, "run-1"):
+        pass
+    assert capsys.readouterr().err == "warning: tracker: no network\n"
+    with pytest.raises(RuntimeError, match="mine"), open_tracker(WANDB, "run-1"):
+        raise RuntimeError("mine")
+
+
 def test_no_tracker_imports_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     with open_tracker(RunConfig(), "run-1") as tracker:

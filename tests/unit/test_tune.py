@@ -9,9 +9,23 @@ import torch
 import yaml
 from test_early_exit_replay import COSTS, make
 
-from selfspec_cli.config import GateConfig, GateKind, HeadConfig, HeadKind, RunConfig, WorkloadConfig
+from selfspec_cli import paths, tuned
+from selfspec_cli.config import (
+    DraftWeights,
+    GateConfig,
+    GateKind,
+    HeadConfig,
+    HeadKind,
+    RunConfig,
+    Runner,
+    Verification,
+    WorkloadConfig,
+)
+from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
+from selfspec_cli.early_exit.heads import LeastSquares
 from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
 from selfspec_cli.engine import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
@@ -138,6 +152,97 @@ def test_it_goes_on_where_it_stopped(lab):
     assert lab.run(trials=9).trials >= result.trials + 3
 
 
+OPTIONS = [
+    {"draft_weights": DraftWeights.fp8},
+    {"verification": Verification.adaptive},
+    {"runner": Runner.v1},
+    {"acceptance_length": 3.0},
+]
+
+
+@pytest.mark.parametrize("change", OPTIONS, ids=lambda change: next(iter(change)))
+def test_other_drafts_are_logged_and_tried_anew(lab, change):
+    """A survey and a search for each, in one folder; what one of them left serves it alone."""
+    shared, other = lab.cfgs[1], replace(lab.cfgs[1], **change)
+    first = lab.run(chosen=[shared])
+    engines, generated = len(lab.opened), sum(engine.generated for engine in lab.opened)
+    second = lab.run(chosen=[other])
+    assert second.trials == first.trials
+    assert len(lab.opened) == 2 * engines
+    assert sum(engine.generated for engine in lab.opened[engines:]) == generated
+    assert first.expected[0]["exit"] != second.expected[0]["exit"]
+    lab.run(chosen=[shared, other])
+    assert len(list((lab.folder / "results" / "tune").glob("*/drafts-*.pt"))) == 2
+
+
+def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
+    first, again = tmp_path / "a" / "v.txt", tmp_path / "b" / "v.txt"
+    for file, text in ((first, "1 2 3"), (again, "4 5 6")):
+        file.parent.mkdir()
+        file.write_text(text)
+    listed = RunConfig(layer=3, vocab=str(first), head_dir=str(tmp_path))
+    keys = [tune.draft_key(listed), tune.draft_key(replace(listed, vocab=str(again)))]
+    first.write_text("1 2 3 4")
+    keys.append(tune.draft_key(listed))
+    counted = replace(listed, vocab="4096")
+    keys.append(tune.draft_key(counted))
+    counts = paths.head_folder(counted) / COUNTS_FILE
+    counts.parent.mkdir()
+    counts.write_text("of another text")
+    keys.append(tune.draft_key(counted))
+    assert len(set(keys)) == 5
+    assert tune.draft_key(replace(counted, gate=GateConfig(GateKind.maxp), tau=0.2)) == keys[-1]
+
+
+def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
+    cfg = RunConfig(layer=3, head=HeadConfig(HeadKind.lsq), head_dir=str(tmp_path))
+    keys = []
+    for value in (1.0, 2.0):
+        head = LeastSquares(torch.full((8, 4), value))
+        save_head(paths.head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+        keys.append(tune.draft_key(cfg))
+    elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))
+    save_head(paths.head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+    assert len({*keys, tune.draft_key(elsewhere)}) == 3
+
+
+def test_what_is_written_names_who_drafts_and_where_its_head_is():
+    words = tuned.overrides(RunConfig(layer=3, k=4, runner=Runner.v1, draft_weights=DraftWeights.fp8, head_dir="mine"))
+    assert {"runner=v1", "draft_weights=fp8", "head_dir=mine"} <= set(words)
+    usual = tuned.overrides(RunConfig(layer=3, k=4))
+    assert usual == ["layer=3", "k=4", "head=lens", "vocab=full", "gate=none"]
+
+
+def finalist(layer, plain):
+    return tune.Finalist(RunConfig(layer=layer), {"speedup": 2.0, "plain_tok_s": plain})
+
+
+def test_a_machine_that_changed_its_pace_between_two_exits_is_a_warning():
+    (warning,) = tune.doubts([finalist(4, 210.0), finalist(3, 149.0), finalist(4, 210.0)])
+    assert "149 tok/s beside E3-lens and 210 tok/s beside E4-lens" in warning
+    assert "41%" in warning
+    assert tune.doubts([finalist(3, 100.0), finalist(4, 114.0)]) == []
+
+
+def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch):
+    answer = FakeEngine.answer
+
+    def slowed(self, prompts, output_len):
+        """Twice as slow as before on the last engine, drafting and all."""
+        generation = answer(self, prompts, output_len)
+        generation.seconds *= 2 if len(lab.opened) == 4 else 1
+        return generation
+
+    monkeypatch.setattr(FakeEngine, "answer", slowed)
+    monkeypatch.setattr(tune, "NEAR", 0.0)
+    result = lab.run(chosen=lab.cfgs[1:3])
+    told = tune.document(result)
+    usual = 1 / COSTS.plain
+    assert {round(one["plain_tok_s"], 3) for one in told["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
+    assert len(told["warnings"]) == 1
+    assert "changed by 100%" in told["warnings"][0]
+
+
 def test_two_exits_that_expect_less_end_the_survey(lab):
     layers = [1, 3, 12, 18, 20, 22]
     chosen = [RunConfig(layer=n, workload=lab.cfgs[0].workload, results_dir=lab.cfgs[0].results_dir) for n in layers]
@@ -212,7 +317,7 @@ def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
     exits = []
     for layer, costs in ((3, COSTS), (4, replace(COSTS, plain=1.4 * COSTS.plain, draft=1.3 * COSTS.draft))):
         cfg = RunConfig(layer=layer, k=10)
-        exits.append(tune.Exit(cfg, log, costs, [replay(log, setting, costs)], seconds=1.0))
+        exits.append(tune.Exit(cfg, "", log, costs, [replay(log, setting, costs)], seconds=1.0))
     exits.append(replace(exits[0], cfg=RunConfig(layer=6, k=10)))
     assert exits[1].outcomes[0].speedup > exits[0].outcomes[0].speedup
     assert tune.promising(exits)[0].cfg.layer == 3

@@ -285,6 +285,8 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
     """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
     from selfspec_cli.compose import compose_runs
 
+    idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
+    warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
     if not any(word.partition("=")[0] == "layer" for word in overrides):
         first = compose_runs(None, overrides)[0]
         overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]

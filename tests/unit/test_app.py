@@ -162,7 +162,9 @@ def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):
     assert document(call("roc", model, "--dry-run", "--json"))["layers"] == [2, 4]
     assert document(call("tune", model, "--dry-run", "--json"))["exits"] == [f"E={n} lens" for n in (1, 2, 4)]
     assert document(call("roc", model, "layer=3,5", "--dry-run", "--json"))["layers"] == [3, 5]
-    assert document(call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json"))["layers"] == [3]
+    result = call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json")
+    assert document(result)["layers"] == [3]
+    assert "not looked at: gate=maxp,margin;" in result.stderr
 
 
 def test_a_failed_point_exits_with_1_and_is_shown(engines, model):

@@ -30,6 +30,14 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def tuned_models(elsewhere):
+    """What `selfspec tune` leaves, for the models that examples name; tuned files are not part of a checkout."""
+    words = ["layer=3", "k=12", "gate=margin", "threshold=0.136"]
+    for name in ("reference", "llama3_8b"):
+        tuned.write(elsewhere / "conf", name, [f"model={name}", *words], "")
+
+
 DRAFT_MODEL = ["model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "method=draft_model"]
 
 
@@ -130,7 +138,7 @@ def test_points_that_measure_the_same_are_one():
         (["tuned=reference", "tau=0.2"], "tau=0.2 is not used by gate 'margin'", "threshold=0.136 takes its place"),
     ],
 )
-def test_a_setting_that_no_point_uses_is_refused(overrides, unused, users):
+def test_a_setting_that_no_point_uses_is_refused(tuned_models, overrides, unused, users):
     message = refusal(*overrides)
     assert unused in message
     assert users in message
@@ -150,7 +158,7 @@ def test_a_setting_that_no_point_uses_is_refused(overrides, unused, users):
         (["tuned=reference", "method=skip"], 1),
     ],
 )
-def test_a_setting_that_a_point_uses_or_that_asks_for_nothing_is_fine(overrides, points):
+def test_a_setting_that_a_point_uses_or_that_asks_for_nothing_is_fine(tuned_models, overrides, points):
     assert len(compose_runs(None, overrides)) == points
 
 
@@ -160,11 +168,11 @@ def examples():
     texts += [(Path(__file__).parents[2] / name).read_text() for name in ("README.md", "ee_head/README.md")]
     shown = re.findall(r"selfspec (?:sweep|bench|fit|heads|roc|tune) ([^`#·\n]*)", "\n".join(texts))
     found = {tuple(word for word in words.split() if re.fullmatch(r"[\w.]+=\S+", word)) for words in shown}
-    return sorted(words for words in found if words and "tuned=llama3_8b" not in words)
+    return sorted(filter(None, found))
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
-def test_every_example_composes(words):
+def test_every_example_composes(tuned_models, words):
     assert compose_runs(None, words)
 
 

@@ -1,7 +1,7 @@
 """The reference model at a real model's cost: the same function, with matrices as large as one wants.
 
-    python experiments/reference_model/widen.py --hidden 4096 --intermediate 14336 --out /tmp/reference_widened
-    selfspec sweep model=/tmp/reference_widened model.name=reference_widened engine=h100 layer=3,6 k=4
+    python experiments/reference_model/widen.py --hidden 4096 --intermediate 14336 --out reference_widened
+    selfspec bench experiment=gpu_widened
 
 Embeddings and what each layer adds to the residual stream are padded with zeros; the norms are rescaled, because they
 average over more entries. Rows and columns that only ever meet those zeros are filled with noise, so that the hardware

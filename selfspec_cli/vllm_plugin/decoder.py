@@ -48,11 +48,19 @@ def _cuts_at_end_layer(decoder: Any) -> bool:
 
 
 def input_embedding(model: nn.Module) -> nn.Module:
-    """Token ids -> hidden states, by whichever name the architecture has for it."""
-    decoder = decoder_of(model)
-    names = ("embed_tokens", "tok_embeddings", "word_embeddings")
-    found: nn.Module = next(getattr(decoder, name) for name in names if hasattr(decoder, name))
-    return found
+    """Token ids -> hidden states, by whichever name the architecture has for it.
+
+    Raises SettingsError, naming the architecture, if it has none of them.
+    """
+    decoder, names = decoder_of(model), ("embed_tokens", "tok_embeddings", "word_embeddings")
+    for name in names:
+        if hasattr(decoder, name):
+            found: nn.Module = getattr(decoder, name)
+            return found
+    raise SettingsError(
+        f"architecture {type(language_model(model)).__name__} is not supported: its input embedding is none of "
+        f"{', '.join(names)}"
+    )
 
 
 def output_projection(model: nn.Module) -> nn.Module:

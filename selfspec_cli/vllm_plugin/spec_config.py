@@ -103,10 +103,11 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
     from vllm.config import SpeculativeConfig
 
     used = VLLM_KEYS if spec["method"] == "layer_skip" else ()
-    for key in {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used):
-        if spec.get(key) is not None:
+    unused = {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used)
+    for key, value in spec.items():
+        if value is not None and key in unused:
             raise SettingsError(
-                f"{key} = {spec[key]!r} has no meaning for method {spec['method']!r}, whose draft is the target "
+                f"{key} = {value!r} has no meaning for method {spec['method']!r}, whose draft is the target "
                 f"itself; of vLLM's own keys allowed: {', '.join(used) or 'none'}"
             )
 

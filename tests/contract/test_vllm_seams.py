@@ -244,6 +244,17 @@ def test_what_refuses_copies_can_be_asked():
     assert isinstance(current_platform.device_name, str)
 
 
+def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
+    from selfspec_cli.early_exit.settings import SettingsError
+    from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported
+
+    platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    target = types.SimpleNamespace(quantization=None, dtype=torch.bfloat16, is_moe=False)
+    with pytest.raises(SettingsError, match=r"compute capability 8\.9.*allowed: shared"):
+        refuse_unsupported(target, types.SimpleNamespace(tensor_parallel_size=1))
+
+
 def test_counters_have_the_names_that_engine_py_reads():
     source = inspect.getsource(module("vllm.v1.spec_decode.metrics"))
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
@@ -334,14 +345,3 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
-
-
-def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
-    from selfspec_cli.early_exit.settings import SettingsError
-    from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported
-
-    platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")
-    monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    target = types.SimpleNamespace(quantization=None, dtype=torch.bfloat16, is_moe=False)
-    with pytest.raises(SettingsError, match=r"compute capability 8\.9.*allowed: shared"):
-        refuse_unsupported(target, types.SimpleNamespace(tensor_parallel_size=1))

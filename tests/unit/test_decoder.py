@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin import decoder
 
 
@@ -37,3 +38,8 @@ def test_a_head_of_its_own(head):
 def test_without_one_logits_come_from_the_embedding(embedding):
     model = causal_lm(embedding)
     assert decoder.output_projection(model) is decoder.input_embedding(model) is getattr(model.model, embedding)
+
+
+def test_an_embedding_by_another_name_is_refused_and_says_so():
+    with pytest.raises(SettingsError, match=r"Module is not supported: its input embedding is none of embed_tokens, "):
+        decoder.input_embedding(causal_lm("wte"))

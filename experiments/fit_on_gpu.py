@@ -43,7 +43,7 @@ def main() -> None:
     given = arguments()
     if given.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that this process sees the device's memory
-    from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig
+    from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig
     from selfspec_cli.stages import fit
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,11 +18,12 @@ from unittest import mock
 
 import torch
 
-from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig, baseline_of
-from selfspec_cli.engine import open_engine
+from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine.live import open_engine
 from selfspec_cli.report.trace import shares
-from selfspec_cli.stages import workload
-from selfspec_cli.vllm_plugin import device_loop
+from selfspec_cli.texts import prompts as workload
+from selfspec_cli.vllm_plugin.v2 import device_loop
 
 MODEL = ModelConfig(
     name="llama3_8b_shape", path="shape:llama3_8b", dtype="bfloat16", load_format="dummy", max_model_len=4096

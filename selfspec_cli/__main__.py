@@ -14,7 +14,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM's to mend, nothing to tell a user
     reserve_stdout()
-    from selfspec_cli.app import app
+    from selfspec_cli.commands.app import app
 
     app(prog_name="selfspec")
 

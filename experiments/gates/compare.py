@@ -24,13 +24,14 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli import provenance
-from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.gate_rules import FEATURES
 from selfspec_cli.early_exit.replay import Setting
-from selfspec_cli.engine import Engine, open_engine
-from selfspec_cli.stages import arms, roc, workload
+from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.record import provenance
+from selfspec_cli.stages import arms, roc
+from selfspec_cli.texts import prompts as workload
 
 LONGEST, REPEATS = 12, 5
 GRID_LENGTHS, GRID_THRESHOLDS = (3, 6, 12), 5

@@ -23,10 +23,10 @@ from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the unrolled loop can be asked for below
 
-from selfspec_cli import provenance
-from selfspec_cli.config import EngineConfig, Method, ModelConfig, RunConfig, Verification
-from selfspec_cli.engine import Engine, Generation, open_engine
-from selfspec_cli.vllm_plugin import device_loop
+from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, Verification
+from selfspec_cli.engine.live import Engine, Generation, open_engine
+from selfspec_cli.record import provenance
+from selfspec_cli.vllm_plugin.v2 import device_loop
 
 NEVER = {"maxp": 0.0, "varH": 1e9, "entropy": 1e9, "margin": 0.0, "survival": 0.0}  # AdaEDL's bound may be negative
 K, BATCHES, INPUT_LEN, OUTPUT_LEN = 3, (1, 32), 128, 200

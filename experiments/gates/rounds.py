@@ -26,14 +26,15 @@ from typing import Any
 
 from compare import LONGEST, setting
 
-from selfspec_cli import provenance
-from selfspec_cli.config import RunConfig, WorkloadConfig
+from selfspec_cli.config.schema import RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gate_rules import FEATURES
 from selfspec_cli.early_exit.replay import Setting
-from selfspec_cli.engine import Engine, open_engine
-from selfspec_cli.stages import arms, workload
+from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.record import provenance
+from selfspec_cli.stages import arms
+from selfspec_cli.texts import prompts as workload
 
 PARTS = ("step", "execute", "model", "propose", "d_forward", "d_logits", "d_gate")
 

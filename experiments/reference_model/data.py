@@ -14,7 +14,7 @@ from architecture import END_OF_TEXT, END_OF_TEXT_ID
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from selfspec_cli import corpus
+from selfspec_cli.texts import library as corpus
 
 MIN_BYTES, MAX_BYTES, MAX_LINE = 200, 1_000_000, 1000
 TOKENIZER_SAMPLE_BYTES = 80_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.records import OK, Record
+from selfspec_cli.record.records import OK, Record
 from selfspec_cli.report.rows import groups, label, latest, span, target_for
 
 INK, MUTED, BASE, ARM, LOSSY, TARGET = "#1f2933", "#6b7785", "#a7b1bc", "#2f6fb3", "#b9803a", "#c23b4b"

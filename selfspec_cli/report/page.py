@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.records import OK, Record
+from selfspec_cli.record.records import OK, Record
 from selfspec_cli.report.rows import TARGETS, groups, headline, latest, target_for
 from selfspec_cli.report.table import COLUMNS, cells
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.records import OK, Record
+from selfspec_cli.record.records import OK, Record
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from selfspec_cli.records import OK, Record
+from selfspec_cli.record.records import OK, Record
 from selfspec_cli.report.rows import groups, headline, label, latest, target_for
 
 

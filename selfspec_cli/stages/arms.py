@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec_cli.config import RunConfig
+from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.replay import Costs, Setting, fit_costs
-from selfspec_cli.engine import Engine, Generation
+from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 
 PLAIN = Setting("none", None, 0)

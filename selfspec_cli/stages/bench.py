@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import provenance, records
-from selfspec_cli.config import RunConfig
+from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit import cost_model, counters
-from selfspec_cli.engine import Engine, Generation
+from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.records import AcceptRow, Baseline, BenchResult, Record
-from selfspec_cli.stages import quality, workload
+from selfspec_cli.record import provenance, records
+from selfspec_cli.record.records import AcceptRow, Baseline, BenchResult, Record
+from selfspec_cli.stages import quality
+from selfspec_cli.texts import prompts as workload
 
 
 def run(cfg: RunConfig, engine: Engine, baseline: Baseline | None = None, progress: Progress = ignore) -> BenchResult:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec_cli import paths, provenance
-from selfspec_cli.config import ConfigError, RunConfig
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.record import provenance
 from selfspec_cli.stages import preflight
 
 VLLM = "0.32.0"

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import corpora, provenance
-from selfspec_cli.config import ConfigError, Method, RunConfig
-from selfspec_cli.corpora import Corpus
+from selfspec_cli.artifacts.head_files import draft_vocabulary
+from selfspec_cli.config.paths import head_folder
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.fitting import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.engine import Engine, open_engine
-from selfspec_cli.engine_args import count_layers, position_limit
-from selfspec_cli.head_files import draft_vocabulary
-from selfspec_cli.paths import head_folder
+from selfspec_cli.engine.arguments import count_layers, position_limit
+from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import provenance
+from selfspec_cli.texts import corpora
+from selfspec_cli.texts.corpora import Corpus
 
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step

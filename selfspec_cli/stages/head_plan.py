@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import paths
-from selfspec_cli.config import ConfigError, HeadConfig, RunConfig, head_spec
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.stages import preflight
 
 COMPARED = ("lens", "lsq", "lsq_argmax", "translator", "translator_bias", "translator_r15", "translator_r64",

@@ -8,8 +8,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli import calibrations, head_files, paths
-from selfspec_cli.config import ConfigError, HeadKind, Method, RunConfig, gate_threshold
+from selfspec_cli.artifacts import calibrations, head_files
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import ConfigError, HeadKind, Method, RunConfig, gate_threshold
 from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, warnings_for
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from selfspec_cli import corpus
-from selfspec_cli.engine import Engine
-from selfspec_cli.engine import perplexity as from_log_likelihood
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.live import perplexity as from_log_likelihood
+from selfspec_cli.texts import library as corpus
 
 WINDOW = 512  # tokens; long enough that most tokens have hundreds of tokens of context
 

@@ -13,19 +13,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import calibrations, paths, provenance, tuned
-from selfspec_cli.calibrations import SavedGate
-from selfspec_cli.config import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.artifacts.calibrations import SavedGate
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.cost_model import break_even
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
 from selfspec_cli.early_exit.replay import Costs, Outcome, Setting
-from selfspec_cli.engine import Engine
+from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import provenance
 from selfspec_cli.report import roc as curves
-from selfspec_cli.stages import arms, preflight, workload
+from selfspec_cli.stages import arms, preflight
+from selfspec_cli.texts import prompts as workload
 
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded

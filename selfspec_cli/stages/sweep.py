@@ -14,24 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from selfspec_cli import calibrations, provenance, records
-from selfspec_cli.config import (
-    ConfigError,
-    Method,
-    RunConfig,
-    TrackerKind,
-    baseline_of,
-    engine_key,
-    gate_threshold,
-    run_key,
-    to_plain,
-)
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig, TrackerKind, gate_threshold, to_plain
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.records import Baseline, BenchResult, Record
+from selfspec_cli.record import provenance, records
+from selfspec_cli.record.records import Baseline, BenchResult, Record
+from selfspec_cli.record.tracking import Tracker
+from selfspec_cli.report import make as report
 from selfspec_cli.report.rows import group_title, label
-from selfspec_cli.stages import report
-from selfspec_cli.tracking import Tracker
 
 BAD_INPUT = (ConfigError, SettingsError)
 

@@ -20,27 +20,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import calibrations, paths, tuned
-from selfspec_cli.config import (
-    KEY_LENGTH,
-    ConfigError,
-    GateConfig,
-    HeadConfig,
-    HeadKind,
-    Method,
-    RunConfig,
-    baseline_of,
-    engine_key,
-    run_key,
-)
+from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.config import paths
+from selfspec_cli.config.keys import KEY_LENGTH, baseline_of, engine_key, run_key
+from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.replay import Costs, Outcome
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.engine import Engine
+from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import arms, preflight, roc, search, workload
+from selfspec_cli.stages import arms, preflight, roc, search
+from selfspec_cli.texts import prompts as workload
 
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit

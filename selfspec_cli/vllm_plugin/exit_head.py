@@ -13,13 +13,13 @@ from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
-from selfspec_cli.vllm_plugin.fp8_copies import CopiedProjection
-from selfspec_cli.vllm_plugin.linear import linear
+from selfspec_cli.vllm_plugin.weights.fp8 import CopiedProjection
+from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from selfspec_cli.vllm_plugin.sharded import ShardedProjection
+    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
 
 
 class TargetHead:
@@ -60,7 +60,7 @@ class TargetHead:
         if shards == 1:
             self._bound = bound
             return
-        from selfspec_cli.vllm_plugin.sharded import ShardedProjection
+        from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
 
         self._bound = ShardedProjection(bound.weight, bound.bias, vllm_config)
         if head.kind == "lsq":
@@ -133,7 +133,7 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
 
 def _all_rows(shard: Tensor, rows: int) -> Tensor:
     """The weight [rows, hidden] of which this tensor-parallel rank holds `shard`."""
-    from selfspec_cli.vllm_plugin.sharded import gathered
+    from selfspec_cli.vllm_plugin.weights.sharded import gathered
 
     return gathered(shard, rows)
 

@@ -32,7 +32,7 @@ def after_loading(original: Load) -> Load:
         if settings is not None and not settings.verify:
             decode_with_first_layers(model, settings, vllm_config)
         if layers := collects(vllm_config):
-            from selfspec_cli.vllm_plugin.collect import tap
+            from selfspec_cli.vllm_plugin.fitting.collect import tap
 
             tap(model, layers)
         return model

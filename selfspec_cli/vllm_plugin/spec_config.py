@@ -69,7 +69,7 @@ def understand_layer_skip(original: Original) -> Original:
         if settings.verify:
             _refuse_model(target_model_config)
         if settings.draft_weights == "fp8":
-            from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported  # imports torch
+            from selfspec_cli.vllm_plugin.weights.fp8 import refuse_unsupported  # imports torch
 
             refuse_unsupported(target_model_config, target_parallel_config)
         for warning in warnings_for(settings, target_model_config.get_vocab_size()):

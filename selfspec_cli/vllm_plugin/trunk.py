@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from selfspec_cli.vllm_plugin.fp8_copies import copied_twin
-from selfspec_cli.vllm_plugin.linear import shared_twin
-from selfspec_cli.vllm_plugin.twins import Make, twin_layers
+from selfspec_cli.vllm_plugin.weights.fp8 import copied_twin
+from selfspec_cli.vllm_plugin.weights.linear import shared_twin
+from selfspec_cli.vllm_plugin.weights.replace import Make, twin_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -75,7 +75,7 @@ class EarlyExitWorker:
 
     def early_exit_weights(self) -> dict[str, int]:
         """Bytes of the target's weights, and of what drafting holds beside them (the exit head, 8-bit copies)."""
-        from selfspec_cli.vllm_plugin.step_bytes import weight_bytes
+        from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()
         target = weight_bytes([runner.get_model()])
@@ -89,7 +89,7 @@ class EarlyExitWorker:
 
         None for an engine without early exit, and for a mixture of experts, whose step reads some of its weights.
         """
-        from selfspec_cli.vllm_plugin.step_bytes import step_bytes
+        from selfspec_cli.vllm_plugin.weights.step_bytes import step_bytes
 
         drafter = self._early_exit_drafter()
         if not hasattr(drafter, "head"):
@@ -99,7 +99,7 @@ class EarlyExitWorker:
 
     def early_exit_annotate(self) -> list[str]:
         """From now on, named ranges around verify, sample, draft and head, for NVTX and PyTorch's profiler."""
-        from selfspec_cli.vllm_plugin.annotate import annotate
+        from selfspec_cli.vllm_plugin.observe.annotate import annotate
 
         return annotate(self.model_runner, self._early_exit_drafter())
 
@@ -107,7 +107,7 @@ class EarlyExitWorker:
 
     def early_exit_meter_start(self) -> None:
         """Begin a measurement of the GPU; nothing on the CPU."""
-        from selfspec_cli.vllm_plugin.gpu_meter import Meter
+        from selfspec_cli.vllm_plugin.observe.gpu_meter import Meter
 
         self._early_exit_meter = Meter(self.device)  # type: ignore[attr-defined]
 
@@ -124,7 +124,7 @@ class EarlyExitWorker:
     def early_exit_collect(self, heads: list[str], plan: dict[str, Any]) -> None:
         """Begin to collect for `heads` (short names); plan: the other fields of `collect.Plan`."""
         from selfspec_cli.early_exit.head_spec import HeadSpec
-        from selfspec_cli.vllm_plugin.collect import Collector, Plan
+        from selfspec_cli.vllm_plugin.fitting.collect import Collector, Plan
 
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
         planned = Plan(tuple(map(HeadSpec.from_name, heads)), **plan)
@@ -148,6 +148,6 @@ class EarlyExitWorker:
         about: what the metadata say of the data (corpus, versions). vocabularies: tag -> token ids. timed: also time
         each head on so many states.
         """
-        from selfspec_cli.vllm_plugin.fitted import save_all
+        from selfspec_cli.vllm_plugin.fitting.solve import save_all
 
         return save_all(self.model_runner.get_model(), self.vllm_config, folder, about, vocabularies, timed)

@@ -10,8 +10,8 @@ pytestmark = pytest.mark.contract
 
 
 def test_requests_draft_on_while_their_gate_is_open_and_the_model_has_room():
-    from selfspec_cli.vllm_plugin.v1_proposer import _EarlyExit
-    from selfspec_cli.vllm_plugin.v1_round import Round
+    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
+    from selfspec_cli.vllm_plugin.v1.round import Round
 
     draw = random.Random(0)
     for _ in range(300):
@@ -46,7 +46,7 @@ def table(block_size, blocks):
 
 
 def test_every_step_writes_where_the_block_table_says_whoever_has_left():
-    from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
+    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 
     draw = torch.Generator().manual_seed(0)
     tables = [table(size, torch.randperm(5 * 8, generator=draw).int().view(5, 8)) for size in (4, 8)]
@@ -76,7 +76,7 @@ def test_every_step_writes_where_the_block_table_says_whoever_has_left():
 
 
 def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
-    from selfspec_cli.vllm_plugin.v1_round import Ahead, Round
+    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 
     state = Round(torch.tensor([0]), torch.tensor([1]).int(), torch.tensor([6]), room=1)
     ahead = Ahead.of(state, 12, [table(4, torch.tensor([[5, 2]]).int())], 1)
@@ -93,8 +93,8 @@ class Sevens:
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_gate_is_asked_after_every_step_but_the_last(bad):
     from selfspec_cli.early_exit.counters import DraftCounters
-    from selfspec_cli.vllm_plugin.v1_proposer import _EarlyExit
-    from selfspec_cli.vllm_plugin.v1_round import Round
+    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
+    from selfspec_cli.vllm_plugin.v1.round import Round
 
     asked = []
 

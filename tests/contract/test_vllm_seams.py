@@ -202,7 +202,7 @@ def test_cpu_platform_keeps_async_scheduling_off():
 
 def test_v2_runner_calls_the_speculator_as_we_expect():
     real, dummy = sorted(calls(V2_RUNNER, "self.speculator.propose"), key=lambda call: -len(call.args))
-    ours = without_self(pkgutil.resolve_name("selfspec_cli.vllm_plugin.v2_speculator:EarlyExitSpeculator.propose"))
+    ours = without_self(pkgutil.resolve_name("selfspec_cli.vllm_plugin.v2.speculator:EarlyExitSpeculator.propose"))
     assert keywords(real) | keywords(dummy) <= set(ours)
     assert ours[: len(real.args)] == without_self(pkgutil.resolve_name(f"{V2_SPECULATOR}.propose"))[: len(real.args)]
     assert [len(call.args) for call in calls(V2_RUNNER, "self.speculator.set_attn")] == [5]
@@ -246,7 +246,7 @@ def test_what_refuses_copies_can_be_asked():
 
 def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
     from selfspec_cli.early_exit.settings import SettingsError
-    from selfspec_cli.vllm_plugin.fp8_copies import refuse_unsupported
+    from selfspec_cli.vllm_plugin.weights.fp8 import refuse_unsupported
 
     platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
@@ -276,7 +276,7 @@ def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
     from torch import nn
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-    from selfspec_cli.vllm_plugin.linear import SharedLinear, shared_twin
+    from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, shared_twin
 
     names, layers = module(LINEAR), module("vllm.model_executor.layers.utils")
     assert inspect.getsource(layers.dispatch_unquantized_gemm).count("return default_unquantized_gemm") == 3

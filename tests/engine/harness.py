@@ -80,7 +80,7 @@ def live(path: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iter
     """An engine for `path`: fp32, eager, chunked prefill (64 tokens a step), prefix caching, 8 requests at a time."""
     from vllm import LLM
 
-    from selfspec_cli.engine import _free
+    from selfspec_cli.engine.live import _free
 
     arguments: dict[str, Any] = {
         "model": str(path),

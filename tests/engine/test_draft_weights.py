@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.settings import DraftSettings, SettingsError
-from selfspec_cli.vllm_plugin import fp8_copies, linear, spec_config, trunk
-from selfspec_cli.vllm_plugin.fp8_copies import CopiedWeight
-from selfspec_cli.vllm_plugin.twins import shallow
+from selfspec_cli.vllm_plugin import spec_config, trunk
+from selfspec_cli.vllm_plugin.weights import fp8 as fp8_copies
+from selfspec_cli.vllm_plugin.weights import linear
+from selfspec_cli.vllm_plugin.weights.fp8 import CopiedWeight
+from selfspec_cli.vllm_plugin.weights.replace import shallow
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +45,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Copies without CUDA; yields what the proposer made of the target, under "target" and "trunk"."""
     from vllm.model_executor.layers import utils
 
-    from selfspec_cli.vllm_plugin import v1_proposer
+    from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 
     made: dict[str, Any] = {"draft_weights": "fp8"}
 

@@ -14,12 +14,12 @@ from harness import greedy, layer_skip, live, tokens
 from models import LAYERS, VOCAB, save_tiny
 from torch.nn import functional as F
 
-from selfspec_cli import corpora
-from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head, read_metadata
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq
 from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.stages import fit
+from selfspec_cli.texts import corpora
 
 pytestmark = pytest.mark.engine
 
@@ -151,7 +151,7 @@ def test_rounds_laid_over_generations_are_the_engines(fitted, report, key):
 
 def test_rows_split_over_ranks_are_the_same_projection(fitted):
     """On one rank, which is what a CPU has; the gather itself is vLLM's."""
-    from selfspec_cli.vllm_plugin.sharded import ShardedProjection, gathered
+    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered
 
     torch.manual_seed(0)
     weight, bias, x = torch.randn(100, 64), torch.randn(100), torch.randn(5, 64)  # 100 rows are padded to 128

@@ -10,8 +10,8 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 PROGRAM = """
 import torch
-from selfspec_cli.config import EngineConfig, ModelConfig, RunConfig
-from selfspec_cli.engine import open_engine
+from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig
+from selfspec_cli.engine.live import open_engine
 
 if __name__ == "__main__":
     torch.rand(2**20).sort()  # in parallel, which a fork does not survive

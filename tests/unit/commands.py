@@ -6,7 +6,7 @@ from types import ModuleType
 
 from typer.testing import CliRunner
 
-from selfspec_cli.app import app
+from selfspec_cli.commands.app import app
 
 
 def call(*words):

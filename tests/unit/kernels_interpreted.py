@@ -13,9 +13,10 @@ import torch
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
-from selfspec_cli.vllm_plugin import gemv, v2_kernels
-from selfspec_cli.vllm_plugin.fp8_copies import quantise
-from selfspec_cli.vllm_plugin.v2_state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.weights import gemv
+from selfspec_cli.vllm_plugin.weights.fp8 import quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)

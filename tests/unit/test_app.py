@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 from commands import call, document, stand_in
 
-from selfspec_cli import records
-from selfspec_cli.config import Method
-from selfspec_cli.records import BenchResult, Record
+from selfspec_cli.config.schema import Method
+from selfspec_cli.record import records
+from selfspec_cli.record.records import BenchResult, Record
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ class Engine:
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Stand-ins for selfspec_cli.engine and stages.bench, so that no vLLM is imported; the engines opened."""
+    """Stand-ins for selfspec_cli.engine.live and stages.bench, so that no vLLM is imported; the engines opened."""
     opened = []
 
     @contextmanager
@@ -48,7 +48,7 @@ def engines(monkeypatch):
         row = records.identity(cfg, "", layer=4)
         return BenchResult(replace(row, tok_s_median=100.0, speedup=1.0), [[1]])
 
-    stand_in(monkeypatch, "selfspec_cli.engine", open_engine)
+    stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine)
     stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
     return opened
 
@@ -221,7 +221,7 @@ def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(en
     def run(*_, **__):
         raise KeyboardInterrupt
 
-    for stage in ("bench", "fit", "compare"):
+    for stage in ("bench", "fit", "heads"):
         stand_in(monkeypatch, f"selfspec_cli.stages.{stage}", run)
     monkeypatch.setattr("selfspec_cli.stages.roc.run", run)
     monkeypatch.setattr("selfspec_cli.stages.tune.run", run)
@@ -242,7 +242,7 @@ def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
 def test_help_and_report_load_neither_torch_nor_vllm(tmp_path):
     records.append(tmp_path / "results" / "summary.csv", Record("r", "2026-11-21", "baseline", "m", key="0" * 12))
     code = (
-        "import sys; from selfspec_cli.app import app\n"
+        "import sys; from selfspec_cli.commands.app import app\n"
         "try: app(sys.argv[1:])\n"
         "except SystemExit as done: assert not done.code, done.code\n"
         "assert not {'torch', 'vllm', 'transformers', 'hydra', 'wandb'} & set(sys.modules)\n"

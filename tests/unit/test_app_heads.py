@@ -69,7 +69,7 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model)
         plans.append((plan, more["top"]))
         return Found([HeadRow("m", 2, "lens", "full", 0.5)])
 
-    stand_in(monkeypatch, "selfspec_cli.stages.compare", run)
+    stand_in(monkeypatch, "selfspec_cli.stages.heads", run)
     result = call("heads", model, "--top", "3")
     assert result.exit_code == 0, result.output
     assert "lens" in result.stdout

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli import calibrations
-from selfspec_cli.calibrations import SavedGate
-from selfspec_cli.config import (
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.artifacts.calibrations import SavedGate
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import (
     ConfigError,
     DraftWeights,
     GateConfig,
@@ -14,7 +15,6 @@ from selfspec_cli.config import (
     RunConfig,
     Runner,
     Verification,
-    run_key,
 )
 from selfspec_cli.early_exit.gate_rules import Calibration
 

@@ -8,10 +8,10 @@ import pytest
 from selfspec_cli.early_exit.comparison import StepTimes, fit_step_times
 from selfspec_cli.early_exit.cost_model import expected_tokens, speedup
 from selfspec_cli.early_exit.evaluation import tokens_a_round
-from selfspec_cli.records import Record
+from selfspec_cli.record.records import Record
 from selfspec_cli.report import heads
 from selfspec_cli.report.heads import HeadRow
-from selfspec_cli.stages.compare import beside, predict
+from selfspec_cli.stages.heads import beside, predict
 
 YES, NO = [True], [False]
 

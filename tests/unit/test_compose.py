@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli import paths, tuned
-from selfspec_cli.app import app
-from selfspec_cli.compose import choices, compose_runs, experiment_files, load_config
-from selfspec_cli.config import (
+from selfspec_cli.artifacts import tuned
+from selfspec_cli.commands.app import app
+from selfspec_cli.config import paths
+from selfspec_cli.config.compose import choices, compose_runs, experiment_files, load_config
+from selfspec_cli.config.schema import (
     GROUPS,
     ConfigError,
     DraftWeights,

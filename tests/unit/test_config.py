@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.config import (
+from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.schema import (
     ConfigError,
     DraftWeights,
     EngineConfig,
@@ -21,13 +22,10 @@ from selfspec_cli.config import (
     Runner,
     Verification,
     WorkloadConfig,
-    baseline_of,
-    engine_key,
     gate_threshold,
-    run_key,
 )
+from selfspec_cli.config.validation import DTYPES, LOAD_FORMATS, validate
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.validation import DTYPES, LOAD_FORMATS, validate
 
 KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
 VARH = GateConfig(kind=GateKind.varH)

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from selfspec_cli import corpora, corpus
-from selfspec_cli.config import ConfigError
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.texts import corpora
+from selfspec_cli.texts import library as corpus
 
 PARAGRAPHS = [f"Paragraph {number}. " + "Words that a model could read. " * 30 for number in range(400)]
 

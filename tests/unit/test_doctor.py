@@ -2,17 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli import provenance
-from selfspec_cli.config import (
-    EngineConfig,
-    GateConfig,
-    GateKind,
-    HeadConfig,
-    HeadKind,
-    ModelConfig,
-    RunConfig,
-    run_key,
-)
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import EngineConfig, GateConfig, GateKind, HeadConfig, HeadKind, ModelConfig, RunConfig
+from selfspec_cli.record import provenance
 from selfspec_cli.stages import doctor, preflight
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from selfspec_cli import head_files, paths
-from selfspec_cli.config import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
+from selfspec_cli.artifacts import head_files
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
 from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Translator

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli.config import (
+from selfspec_cli.config.schema import (
     ConfigError,
     EngineConfig,
     GateConfig,
@@ -13,7 +13,7 @@ from selfspec_cli.config import (
     RunConfig,
     Verification,
 )
-from selfspec_cli.engine_args import shallow_model, speculative_config
+from selfspec_cli.engine.arguments import shallow_model, speculative_config
 
 GPU = RunConfig(engine=EngineConfig(name="h100"), layer=3, k=4, gate=GateConfig(GateKind.varH), tau_v=5.0)
 

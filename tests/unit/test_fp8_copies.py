@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.heads import Lens, Translator
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.vllm_plugin import exit_head, fp8_copies, step_bytes
-from selfspec_cli.vllm_plugin.fp8_copies import CopiedLinear, copied, quantise
-from selfspec_cli.vllm_plugin.twins import replaced, twin_layers
+from selfspec_cli.vllm_plugin import exit_head
+from selfspec_cli.vllm_plugin.weights import fp8 as fp8_copies
+from selfspec_cli.vllm_plugin.weights import step_bytes
+from selfspec_cli.vllm_plugin.weights.fp8 import CopiedLinear, copied, quantise
+from selfspec_cli.vllm_plugin.weights.replace import replaced, twin_layers
 
 
 def weight(rows, columns, scale=0.02):

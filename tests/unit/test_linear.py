@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from selfspec_cli.vllm_plugin import linear
+from selfspec_cli.vllm_plugin.weights import linear
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -1,9 +1,10 @@
 import json
 import subprocess
 
-from selfspec_cli import provenance
-from selfspec_cli.compose import load_config
-from selfspec_cli.config import RunConfig, run_key
+from selfspec_cli.config.compose import load_config
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.record import provenance
 
 
 def test_a_run_folder_holds_the_config_and_what_produced_it(tmp_path):

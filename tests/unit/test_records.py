@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli import records
-from selfspec_cli.config import ConfigError, GateConfig, GateKind, Method, RunConfig, run_key
-from selfspec_cli.records import AcceptRow, Record
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, Method, RunConfig
+from selfspec_cli.record import records
+from selfspec_cli.record.records import AcceptRow, Record
 
 KEY = "0123456789ab"
 ROW = Record(run_id="r1", time="2026-11-21T00:00:00+0000", arm="layer_skip", model="m", E=4, k=5, gate="varH",
@@ -266,7 +267,7 @@ def test_a_failure_is_one_short_line():
 
 def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     code = (
-        "import sys; from selfspec_cli.records import sweep_lock\n"
+        "import sys; from selfspec_cli.record.records import sweep_lock\n"
         f"with sweep_lock({str(tmp_path)!r}): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

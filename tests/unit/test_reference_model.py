@@ -119,7 +119,7 @@ def test_trained_model_predicts_held_out_text_and_its_exits_agree() -> None:
     from safetensors.torch import load_file
     from train import evaluate
 
-    from selfspec_cli import corpus
+    from selfspec_cli.texts import library as corpus
 
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     windows = corpus.token_windows(lambda text: tokenizer.encode(text).ids, corpus.held_out_text(), 1024, 4, seed=7)

@@ -5,11 +5,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from selfspec_cli import records
-from selfspec_cli.config import ConfigError
-from selfspec_cli.records import Record
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import records
+from selfspec_cli.record.records import Record
 from selfspec_cli.report import figure, page, rows, table
-from selfspec_cli.stages import report
+from selfspec_cli.report import make as report
 
 BASE = Record(run_id="r", time="2026-11-21T00:00:00+0000", arm="baseline", model="m", workload="headline", batch=1,
               input_len=32, output_len=128, temperature=0.0, repeats=5, tok_s_median=100.0, tok_s_min=90.0,

@@ -5,8 +5,8 @@ import pytest
 import torch
 from test_early_exit_replay import COSTS, make
 
-from selfspec_cli import calibrations
-from selfspec_cli.config import DraftWeights, GateConfig, GateKind, RunConfig
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.config.schema import DraftWeights, GateConfig, GateKind, RunConfig
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES

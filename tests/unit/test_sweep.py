@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli import records
-from selfspec_cli.config import (
+from selfspec_cli.config.keys import engine_key, run_key
+from selfspec_cli.config.schema import (
     ConfigError,
     DraftWeights,
     EngineConfig,
@@ -16,15 +16,14 @@ from selfspec_cli.config import (
     TrackerConfig,
     TrackerKind,
     WorkloadConfig,
-    engine_key,
     gate_threshold,
-    run_key,
 )
 from selfspec_cli.early_exit.settings import SettingsError
-from selfspec_cli.records import AcceptRow, BenchResult, Record
+from selfspec_cli.record import records
+from selfspec_cli.record.records import AcceptRow, BenchResult, Record
+from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import figure
 from selfspec_cli.stages import sweep
-from selfspec_cli.tracking import Tracker
 
 VARH = GateConfig(kind=GateKind.varH)
 

@@ -9,8 +9,9 @@ import torch
 import yaml
 from test_early_exit_replay import COSTS, make
 
-from selfspec_cli import paths, tuned
-from selfspec_cli.config import (
+from selfspec_cli.artifacts import tuned
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import (
     DraftWeights,
     GateConfig,
     GateKind,
@@ -27,7 +28,7 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.heads import LeastSquares
 from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
-from selfspec_cli.engine import DraftCounts, Generation
+from selfspec_cli.engine.live import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
 
 OPENING = 30.0  # seconds until an engine is there

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from selfspec_cli.vllm_plugin.v2_verdict import DeviceRecorder
+from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder
 
 
 def batch(verified, requests):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from selfspec_cli import paths
+from selfspec_cli.config import paths
 
 SCRIPT = paths.experiments_dir() / "reference_model" / "widen.py"
 

@@ -1,0 +1,1 @@
+"""Files that commands make for a model: exit heads, calibrations, tuned settings."""

@@ -1,0 +1,112 @@
+"""Files of gate `calibrated`: the map that `selfspec roc` fitted, and the threshold at which it breaks even."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.keys import draft_options
+from selfspec_cli.config.paths import head_folder
+from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, RunConfig, Runner, gate_threshold, head_spec
+from selfspec_cli.early_exit.gate_rules import Calibration
+from selfspec_cli.early_exit.settings import SettingsError, calibration_from_dict, check_threshold
+
+
+@dataclass(frozen=True)
+class SavedGate:
+    """What a file holds. threshold: acceptance probability below which a draft step does not pay."""
+
+    calibration: Calibration
+    threshold: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def path_for(cfg: RunConfig, layer: int) -> Path:
+    """Where the calibration of this model's exit lies: beside its heads, a file for each `exit_name`."""
+    return head_folder(cfg) / f"gate-E{layer}-{exit_name(cfg)}.json"
+
+
+def exit_name(cfg: RunConfig) -> str:
+    """What drafts beside the exit layer, in a file's name: the head, and whatever else is not the default.
+
+    A head with a path of its own is named by that too, a vocabulary list by what it holds: `a/v.txt` and `b/v.txt` are
+    two vocabularies.
+    """
+    parts = [head_spec(cfg.head).name]
+    if cfg.head.path is not None:
+        parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
+    if cfg.vocab.isdigit():
+        parts.append(cfg.vocab)
+    elif cfg.vocab != "full":
+        file = Path(cfg.vocab)
+        parts += [file.stem, _digest(file.read_bytes())]
+    parts += draft_options(cfg).values()
+    parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
+    parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
+    return "-".join(parts)
+
+
+def save(path: Path, gate: SavedGate) -> None:
+    """Write the file; `load` reads it back to an equal object."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"calibration": gate.calibration.to_dict(), "threshold": gate.threshold, "about": gate.about}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> SavedGate:
+    """Read and check a file.
+
+    Raises:
+        ConfigError: it is not there, or is no calibration.
+    """
+    try:
+        document = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        threshold = check_threshold("calibrated", document["threshold"])
+        assert threshold is not None
+        return SavedGate(calibration_from_dict(document["calibration"]), threshold, document.get("about", {}))
+    except OSError as error:
+        raise ConfigError(f"gate.calibration={path}: {error.strerror}; make one with: selfspec roc") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = str(error) if isinstance(error, SettingsError) else "it is no file that selfspec roc wrote"
+        raise ConfigError(f"gate.calibration={path}: {reason}") from error
+
+
+def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
+    """`cfg` with the file that gate `calibrated` reads, and with that file's threshold where none is given.
+
+    layer: the exit layer in force. Other gates come back as they are.
+
+    Raises:
+        ConfigError: the file is missing or wrong.
+    """
+    if cfg.gate.kind is not GateKind.calibrated:
+        return cfg
+    file = cfg.gate.calibration
+    if file is None:
+        if layer is None:
+            raise ConfigError("gate=calibrated: this model's exit layer is not known yet; name it: layer=E")
+        path = path_for(cfg, layer)
+        if not path.is_file():
+            raise ConfigError(
+                f"gate=calibrated: there is no {path}; make it with: selfspec roc layer={layer}, and the model, head, "
+                "vocabulary and draft options of this run"
+            )
+        file = str(path)
+    saved = load(file)
+    given = gate_threshold(cfg)
+    gate = GateConfig(GateKind.calibrated, file)
+    return replace(cfg, gate=gate, threshold=saved.threshold if given is None else given)
+
+
+def of(cfg: RunConfig) -> dict[str, Any] | None:
+    """The map of a settled config in its JSON form; None for other gates."""
+    if cfg.gate.kind is not GateKind.calibrated or cfg.gate.calibration is None:
+        return None
+    return load(cfg.gate.calibration).calibration.to_dict()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]

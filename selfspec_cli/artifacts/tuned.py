@@ -1,0 +1,50 @@
+"""conf/tuned/<model>.yaml: what `selfspec tune` found, as overrides that `tuned=<model>` puts before the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from selfspec_cli.config.keys import draft_options
+from selfspec_cli.config.schema import GateConfig, GateKind, HeadConfig, RunConfig, gate_threshold, to_plain
+from selfspec_cli.early_exit.replay import Setting
+
+FOLDER = "tuned"
+_MORE = ("head_dir", "runner")  # where the head is found, and who drafts with it; written down only if not the default
+
+
+def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
+    """`cfg` with a tuned gate, threshold and draft length."""
+    gate = GateConfig(GateKind(setting.gate), cfg.gate.calibration)
+    return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
+
+
+def overrides(cfg: RunConfig) -> list[str]:
+    """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
+    threshold, default = gate_threshold(cfg), RunConfig()
+    words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
+    words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
+    words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
+    words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
+    return words
+
+
+def write(conf: Path, model: str, words: list[str], title: str) -> Path:
+    """Write the file of `model` under the configuration folder `conf`, whole or not at all."""
+    import yaml
+
+    file = conf / FOLDER / f"{model.replace('/', '--')}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={file.stem}\n"
+    part = file.with_suffix(".part")
+    document = {"title": title, "overrides": words}
+    part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.replace(file)
+    return file
+
+
+def _head(head: HeadConfig) -> list[str]:
+    """The kind, and every field in which the head is not that kind's own."""
+    own = to_plain(HeadConfig(head.kind))
+    more = [f"head.{name}={value}" for name, value in to_plain(head).items() if value != own[name]]
+    return [f"head={head.kind.value}", *more]

@@ -1,0 +1,371 @@
+"""The command line: words in, exit codes out. Every command is a few lines; the work is in stages/.
+
+Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from selfspec_cli import __version__
+from selfspec_cli.artifacts.calibrations import exit_name
+from selfspec_cli.commands import screen as output
+from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
+from selfspec_cli.config import paths
+from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.schema import HeadConfig, RunConfig
+from selfspec_cli.progress import bars
+from selfspec_cli.record import records
+from selfspec_cli.report import make as report_stage
+from selfspec_cli.stages import doctor as doctor_stage
+from selfspec_cli.stages import head_plan, preflight
+from selfspec_cli.stages import sweep as sweep_stage
+
+app = typer.Typer(
+    name="selfspec",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Early-exit self-speculative decoding inside vLLM, measured.",
+    epilog="Try: selfspec sweep gate=varH tau_v=4,5,6",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=4"),
+]
+Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run; start no engine.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Start from a dumped config, such as results/runs/KEY/config.yaml."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"selfspec {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+
+
+@app.callback()
+def main(version: Version = False) -> None:
+    """Early-exit self-speculative decoding inside vLLM, measured."""
+
+
+@app.command(epilog="Example: selfspec doctor model=/models/llama3")
+def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
+    with guard(as_json, debug):
+        cfg = _one(overrides, None)
+        with only_stderr():
+            checks = doctor_stage.run(cfg, _patches)
+        fine = doctor_stage.could_run(checks)
+        if as_json:
+            emit({"ok": fine, "checks": [asdict(check) for check in checks]})
+        else:
+            output.show_checks(checks)
+            say("A run could work here." if fine else "A run could not work here.", "bold")
+        raise typer.Exit(0 if fine else 1)
+
+
+@app.command(epilog="Examples: selfspec bench gate=maxp tau=0.35 layer=4 k=5   ·   selfspec bench experiment=gpu_8b")
+def bench(
+    overrides: Overrides = None,
+    config: Config = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
+    with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
+        from selfspec_cli.config.compose import compose_runs
+
+        whole = any(override.startswith("experiment=") for override in overrides or [])
+        runs = compose_runs(None, overrides or [], sweep=whole, config=config)
+        _measure(runs, again=True, as_json=as_json, dry_run=dry_run)
+
+
+@app.command(epilog="Examples: selfspec sweep gate=varH tau_v=4,5,6   ·   selfspec sweep experiment=m3_maxp layer=4")
+def sweep(
+    overrides: Overrides = None,
+    config: Config = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure finished points once more.")] = False,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
+    with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
+        from selfspec_cli.config.compose import compose_runs
+
+        runs = compose_runs(None, overrides or [], config=config)
+        _measure(runs, again=again, as_json=as_json, dry_run=dry_run)
+
+
+Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
+Corpus = Annotated[
+    str, typer.Option("--corpus", help="stdlib, a ShareGPT .json, a text file, hf:NAME[:SPLIT[:COLUMN]], or random.")
+]
+
+
+@app.command("fit-lsq", epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12")
+def fit_lsq(
+    layer: Annotated[list[int], typer.Option("--layer", help="Exit layer E, after which the head reads; repeatable.")],
+    overrides: Overrides = None,
+    pairs: Pairs = 50_000,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit least-squares exit heads by running the model in vLLM; head=lsq finds them in head_dir."""
+    with guard(as_json, debug):
+        for one_layer in layer:
+            cfg = _one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
+            preflight.check(cfg)
+        if dry_run:
+            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(paths.head_folder(cfg))}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        from selfspec_cli.stages import fit
+
+        with only_stderr(), bars() as progress:
+            fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
+        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+
+
+@app.command("fit", epilog="Example: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096")
+def fit_heads(
+    overrides: Overrides = None,
+    pairs: Pairs = 50_000,
+    ridge: Annotated[
+        float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; by agreement on held-out pairs.")
+    ] = None,
+    corpus: Corpus = "stdlib",
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
+    with guard(as_json, debug):
+        plan = head_plan.to_fit(_several(overrides))
+        if dry_run:
+            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.stages import fit
+
+        with only_stderr(), bars() as progress:
+            fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, progress=progress)
+        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+
+
+@app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024")
+def compare_heads(
+    overrides: Overrides = None,
+    pairs: Pairs = 50_000,
+    top: Annotated[int, typer.Option("--top", min=0, help="So many of the best are measured in the engine.")] = 5,
+    corpus: Corpus = "stdlib",
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Fit and compare heads at every layer asked for: agreement, accepted length, bytes, predicted speedup; measure the
+    best ones."""
+    with guard(as_json, debug, ROWS_KEPT):
+        plan = head_plan.to_compare(overrides or [], _several)
+        if dry_run:
+            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.stages import heads as compare
+
+        with only_stderr(), bars() as progress:
+            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
+        emit(found.document()) if as_json else output.show_comparison(found)
+        raise typer.Exit(found.exit_code)
+
+
+@app.command(epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64")
+def roc(
+    overrides: Overrides = None,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 12,
+    prompts: Annotated[int, typer.Option("--prompts", min=2, help="Requests recorded at each exit layer.")] = 32,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import roc as roc_stage
+
+        cfgs = _exits(overrides or [], roc_stage.default_layers)
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "layers": [cfg.layer for cfg in cfgs], "prompts": prompts}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        with only_stderr(), bars() as progress:
+            result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
+        if as_json:
+            emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
+        else:
+            output.show_roc(result.rows, result.choice(), result.files)
+
+
+@app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
+def tune(
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
+    with guard(as_json, debug, GOES_ON):
+        from selfspec_cli.stages import tune as tune_stage
+
+        words = overrides or []
+        cfgs = _exits(words, tune_stage.candidate_layers)
+        if dry_run:
+            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {exit_name(c)}" for c in cfgs]}
+            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+        named = any(re.match(r"head[.=]", word) for word in words)
+        model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
+        with only_stderr(), bars() as progress:
+            result = tune_stage.run(
+                cfgs,
+                open_engine=_open_engine,
+                budget=tune_stage.Budget(minutes, trials),
+                conf=Path("conf"),
+                heads=[] if named else _known_heads(),
+                model_words=model,
+                progress=progress,
+            )
+        warn(result.warnings)
+        emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
+
+
+@app.command(epilog="Example: selfspec report --results results --out results")
+def report(
+    results: Annotated[Path, typer.Option("--results", help="Folder that holds summary.csv.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; --results.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
+    with guard(as_json, debug):
+        made = report_stage.run(results, out or results)
+        warn(made.warnings)
+        if as_json:
+            emit({"rows": rows_document(made.rows), "chart": made.chart, "page": made.page, "warnings": made.warnings})
+            return
+        from selfspec_cli.report import table
+
+        table.show(made.rows, Console())
+        say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
+
+
+def _several(overrides: list[str] | None) -> list[RunConfig]:
+    from selfspec_cli.config.compose import compose_runs
+
+    return compose_runs(None, overrides or [])
+
+
+def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
+    from selfspec_cli.config.compose import compose_runs
+
+    return compose_runs(None, overrides or [], sweep=False, config=config)[0]
+
+
+def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]]) -> list[RunConfig]:
+    """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
+    from selfspec_cli.config.compose import compose_runs
+
+    idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
+    warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
+    if not any(word.partition("=")[0] == "layer" for word in overrides):
+        first = compose_runs(None, overrides)[0]
+        overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
+    cfgs = compose_runs(None, overrides)
+    for cfg in cfgs:
+        preflight.check(cfg)
+    found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
+    return found
+
+
+def _known_heads() -> list[HeadConfig]:
+    """Every head that conf/head names."""
+    from selfspec_cli.config.compose import choices, compose_runs
+
+    return [cfg.head for name in choices("head") for cfg in compose_runs(None, [f"head={name}"], sweep=False)]
+
+
+def _patches() -> list[tuple[str, bool, str]]:
+    from selfspec_cli.vllm_plugin import compat
+
+    return [(name, found, reason) for name, found, reason in compat.check()]
+
+
+def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool) -> None:
+    """Plan, measure, show; the exit code says how it went."""
+    for cfg in runs:
+        preflight.check(cfg)
+    runs = [preflight.settled(cfg) for cfg in runs]
+    asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
+    doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
+    doubts += [NO_COMPILER] if asked != runs else []
+    warn(doubts)
+    folder = Path(sweep_stage.results_dir(runs))
+    summary = folder / records.SUMMARY
+    if dry_run:
+        plan = sweep_stage.plan(runs, () if again else records.finished(summary))
+        return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
+    result = _sweep(runs, again)
+    wanted = {run_key(cfg) for cfg in runs} | {run_key(baseline_of(cfg)) for cfg in runs}
+    rows = [row for row in records.read(summary, records.Record)[0] if row.key in wanted]
+    warn(result.warnings)
+    failed = len(result.failed)
+    counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
+    if as_json:
+        told = {"drafting": result.drafting, "warnings": [*doubts, *result.warnings]}
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
+    else:
+        from selfspec_cli.report import table
+
+        table.show(rows, Console())
+        say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
+    raise typer.Exit(result.exit_code)
+
+
+def _sweep(runs: list[RunConfig], again: bool) -> sweep_stage.SweepResult:
+    """The sweep on real engines, with progress bars and the tracker."""
+    from selfspec_cli.record.tracking import open_tracker
+    from selfspec_cli.stages.bench import run as bench_one
+
+    run_id = records.new_run_id()
+    with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
+        return sweep_stage.run(
+            runs,
+            open_engine=_open_engine,
+            bench=bench_one,
+            progress=progress,
+            tracker=tracker,
+            again=again,
+            run_id=run_id,
+        )
+
+
+def _open_engine(cfg: RunConfig) -> Any:
+    """Imports vLLM when the first engine starts, and not before."""
+    from selfspec_cli.engine.live import open_engine
+
+    return open_engine(cfg)

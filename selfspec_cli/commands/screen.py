@@ -1,0 +1,204 @@
+"""What a user sees: one JSON line or a table, a plan, or an error that fits on a screen."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.record.records import Record, identity
+from selfspec_cli.report.rows import group_title, label
+from selfspec_cli.stages.doctor import Check
+from selfspec_cli.stages.sweep import Plan, told_apart
+
+if TYPE_CHECKING:
+    from selfspec_cli.stages.heads import Comparison
+
+POINT = (
+    "arm",
+    "model",
+    "E",
+    "k",
+    "head",
+    "vocab",
+    "draft_weights",
+    "verification",
+    "gate",
+    "threshold",
+    "batch",
+    "input_len",
+    "output_len",
+    "seed",
+)
+BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
+
+# What is left after an interrupt, and what the same command does then. Commands differ in it.
+GOES_ON = "what was measured so far is kept, and the same command goes on from there"
+BEGINS_AGAIN = "the same command begins again"
+ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
+
+
+@contextmanager
+def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None]:
+    """Exceptions into exit codes and one-screen messages: 2 bad input, 1 the run failed, 130 interrupted.
+
+    then: GOES_ON, or whatever else is true after an interrupt.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (ConfigError, SettingsError) as error:
+        _fail(error, str(error), BAD_INPUT, as_json, debug)
+    except KeyboardInterrupt as error:
+        _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        hint = "" if debug else "\nThe same command with --debug shows the traceback."
+        _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
+
+
+def _shortened(text: str, lines: int = 12, width: int = 2000) -> str:
+    """The beginning and the end of a long message, where its point usually is."""
+    parts = text[:width].splitlines()
+    return "\n".join(parts if len(parts) <= lines else [*parts[: lines // 2], "...", *parts[-lines // 2 :]])
+
+
+def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("selfspec: ", "bold red"), message))
+    if as_json:
+        emit({"error": message, "exit_code": code})
+    raise typer.Exit(code) from error
+
+
+@contextmanager
+def only_stderr() -> Iterator[None]:
+    """What Python code prints goes to stderr: stdout is for results."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def emit(document: dict[str, Any]) -> None:
+    """One JSON document on one line, the last of stdout."""
+    print(json.dumps(document, default=str), flush=True)
+
+
+def say(text: str = "", style: str = "") -> None:
+    """A line for people, on stdout."""
+    Console(soft_wrap=True).print(Text(text, style=style))
+
+
+def warn(messages: list[str]) -> None:
+    """Lines for people that are not results, on stderr."""
+    for message in messages:
+        Console(stderr=True, soft_wrap=True).print(Text(f"warning: {message}", style="yellow"))
+
+
+def point(cfg: RunConfig) -> dict[str, Any]:
+    """A point of a plan: what would be measured."""
+    row = identity(cfg, run_id="")
+    return {"key": run_key(cfg)} | {name: getattr(row, name) for name in POINT}
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: engines in the order in which they would start, each with its points."""
+    engines = [
+        [point(cfg) for cfg in group] for family in plan.families for group in [family.baselines, *family.groups]
+    ]
+    return {"dry_run": True, "engines": engines, "skipped": [point(cfg) for cfg in plan.skipped]}
+
+
+def show_plan(plan: Plan) -> None:
+    """A plan for people."""
+    groups = [group for family in plan.families for group in [family.baselines, *family.groups]]
+    points = sum(map(len, groups))
+    apart = told_apart([cfg for group in groups for cfg in group])
+    say(f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped", "bold")
+    for number, group in enumerate(groups, start=1):
+        say(f"engine {number}: {group[0].model.path} on {group[0].engine.name}")
+        for cfg in group:
+            row = identity(cfg, run_id="")
+            told = f"  {apart[run_key(cfg)]}" if apart[run_key(cfg)] else ""
+            say(f"  {label(row):<40} {group_title(row)}{told}  [{run_key(cfg)}]")
+
+
+def show_checks(checks: list[Check]) -> None:
+    """The doctor's lines."""
+    for check in checks:
+        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("    ", "")}[check.ok]
+        Console(soft_wrap=True).print(Text.assemble((mark, style), f" {check.name:<22} {check.detail}"))
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    """Name and value pairs."""
+    for name, value in facts.items():
+        say(f"{name:<8} {value}")
+
+
+def show_heads(reports: list[dict[str, Any]], seconds: float) -> None:
+    """Fitted heads beside the lens of their layer; agreement is with the whole model's argmax on held-out text."""
+    for head in reports:
+        agreement = f"{head['agreement']:.1%}" if head.get("agreement") is not None else "not tested"
+        name, vocab = head.get("head") or head["kind"], head.get("vocab", "full")
+        name += f" {vocab}" if vocab != "full" else ""
+        say(f"layer {head['layer']:<4} {name:<24} agreement {agreement:<11} {head.get('path', '(no fit)')}")
+    say(f"{seconds:.1f} s in all", "bold")
+
+
+def show_comparison(found: Comparison) -> None:
+    """The table of heads, the best of them, and what could not be measured."""
+    from selfspec_cli.report import heads
+
+    Console(width=None if Console().is_terminal else 136).print(heads.table(found.rows))
+    if found.best is not None:
+        best = found.best
+        say(f"best: {best.label} k={best.best_k}, predicted {best.predicted_speedup:.2f}x", "bold")
+    for name, path in found.files.items():
+        say(f"{name:<7} {path}")
+    warn(found.failed)
+
+
+def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> None:
+    """Areas under the ROC curves, what each gate is expected to bring, and which one to choose."""
+    say(f"{'':<6}{'head':<14}{'gate':<12}{'AUC':>6}{'at stake':>10}   best setting, and its expected speedup", "bold")
+    for row in rows:
+        areas = [f"{area:.3f}" if area is not None else "" for area in (row.auc, row.auc_at_stake)]
+        limit = f"{row.threshold:.3g}" if row.threshold is not None else ""
+        best = f"k={row.best_k:<3} {limit:<8} {row.expected_speedup:.2f}x"
+        say(f"E={row.E:<4}{row.head:<14}{row.gate:<12}{areas[0]:>6}{areas[1]:>10}   {best}")
+    say(f"use: {' '.join(choice['overrides'])}  expected {choice['expected_speedup']:.2f}x, without a gate "
+        f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
+        f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
+    for name, path in files.items():
+        say(f"{name}: {path}")
+
+
+def show_tuned(document: dict[str, Any]) -> None:
+    """What tuning measured last, what it chose, and how to use it."""
+    for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
+        limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
+        spread = f"{found['speedup']:.2f}x ({found['speedup_min']:.2f} to {found['speedup_max']:.2f})"
+        pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
+        say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
+    say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, found in "
+        f"{document['seconds']:.0f} s and {document['trials']} trials", "bold")  # fmt: skip
+    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
+
+
+def rows_document(rows: list[Record]) -> list[dict[str, Any]]:
+    """Rows as JSON; what was not measured is null."""
+    return [asdict(row) for row in rows]

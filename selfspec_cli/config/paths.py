@@ -1,0 +1,69 @@
+"""Where selfspec's own files are: in the checkout, or inside the installed wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
+
+REFERENCE = "reference"  # the model path that stands for the embedded model
+SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def data_dir() -> Path:
+    """The folder that holds conf/ and experiments/."""
+    package = Path(__file__).parents[1]
+    packaged = package / "_data"
+    return packaged if packaged.is_dir() else package.parent
+
+
+def conf_dir() -> Path:
+    """Packaged choices, one folder a group."""
+    return data_dir() / "conf"
+
+
+def experiments_dir() -> Path:
+    """Packaged experiments, one YAML file each."""
+    return data_dir() / "experiments"
+
+
+def reference_model_dir() -> Path:
+    """The embedded reference model: config.json, tokenizer.json and safetensors."""
+    return experiments_dir() / "reference_model" / "model"
+
+
+def looks_like_model_path(word: str) -> bool:
+    """Whether `word` can only mean a folder or a Hugging Face id, as opposed to the name of a preset."""
+    return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
+
+
+def model_path(model: ModelConfig) -> str:
+    """What to hand to vLLM as the model: a folder that is there, or a Hugging Face id.
+
+    Raises:
+        ConfigError: the path can only be a folder, and it is not there or holds no config.json.
+    """
+    if model.path == REFERENCE:
+        return str(_folder(reference_model_dir(), "the embedded reference model"))
+    if model.path.startswith(SHAPE):
+        name = model.path.removeprefix(SHAPE)
+        return str(_folder(experiments_dir() / "shapes" / name, f"model.path={model.path}"))
+    path = Path(model.path).expanduser()
+    if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
+        return str(_folder(path, f"model.path={model.path}"))
+    return model.path
+
+
+def head_folder(cfg: RunConfig) -> Path:
+    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
+    return Path(cfg.head_dir).expanduser() / cfg.model.name.replace("/", "--")
+
+
+def _folder(path: Path, what: str) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"{what}: there is no folder {path}")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{what}: {path} holds no config.json, so it is not a model")
+    return path

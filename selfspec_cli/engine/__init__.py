@@ -1,0 +1,1 @@
+"""A live vLLM engine, and a config as its arguments."""

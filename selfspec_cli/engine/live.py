@@ -1,0 +1,310 @@
+"""The one place that builds a `vllm.LLM`, and the few things that stages ask of it, in plain values.
+
+Besides `vllm_plugin/` no other file knows vLLM. Timings come from a closed loop of `batch`
+requests in flight, through vLLM's own request queue and scheduler; accept figures from vLLM's own counters.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.engine.arguments import llm_arguments
+
+MIB = 2**20
+
+
+@dataclass
+class DraftCounts:
+    """Speculative decoding as vLLM counts it, over one stretch of work."""
+
+    rounds: int  # verify steps that had drafts, one a request
+    drafted: int  # tokens
+    accepted: int  # tokens
+    accepted_at: list[int]  # tokens accepted at draft position 1..k
+
+
+@dataclass
+class Generation:
+    """What one closed loop generated, and how fast."""
+
+    outputs: list[list[int]]  # token ids, in the order of the prompts
+    seconds: float  # wall time from the first request in to the last token out
+    ttft: list[float]  # seconds to the first token, one a request
+    itl: list[float]  # mean seconds between the tokens after the first, one a request
+    drafts: DraftCounts | None  # None for an engine that does not draft
+    drafting: counters.Snapshot | None = None  # the draft loop's own counters; None where it keeps none
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, all requests together."""
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+@dataclass
+class Engine:
+    """A live vLLM engine."""
+
+    llm: Any
+    cfg: RunConfig
+    num_layers: int
+    weights_mib: float  # the target's weights and whatever the arm holds beside them (an exit head)
+    draft_mib: float  # of these, what drafting adds
+    _requests: int = field(default=0, repr=False)
+
+    @property
+    def layer(self) -> int | None:
+        """The exit layer E in force; None for a baseline."""
+        if self.cfg.method in (Method.baseline, Method.ngram):
+            return None
+        return self.cfg.layer if self.cfg.layer is not None else self.num_layers // 2
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+        return int(self.llm.model_config.max_model_len)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return int(self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
+        return int(self.llm.model_config.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+        return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
+        """Change the gate of a drafting engine between two rounds; nothing is reloaded.
+
+        calibration: a map in its JSON form, for gate `calibrated`; None keeps the one there is.
+        """
+        self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, calibration))
+
+    def set_draft_length(self, k: int) -> None:
+        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding."""
+        self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], DraftLog]]:
+        """Keep a record of what is drafted inside the block; the function given reads it, also while it grows."""
+        assert self.cfg.k is not None
+        k = self.cfg.k
+        self.call("early_exit_record", True)
+        try:
+            yield lambda: DraftLog.from_plain(self.call("early_exit_recorded"), k)
+        finally:
+            self.call("early_exit_record", False)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The first worker's answer to one of `EarlyExitWorker`'s methods."""
+        return self.llm.collective_rpc(method, args=args)[0]
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        output_len: int,
+        *,
+        batch: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Generation:
+        """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time.
+
+        temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats.
+        """
+        from vllm import SamplingParams
+
+        before, own = self._counts(), self._drafting()
+        core = self.llm.llm_engine
+        waiting = list(enumerate(prompts))[::-1]
+        numbers: dict[str, int] = {}
+        finished: dict[int, Any] = {}
+
+        def submit() -> None:
+            number, prompt = waiting.pop()
+            self._requests += 1
+            name = f"selfspec-{self._requests}"
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=output_len,
+                ignore_eos=True,
+                detokenize=False,
+                seed=seed + number if temperature > 0 else None,
+            )
+            numbers[name] = number
+            core.add_request(name, {"prompt_token_ids": prompt}, params)
+
+        start = time.perf_counter()
+        for _ in range(min(batch, len(waiting))):
+            submit()
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[numbers[output.request_id]] = output
+                    if waiting:
+                        submit()
+        seconds = time.perf_counter() - start
+        done = [finished[number] for number in range(len(prompts))]
+        drafts, drafting = self._drafted_since(before), counters.since(self._drafting(), own)
+        if drafts is not None and drafting is not None:
+            # vLLM counts the places that it verified; the V2 runner verifies k of every request, whatever was drafted.
+            drafts.drafted = min(drafts.drafted, drafting["drafted"])
+        return Generation(
+            outputs=[list(output.outputs[0].token_ids) for output in done],
+            seconds=seconds,
+            ttft=[output.metrics.first_token_latency for output in done],
+            itl=[_between_tokens(output) for output in done if len(output.outputs[0].token_ids) > 1],
+            drafts=drafts,
+            drafting=drafting,
+        )
+
+    def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
+        """Sum of the log-probabilities (nats) of every token but the first of each window, and how many they are.
+
+        Of this engine's own predictive distribution: the target's, or the truncated model's with its head for `skip`.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [{"prompt_token_ids": window} for window in windows]
+        total, count = 0.0, 0
+        for window, output in zip(windows, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
+            for token, scores in zip(window[1:], output.prompt_logprobs[1:], strict=True):
+                total += scores[token].logprob
+                count += 1
+        return total, count
+
+    def _drafting(self) -> counters.Snapshot | None:
+        return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
+
+    def _counts(self) -> DraftCounts | None:
+        if self.cfg.method not in SPECULATIVE:
+            return None
+        values: dict[str, Any] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("vllm:spec_decode"):
+                values[metric.name] = getattr(metric, "values", None) or metric.value
+        return DraftCounts(
+            rounds=int(values["vllm:spec_decode_num_drafts"]),
+            drafted=int(values["vllm:spec_decode_num_draft_tokens"]),
+            accepted=int(values["vllm:spec_decode_num_accepted_tokens"]),
+            accepted_at=[int(count) for count in values["vllm:spec_decode_num_accepted_tokens_per_pos"]],
+        )
+
+    def _drafted_since(self, before: DraftCounts | None) -> DraftCounts | None:
+        after = self._counts()
+        if before is None or after is None:
+            return None
+        return DraftCounts(
+            after.rounds - before.rounds,
+            after.drafted - before.drafted,
+            after.accepted - before.accepted,
+            [new - old for new, old in zip(after.accepted_at, before.accepted_at, strict=True)],
+        )
+
+
+def _between_tokens(output: Any) -> float:
+    times = output.metrics
+    return (times.last_token_ts - times.first_token_ts) / (len(output.outputs[0].token_ids) - 1)
+
+
+@contextmanager
+def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
+    """Start an engine for `cfg` and shut it down at the end. extra: arguments of vllm.LLM that override the config's.
+
+    Raises:
+        SettingsError, HeadError, ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
+            shut down again.
+    """
+    if cfg.engine.name == "cpu":
+        # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # vLLM 0.32 saves ahead-of-time artifacts on the CPU that it then fails to load; PyTorch's own cache works, and
+        # an engine that was compiled before starts in a quarter of the time.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    # A forked engine hangs in its first parallel operation once PyTorch has run one here, counting a draft vocabulary.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    llm = None
+    try:
+        with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+            llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
+        if cfg.engine.nvtx:
+            llm.collective_rpc("early_exit_annotate")
+        weights = llm.collective_rpc("early_exit_weights")
+        layers = llm.collective_rpc("early_exit_layers")[0]
+        target = sum(share["target"] for share in weights) / MIB
+        draft = sum(share["draft"] for share in weights) / MIB
+        yield Engine(llm, cfg, layers, target + draft, draft)
+    except Exception as error:
+        raise _as_bad_input(error) from error
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        _free()
+
+
+@contextmanager
+def _model_runner(runner: Runner) -> Iterator[None]:
+    """While an engine starts: vLLM reads which model runner to use from its environment, and workers inherit it."""
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    before = os.environ.get(name)
+    if runner is not Runner.auto:
+        os.environ[name] = "1" if runner is Runner.v2 else "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def perplexity(log_likelihood: float, tokens: int) -> float:
+    """exp of the mean negative log-likelihood (nats) a token."""
+    return math.exp(-log_likelihood / tokens)
+
+
+def _as_bad_input(error: Exception) -> Exception:
+    """vLLM wraps what its config checks raise; give bad input its own type back."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _free() -> None:
+    """Give the memory of a shut-down engine back before the next one starts."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    # In a parent of worker processes there is nothing to tear down, and that is fine.
+    cleanup_dist_env_and_memory()
+    gc.collect()
+    import torch
+
+    # vLLM drops Dynamo's guards, so code compiled for one engine would also be run for the next one in this process,
+    # whatever its exit layer.
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Text to prompt with, to fit on and to score."""

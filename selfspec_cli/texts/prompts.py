@@ -1,0 +1,37 @@
+"""The prompts of a workload: token ids of exactly the asked length, the same for every arm of a run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.texts import library as corpus
+
+if TYPE_CHECKING:
+    from selfspec_cli.engine.live import Engine
+
+
+def prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
+    """`num_prompts` prompts of `input_len` token ids, drawn by `cfg.seed`.
+
+    Raises:
+        ConfigError: prompt and output are longer than the model allows, or the text is too short.
+    """
+    work = cfg.workload
+    if work.input_len + work.output_len > engine.max_model_len:
+        raise ConfigError(
+            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
+            f"the model's {engine.max_model_len} tokens"
+        )
+    if work.prompts == "random":
+        draw = random.Random(cfg.seed)
+        return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
+    texts = corpus.held_out_text()
+    if work.prompts != "heldout":
+        texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
+    try:
+        return corpus.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)
+    except ValueError as error:
+        raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error

@@ -1,0 +1,1 @@
+"""Exit heads fitted inside a worker, from the hidden states of the loaded model."""

@@ -1,0 +1,1 @@
+"""What a worker can say about the device and about where time goes."""

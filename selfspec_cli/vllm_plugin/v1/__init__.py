@@ -1,0 +1,1 @@
+"""Drafting on vLLM's V1 model runner, which is what runs on the CPU."""

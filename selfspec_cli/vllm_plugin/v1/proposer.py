@@ -1,0 +1,261 @@
+"""The draft loop on vLLM's V1 model runner, which is what runs on the CPU.
+
+Where a round begins: the verify pass has written keys and values for every token before the newest one into all
+layers, and the newest token (just sampled) is in the host's input batch. A draft step runs that token through the
+first E layers at the next position, which also writes its keys and values there; the next verify pass runs the same
+tokens at the same positions through all layers and overwrites them. So drafting needs no prefill, and a rejected
+draft leaves nothing behind that is ever read.
+
+Proposals are ragged lists, one a request, the way vLLM's n-gram proposer returns them: a request whose gate closed
+after two steps is verified with two draft tokens, not with k.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
+
+from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.draft_log import DraftRecorder
+from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.live_gate import LiveGate
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.utils import AttentionGroup
+
+
+def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
+    """Replacement for the V1 runner's `DraftModelProposer`: early exit where it is configured, vLLM's own elsewhere.
+
+    A subclass, because the runner also uses the name in isinstance checks.
+    """
+
+    class DraftModelOrEarlyExit(original):
+        def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> DraftModelProposer:
+            early_exit = settings_of(vllm_config) is not None
+            return object.__new__(EarlyExitProposer if early_exit else cls)
+
+    class EarlyExitProposer(_EarlyExit, DraftModelOrEarlyExit):
+        pass
+
+    return DraftModelOrEarlyExit
+
+
+class _EarlyExit(DraftModelProposer):
+    """Overrides of vLLM's DraftModelProposer; the base class keeps the interface that the runner calls."""
+
+    new_recorder = DraftRecorder
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        if device.type != "cpu":
+            raise SettingsError("early exit on CUDA needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER=0")
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self.settings = settings
+        self.gate = LiveGate(settings.gate, settings.threshold, settings.calibration)
+        self.draft_length = settings.num_speculative_tokens  # may be lowered between two rounds, to 0 for no drafts
+        self.counters = DraftCounters(settings.num_speculative_tokens)
+        self.recorder: DraftRecorder | None = None  # only while a record is wanted
+        self.runner = runner
+        self._sampled: list[list[int]] = []
+        self._verified: Sequence[int] | None = None
+        self._draft_probs: Tensor | None = None
+        self._groups: list[tuple[AttentionGroup, list[str]]] = []
+        # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
+        self.speculative_config.disable_padded_drafter_batch = True
+
+    def _raise_if_padded_drafter_batch_disabled(self) -> None:
+        """The base class cannot draft from an unpadded batch; this one always does."""
+
+    # ---- loading ----------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Takes the first E layers of the target as they are; loads nothing but the exit head."""
+        layers = self.settings.layer
+        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config)
+        self._layer_names = attention_names(self.model, self.vllm_config, layers)
+        self.head = load_exit_head(self.settings, target_model, self.vllm_config)
+        # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
+        self.runner.effective_drafter_max_model_len = self.max_model_len + self.num_speculative_tokens
+        self._last_useful = self.max_model_len - 1  # a token drafted from there would have no place in the model
+
+    def initialize_attn_backend(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        """Drafting uses the target's own attention groups, all of them: a hybrid model has several."""
+        self._groups = []
+        for groups in self.runner.attn_groups:
+            for group in groups:
+                names = [name for name in group.layer_names if name in self._layer_names]
+                if names:
+                    self._groups.append((group, names))
+        self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
+        self.draft_attn_groups = [group for group, _ in self._groups]
+
+    def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Warm-up and profiling: compiles the trunk together with the target."""
+        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+            self.model(self.input_ids[:num_tokens], self.positions[:num_tokens], None)
+
+    # ---- what the runner hands over -----------------------------------------------------------------------------
+
+    def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> Tensor:
+        """Remembers which requests sampled anything; a request inside a chunked prefill has an empty list."""
+        self._sampled, self._verified = sampled_token_ids, None
+        return self._nothing
+
+    def prepare_inputs(
+        self, common_attn_metadata: CommonAttentionMetadata, sampled: Any, verified: Sequence[int], *args: Any
+    ) -> tuple[CommonAttentionMetadata, Tensor]:
+        """Remembers how many draft tokens of each request were verified; called only where there were any.
+
+        The runner gathers hidden states for drafters that want them; this one wants none.
+        """
+        self._verified = verified
+        return common_attn_metadata, self._nothing
+
+    _nothing = torch.empty(0, dtype=torch.int64)
+
+    def take_last_draft_probs(self) -> Tensor | None:
+        """Draft distributions [requests, k, vocabulary] of the last round, for probabilistic drafts."""
+        return self._draft_probs
+
+    # ---- the round ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self, num_speculative_tokens: int, *, sampling_metadata: SamplingMetadata, **unused: Any
+    ) -> list[list[int]]:
+        """Draft for every request that sampled a token in this step.
+
+        Returns: one list of 0..k token ids a request, in batch order.
+        """
+        began = time.perf_counter()
+        batch = self.runner.input_batch
+        if self.recorder is not None:
+            self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
+        proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
+        self._draft_probs = None
+        limit = min(num_speculative_tokens, self.draft_length)
+        state = self._start(batch, limit)
+        if state is None:
+            return proposals
+        probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        probs: list[tuple[Tensor, Tensor]] = []
+        for step in range(limit):
+            last = step + 1 == limit
+            # Before sampling, which scales logits in place.
+            logits, best, open_ = self._decide(state, batch.req_ids, last)
+            if probabilistic:
+                tokens, step_probs = self._sample(logits, state.rows, sampling_metadata)
+                probs.append((state.rows, step_probs))
+            else:
+                tokens = self.head.to_full_ids(best)
+            for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
+                proposals[row].append(token)
+            self.counters.step(len(state.rows))
+            if last:
+                break
+            state.tokens, state.positions = tokens.int(), state.positions + 1
+            if not self._go_on(state, open_, step + 1):
+                self.counters.ended_early()
+                break
+        if probabilistic:
+            self._draft_probs = self._stack_probs(probs, batch.num_reqs, num_speculative_tokens)
+        self.counters.seconds += time.perf_counter() - began
+        return proposals
+
+    def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
+        """Drop the requests that draft no more after so many steps; whether any is left.
+
+        Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
+        """
+        useful = state.positions < self._last_useful if steps >= state.room else None
+        if open_ is None and useful is None:
+            return True
+        going = useful if open_ is None else open_ if useful is None else open_ & useful
+        assert going is not None
+        left = going.tolist()
+        if any(left) and not all(left):
+            state.keep(going)
+        return any(left)
+
+    def _decide(self, state: Round, ids: Sequence[str], last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One draft step: logits [n, V], their argmax [n], and which requests' gates stay open, bool [n], None for all.
+
+        last: no step follows, so the gate is not asked.
+        Logits that are no numbers close the gate, `none` too, and are counted. They go on as zeros, so that the
+        sampler sees a proper distribution and the verifier a token that it will hardly take.
+        """
+        logits = self.head.logits(self._forward(state))  # [n, V]
+        best = logits.max(-1)  # NaN counts as the largest; so does +inf
+        if self.recorder is not None:
+            self.recorder.step([ids[row] for row in state.rows.tolist()], logits)
+        if all(map(math.isfinite, best.values.tolist())):
+            return logits, best.indices, None if last else self.gate.decide(logits, state)
+        bad = ~torch.isfinite(best.values)
+        self.counters.nan_logits += int(bad.sum())
+        logits = logits.masked_fill(bad.unsqueeze(1), 0.0)
+        open_ = None if last else self.gate.decide(logits, state)
+        return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
+
+    def _start(self, batch: Any, limit: int) -> Round | None:
+        """The round's first state: requests that sampled a token and have room for another."""
+        rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
+        if not rows:
+            return None
+        index = torch.tensor(rows)
+        last = torch.from_numpy(batch.num_tokens_no_spec)[index].long() - 1  # position of the token just sampled
+        tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
+        state = Round(index, tokens, last, room=self._last_useful - int(last.max()))
+        if state.room <= 0:
+            state.keep(last < self._last_useful)
+        if not len(state.rows):
+            return None
+        self.counters.round(len(state.rows))
+        return state
+
+    def _forward(self, state: Round) -> Tensor:
+        """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
+        if state.ahead is None:
+            batch = self.runner.input_batch
+            tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
+            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs)
+        metadata, slots = state.ahead.metadata(self._groups, self.arange)
+        with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
+            return self.model(state.tokens, state.positions, None)
+
+    # ---- probabilistic drafts -----------------------------------------------------------------------------------
+
+    def _sample(self, logits: Tensor, rows: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""
+        assert sampling.temperature is not None
+        full = self.head.to_full_logits(logits)  # [n, vocabulary], -inf outside a draft vocabulary
+        subset = replace(sampling, temperature=sampling.temperature[rows])
+        return compute_probs_and_sample_next_token(full, subset, self.use_fp64_gumbel)
+
+    def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], requests: int, k: int) -> Tensor:
+        """Ragged steps -> [requests, k, vocabulary]; the runner reads only the rows that were proposed."""
+        stacked = torch.zeros(requests, k, probs[0][1].shape[-1])
+        for step, (rows, step_probs) in enumerate(probs):
+            stacked[rows, step] = step_probs
+        return stacked

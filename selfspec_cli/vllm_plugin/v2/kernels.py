@@ -1,0 +1,361 @@
+"""What the V2 draft loop does on the device between two forward passes: begin a round, end a step, count, reject.
+
+Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
+statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec_cli.early_exit.gate_rules import ADAEDL_GAMMA, FEATURES
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+# Columns of a statistics row, and what else kernels need as compile-time numbers.
+MAXP, VARH, ENTROPY, MARGIN, ADAEDL, SURVIVAL = (tl.constexpr(number) for number in range(len(FEATURES)))
+WIDTH = tl.constexpr(len(FEATURES))
+GAMMA = tl.constexpr(ADAEDL_GAMMA)
+
+# Places of the counters, in `DraftState.counts`; the two histograms follow.
+ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
+
+
+@triton.jit(do_not_specialize=["num_reqs", "steps"])
+def _begin_round(
+    input_ids,
+    positions,
+    seq_lens,
+    query_start_loc,
+    sample_positions,
+    idx_mapping,
+    requests,
+    survival,
+    draft_tokens,
+    confidences,
+    lengths,
+    step,
+    limit,
+    round_limit,
+    active,
+    going,
+    counts,
+    target_seq_lens,
+    num_sampled,
+    num_rejected,
+    last_sampled,
+    num_reqs,
+    max_num_reqs,
+    max_model_len,
+    steps,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program for all rows; those past the batch are padding that does no attention work."""
+    row = tl.arange(0, ROWS)
+    inside, real = row < max_num_reqs, row < num_reqs
+    tl.store(query_start_loc + row, tl.minimum(row, num_reqs), mask=row <= max_num_reqs)
+    request = tl.load(idx_mapping + row, mask=real, other=-1)
+    real = real & (request >= 0)
+    sampled = tl.load(num_sampled + row, mask=real, other=0)
+    # Tokens that the target has keys and values for: also the position of the token sampled after them.
+    known = tl.load(target_seq_lens + row, mask=real, other=0) - tl.load(num_rejected + row, mask=real, other=0)
+    most = tl.minimum(tl.load(limit), steps)
+    # A request inside its prefill sampled nothing, and one at the end of the model has no place for a draft.
+    drafts = real & (sampled > 0) & (known < tl.where(most > 0, max_model_len - 1, 0))
+    token = tl.load(last_sampled + request, mask=drafts, other=0)
+    position = tl.where(drafts, known, 0)
+    tl.store(input_ids + row, token.to(tl.int32), mask=inside)
+    tl.store(positions + row, position.to(tl.int64), mask=inside)
+    tl.store(sample_positions + row, position.to(tl.int64), mask=inside)
+    tl.store(seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
+    tl.store(requests + row, tl.where(drafts, request, -1), mask=inside)
+    # -1: no slot, no attention, no sampling.
+    tl.store(idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
+    tl.store(survival + row, tl.full((ROWS,), 1.0, tl.float32), mask=inside)
+    for place in tl.static_range(K):
+        tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
+        tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
+    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+    count = tl.sum(drafts.to(tl.int32), axis=0)
+    tl.store(step, 0)
+    tl.store(round_limit, most)
+    tl.store(active, count)
+    tl.store(going, 0)
+    if count > 0:
+        tl.store(counts + ROUNDS, tl.load(counts + ROUNDS) + 1)
+        _count_step(counts, count, K)
+
+
+@triton.jit
+def _count_step(counts, rows, K: tl.constexpr):
+    """A draft step over so many rows is about to run."""
+    tl.store(counts + STEPS, tl.load(counts + STEPS) + 1)
+    tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
+    place = counts + TOTALS + K + 1 + rows
+    tl.store(place, tl.load(place) + 1)
+
+
+def begin_round(state: DraftState, batch: InputBatch, steps: int, verdict: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Inputs of the first draft step, from what the verify pass left on the device.
+
+    verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
+    Rows that do not draft get the request -1. Every row starts with the survival 1 and no drafted token.
+    """
+    rows, k = state.draft_tokens.shape
+    buffers = state.buffers
+    _begin_round[(1,)](
+        buffers.input_ids,
+        buffers.positions,
+        buffers.seq_lens,
+        buffers.query_start_loc,
+        state.sample_positions,
+        state.idx_mapping,
+        state.requests,
+        state.survival,
+        state.draft_tokens,
+        state.confidences,
+        state.lengths,
+        state.step,
+        state.limit,
+        state.round_limit,
+        state.active,
+        state.going,
+        state.counts,
+        batch.seq_lens,
+        *verdict,
+        batch.num_reqs,
+        rows,
+        state.max_model_len,
+        steps,
+        K=k,
+        ROWS=triton.next_power_of_2(rows + 1),
+    )
+
+
+@triton.jit
+def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.constexpr):
+    """What one block of a row's logits says: its best token, and sums from which all statistics follow.
+
+    parts: [rows, 5, blocks]: greatest logit m and second greatest, the sum of e^(x - m), the mean of x - m under these
+    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32).
+    """
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=-float("inf"))
+    scores = scores.to(tl.float32)
+    best, at = tl.max(scores, axis=0), tl.argmax(scores, axis=0)
+    second = tl.max(tl.where(tl.arange(0, BLOCK) == at, -float("inf"), scores), axis=0)
+    shifted = scores - tl.where(best == -float("inf"), 0.0, best)
+    weight = tl.exp(shifted)  # NaN where a logit is NaN or +inf, and so is the sum
+    total = tl.sum(weight, axis=0)
+    mean = tl.sum(tl.where(weight > 0, weight * shifted, 0.0), axis=0) / tl.where(total > 0, total, 1.0)
+    spread = tl.sum(tl.where(weight > 0, weight * (shifted - mean) * (shifted - mean), 0.0), axis=0)
+    place = parts + row * 5 * blocks + block
+    tl.store(place, best)
+    tl.store(place + blocks, second)
+    tl.store(place + 2 * blocks, total)
+    tl.store(place + 3 * blocks, mean)
+    tl.store(place + 4 * blocks, spread)
+    tl.store(indices + row * blocks + block, block * BLOCK + at)
+
+
+@triton.jit
+def _end_step(
+    tokens,
+    parts,
+    indices,
+    blocks,
+    vocab_ids,
+    step_ptr,
+    round_limit,
+    draft_tokens,
+    confidences,
+    lengths,
+    statistics,
+    survival_ptr,
+    requests,
+    idx_mapping,
+    input_ids,
+    positions,
+    seq_lens,
+    sample_positions,
+    gate_feature,
+    gate_rule,
+    going,
+    counts,
+    max_model_len,
+    K: tl.constexpr,
+    GREEDY: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(requests + row)
+    if (tl.load(seq_lens + row) > 0) & (request >= 0):
+        # ---- one row's blocks, joined
+        block = tl.arange(0, BLOCKS)
+        here, place = block < blocks, parts + row * 5 * blocks + block
+        maxima = tl.load(place, mask=here, other=-float("inf"))
+        best, at = tl.max(maxima, axis=0), tl.argmax(maxima, axis=0)
+        seconds = tl.where(
+            block == at, tl.load(place + blocks, mask=here, other=-float("inf")), maxima
+        )  # the best block's own runner-up, or another block's best
+        second = tl.max(seconds, axis=0)
+        shift = maxima - tl.where(best == -float("inf"), 0.0, best)
+        scale = tl.exp(shift)
+        weight = scale * tl.load(place + 2 * blocks, mask=here, other=0.0)
+        total = tl.sum(weight, axis=0)  # e^(logsumexp - best), at least 1 where the logits are numbers
+        centre = tl.where(weight > 0, shift + tl.load(place + 3 * blocks, mask=here, other=0.0), 0.0)
+        mean = tl.sum(weight * centre, axis=0) / total
+        spread = scale * tl.load(place + 4 * blocks, mask=here, other=0.0)
+        spread += weight * (centre - mean) * (centre - mean)
+        good = (total >= 1.0) & (best < float("inf")) & (best > -float("inf"))  # NaN compares false
+        # ---- the statistics
+        confidence = 1.0 / total
+        entropy = tl.log(total) - mean
+        survival = tl.load(survival_ptr + row) * confidence
+        columns = tl.arange(0, 8)
+        values = tl.where(columns == MAXP, confidence, 0.0)
+        values = tl.where(columns == VARH, tl.sum(spread, axis=0) / total, values)
+        values = tl.where(columns == ENTROPY, entropy, values)
+        values = tl.where(columns == MARGIN, confidence * (1.0 - tl.exp(second - best)), values)
+        values = tl.where(columns == ADAEDL, 1.0 - tl.sqrt(tl.maximum(entropy, 0.0) * GAMMA), values)
+        values = tl.where(columns == SURVIVAL, survival, values)
+        step = tl.load(step_ptr)
+        tl.store(statistics + (request * K + step) * WIDTH + columns, values, mask=columns < WIDTH)
+        tl.store(survival_ptr + row, survival)
+        # ---- the gate
+        feature, sign, threshold = tl.load(gate_feature), tl.load(gate_rule), tl.load(gate_rule + 1)
+        value = tl.sum(tl.where(columns == feature, values, 0.0), axis=0)
+        passes = (feature < 0) | (sign * value >= sign * threshold)
+        # ---- the token, and the step after
+        if GREEDY:
+            token = tl.load(indices + row * blocks + at).to(tl.int64)
+            if MAPPED:
+                token = tl.load(vocab_ids + token)
+        else:
+            token = tl.load(tokens + row).to(tl.int64)
+        position = tl.load(positions + row) + 1
+        if good:
+            tl.store(draft_tokens + row * K + step, token)
+            tl.store(confidences + row * K + step, confidence)
+            tl.store(lengths + request, (step + 1).to(tl.int32))
+        else:  # logits that are no numbers propose nothing and close the gate, whatever it is
+            tl.atomic_add(counts + NAN_LOGITS, 1)
+        # A token drafted at the model's last place could not be followed by the verifier's own.
+        if good & passes & (step + 1 < tl.load(round_limit)) & (position < max_model_len - 1):
+            tl.store(input_ids + row, token.to(tl.int32))
+            tl.store(positions + row, position)
+            tl.store(sample_positions + row, position)
+            tl.store(seq_lens + row, (position + 1).to(tl.int32))
+            tl.atomic_add(going, 1)
+        else:  # closed: no attention, no KV slot and no sampling in later steps
+            tl.store(seq_lens + row, 0)
+            tl.store(idx_mapping + row, -1)
+
+
+@triton.jit
+def _turn(step_ptr, round_limit, active, going, counts, K: tl.constexpr):
+    """Between two steps, after every row has decided: who goes on, and what there is to count."""
+    before, after, step = tl.load(active), tl.load(going), tl.load(step_ptr) + 1
+    tl.store(step_ptr, step)
+    tl.store(active, after)
+    tl.store(going, 0)
+    if after > 0:
+        _count_step(counts, after, K)
+    elif before > 0:
+        place = counts + TOTALS + step
+        tl.store(place, tl.load(place) + 1)
+        if step < tl.load(round_limit):
+            tl.store(counts + GATE_ENDED, tl.load(counts + GATE_ENDED) + 1)
+
+
+class EndStep:
+    """Ends a draft step: takes each row's token, computes the gate's statistics, and opens or closes the row.
+
+    Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of
+    128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids: int64
+    [V'], draft id -> token id, or None.
+    """
+
+    _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
+
+    def __init__(self, max_rows: int, vocab_size: int, vocab_ids: Tensor | None, device: torch.device) -> None:
+        self.vocab_size, self.vocab_ids = vocab_size, vocab_ids
+        self.blocks = -(-vocab_size // self._BLOCK)
+        self.parts = torch.empty(max_rows, 5, self.blocks, dtype=torch.float32, device=device)
+        self.indices = torch.empty(max_rows, self.blocks, dtype=torch.int32, device=device)
+
+    def __call__(self, state: DraftState, logits: Tensor, tokens: Tensor | None = None) -> None:
+        """logits: [rows, V'] of the draft distribution, before any sampling.
+
+        tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
+        """
+        rows, k, buffers = logits.shape[0], state.draft_tokens.shape[1], state.buffers
+        _reduce_block[(rows, self.blocks)](
+            logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
+        )
+        _end_step[(rows,)](
+            self.indices if tokens is None else tokens,
+            self.parts,
+            self.indices,
+            self.blocks,
+            self.indices if self.vocab_ids is None else self.vocab_ids,
+            state.step,
+            state.round_limit,
+            state.draft_tokens,
+            state.confidences,
+            state.lengths,
+            state.statistics,
+            state.survival,
+            state.requests,
+            state.idx_mapping,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            state.sample_positions,
+            state.gate_feature,
+            state.gate_rule,
+            state.going,
+            state.counts,
+            state.max_model_len,
+            K=k,
+            GREEDY=tokens is None,
+            MAPPED=self.vocab_ids is not None,
+            BLOCKS=triton.next_power_of_2(self.blocks),
+        )
+        _turn[(1,)](state.step, state.round_limit, state.active, state.going, state.counts, K=k)
+
+
+@triton.jit
+def _reject_undrafted(draft_sampled, local_positions, mapping, lengths, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    drafted = tl.load(lengths + tl.load(mapping + place, mask=inside, other=0), mask=inside, other=0)
+    local = tl.load(local_positions + place, mask=inside, other=0)  # 0: the token sampled last, j: the j-th draft
+    tl.store(
+        draft_sampled + place, tl.full((BLOCK,), -1, draft_sampled.dtype.element_ty), mask=inside & (local > drafted)
+    )
+
+
+def reject_undrafted(draft_sampled: Tensor, local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> None:
+    """Replace what was never drafted by -1, which vLLM's rejection kernels reject.
+
+    draft_sampled, local_positions, mapping: [logits] input token, place in its request's draft, and request.
+    lengths: int32 [requests], tokens that each request drafted.
+    """
+    count, block = draft_sampled.shape[0], 1024
+    _reject_undrafted[(triton.cdiv(count, block),)](
+        draft_sampled, local_positions, mapping, lengths, count, BLOCK=block
+    )

@@ -1,0 +1,365 @@
+"""The draft loop on vLLM's V2 model runner, which is what runs on CUDA.
+
+The same method as v1_proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
+newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
+draft step's inputs, and then one CUDA graph for each batch size runs the draft loop: while any request's gate is open,
+a step of slot mapping, attention metadata, first E layers, exit head, gate and next inputs. There is no draft prefill:
+the shared KV cache holds everything already.
+
+The loop ends on the device (device_loop.py). Where that cannot be had, k steps are captured one after the other, and
+closed requests do no attention work in them; where an attention backend cannot update its metadata in place, each step
+is a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.v2 import device_loop
+from selfspec_cli.vllm_plugin.v2.kernels import EndStep, begin_round
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+    from vllm.v1.worker.gpu.states import RequestState
+    from vllm.v1.worker.utils import AttentionGroup
+
+logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
+
+Init = Callable[["VllmConfig", torch.device, "RequestState"], Any]
+
+
+def init_with_early_exit(original: Init) -> Init:
+    """Replacement for the V2 runner's `init_speculator`: early exit where it is configured, vLLM's own elsewhere."""
+
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
+        if settings_of(vllm_config) is None:
+            verify_no_more_than(None)
+            return original(vllm_config, device, req_states)
+        return EarlyExitSpeculator(vllm_config, device)
+
+    return init_speculator
+
+
+class EarlyExitSpeculator(TargetDependentARSpeculator):
+    """Drafts with the target's first E layers. The base class keeps the interface that the runner calls."""
+
+    new_recorder = DeviceRecorder
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self.settings = settings
+        self.state = DraftState.around(
+            self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
+            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len,
+        )  # fmt: skip
+        self.gate = DeviceGate(self.state, settings.gate, settings.threshold, settings.calibration)
+        self.recorder: DeviceRecorder | None = None  # only while a record is wanted
+        verify_no_more_than(self.state.lengths)
+        self._loop: device_loop.DeviceLoop | None = None
+        self._capturing = False
+        # The base class feeds hidden states back; nothing does here.
+        self.hidden_states: Tensor = torch.empty(0, device=device)
+        self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
+        self._warm = False
+
+    # ---- loading ----------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Takes the first E layers of the target as they are; loads nothing but the exit head."""
+        layers = self.settings.layer
+        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
+        self.head = load_exit_head(self.settings, target_model, self.vllm_config)
+        self._layer_names = attention_names(self.model, self.vllm_config, layers)
+        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """The base class's hook for loading weights; `load_model` above needs none."""
+        raise NotImplementedError("early exit has no draft model of its own")
+
+    def set_attn(
+        self,
+        model_state: ModelState,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        target_input_buffers: InputBuffers,
+        target_attn_groups: list[list[AttentionGroup]],
+    ) -> None:
+        """Metadata builders of its own over the target's layers, because a draft step has other shapes."""
+        self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
+        self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
+            kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
+        )
+        self._configure_decode_metadata_update()
+
+    def _configure_decode_metadata_update(self) -> None:
+        # The base class gives up at k = 1, where it has no draft decode step; here every step is one.
+        super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
+
+    # ---- what changes on a live engine --------------------------------------------------------------------------
+
+    @property
+    def draft_length(self) -> int:
+        """Most tokens drafted a round. Reading it waits for the device."""
+        return int(self.state.limit)
+
+    @draft_length.setter
+    def draft_length(self, k: int) -> None:
+        self.state.limit.fill_(k)
+
+    @property
+    def counters(self) -> DraftState:
+        """What keeps the draft loop's counters."""
+        return self.state
+
+    # ---- CUDA graphs --------------------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
+            self.vllm_config, self.device, mode, decode_query_len=1
+        )
+
+    def capture(self) -> None:
+        """Record the whole draft loop (or one step of it) for each batch size."""
+        assert self.decode_cudagraph_manager is not None
+        self._prepare_loop()
+        self._capturing = True
+        self.decode_cudagraph_manager.capture(
+            self._recorded,
+            self.model_state,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            progress_bar_desc="Capturing the draft loop",
+        )
+        self._capturing = False
+
+    def _recorded(self, *arguments: Any, **more: Any) -> None:
+        """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
+        if not torch.cuda.is_current_stream_capturing():
+            self.state.forget()
+        (self._all_steps if self.supports_decode_metadata_update else self._one_step)(*arguments, **more)
+
+    def _prepare_loop(self) -> None:
+        """Find out, once, whether a captured loop can end on the device."""
+        if self._loop is not None or not self.supports_decode_metadata_update:
+            return
+        reason = device_loop.unavailable()
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            reason = "ranks exchange activations in each step, and have to take the same ones"
+        if reason is None:
+            self._loop = device_loop.DeviceLoop(self.device)
+        else:
+            logger.warning("drafting always takes all k steps on this device: %s", reason)
+
+    # ---- the round ----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Draft up to k tokens for each request of the batch, without waiting for the device.
+
+        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see v2_verdict.py).
+        """
+        num_reqs = input_batch.num_reqs
+        steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        if self.recorder is not None and not dummy_run:
+            self.recorder.verdict(input_batch, num_sampled, self.state)
+        self._compile(input_batch.num_tokens_after_padding)
+        if not steps:
+            return self.draft_tokens[:num_reqs].fill_(-1)
+        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
+        self.draft_max_seq_len = min(longest + steps, self.max_model_len)
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        begin_round(self.state, input_batch, steps, (num_sampled, num_rejected, last_sampled))
+        batch, _ = dispatch_cg_and_sync_dp(
+            self.decode_cudagraph_manager,
+            num_reqs,
+            num_reqs,
+            uniform_token_count=1,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=is_profile or steps != self.num_speculative_steps,
+            dp_sync_state=dp_sync_state,
+        )
+        skip_attention = dummy_run and skip_attn_for_dummy_run
+        upper_bound = input_batch.seq_lens_cpu_upper_bound
+        if self.supports_decode_metadata_update:
+            self._run_all_steps(num_reqs, steps, batch, upper_bound, skip_attention)
+        else:
+            self._run_step_by_step(num_reqs, steps, batch, upper_bound, skip_attention)
+        return self.draft_tokens[:num_reqs]
+
+    def _compile(self, num_tokens: int) -> None:
+        """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""
+        if self._warm:
+            return
+        self._warm = True
+        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+            self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
+
+    def _run_all_steps(
+        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+    ) -> None:
+        if batch.cg_mode == CUDAGraphMode.FULL:
+            assert self.decode_cudagraph_manager is not None
+            for groups in self.attn_groups:
+                for group in groups:
+                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
+            self.decode_cudagraph_manager.run_fullgraph(batch)
+            return
+        metadata, slots = self._metadata(num_reqs, batch, upper_bound, 1, skip_attention)
+        self._all_steps(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
+
+    def _run_step_by_step(
+        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+    ) -> None:
+        for step in range(steps):
+            metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
+            if batch.cg_mode == CUDAGraphMode.FULL:
+                assert self.decode_cudagraph_manager is not None
+                self.decode_cudagraph_manager.run_fullgraph(batch)
+            else:
+                self._one_step(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
+
+    def _metadata(
+        self, num_reqs: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
+    ) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
+        """Attention metadata and slots of one draft step, built on the host from device tensors."""
+        if skip_attention:
+            return None, None
+        slots = self._slot_mappings(num_reqs, batch.num_tokens)
+        metadata = self._build_uniform_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=batch,
+            num_query_per_req=1,
+            seq_lens_cpu_upper_bound=upper_bound,
+            step=step,
+        )
+        return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
+
+    def _slot_mappings(self, num_reqs: int, num_tokens_padded: int) -> Tensor:
+        """KV slots [groups, tokens] for the current positions, into the persistent buffer that graphs read."""
+        return self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:num_reqs],
+            self.input_buffers.query_start_loc[: num_reqs + 1],
+            self.input_buffers.positions[:num_reqs],
+            num_tokens_padded,
+        )
+
+    def _all_steps(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        num_tokens_across_dp: Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """The draft loop; everything in here is captured."""
+
+        def step() -> None:
+            if attn_metadata is not None:
+                self._slot_mappings(num_reqs, num_tokens_padded)
+                self._update_draft_decode_metadata(attn_metadata, num_reqs)
+            self._one_step(
+                num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
+                cudagraph_runtime_mode, num_speculative_steps,
+            )  # fmt: skip
+
+        if self._loop is not None and torch.cuda.is_current_stream_capturing():
+            self._loop.capture(self.state.active, step)
+            return
+        if self._loop is not None and self._capturing:  # the pass before a capture
+            self._loop.warm_up(step)
+            self.state.forget()
+        for _ in range(num_speculative_steps):
+            step()
+
+    def _one_step(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        num_tokens_across_dp: Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """First E layers, exit head, gate, and the inputs of the step after."""
+        buffers = self.input_buffers
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens_padded,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
+        ):
+            hidden = self.model(buffers.input_ids[:num_tokens_padded], buffers.positions[:num_tokens_padded], None)
+        logits = self.head.logits(hidden[:num_reqs])
+        drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
+        self.end_step(self.state, logits, drawn)
+
+    def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
+        """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""
+        return gumbel_sample(
+            logits,
+            self.idx_mapping[:num_reqs],
+            self.temperature,
+            self.seeds,
+            self.sample_src_positions[:num_reqs],
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=self.draft_logits,
+            logits_cache_col=self.current_draft_step,
+            use_fp64=self.use_fp64_gumbel,
+        )

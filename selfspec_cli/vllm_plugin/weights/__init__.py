@@ -1,0 +1,1 @@
+"""What a draft step multiplies by."""

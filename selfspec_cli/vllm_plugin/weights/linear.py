@@ -1,0 +1,65 @@
+"""What a draft step multiplies the target's weights with: gemv.py at one token, PyTorch's kernels at more.
+
+An operator of its own, because torch.compile traces the trunk once for any number of tokens: the choice has to fall
+when a step runs (or when a CUDA graph records it). Only drafts are computed so. The verify pass runs vLLM's kernels, so
+another way to round a sum can change a draft, and with it which of the target's samples a seed gives, but neither a
+greedy output nor a distribution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec_cli.vllm_plugin.weights.replace import shallow
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]."""
+    return torch.ops.selfspec.linear(x, weight, bias) if x.is_cuda else F.linear(x, weight, bias)
+
+
+@torch.library.custom_op(
+    "selfspec::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _one_token(x, weight) and x.dtype is weight.dtype:
+        from selfspec_cli.vllm_plugin.weights.gemv import gemv  # imports Triton, which a machine without a GPU may lack
+
+        return gemv(x, weight, bias=bias)
+    return F.linear(x, weight, bias)
+
+
+def _one_token(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and x.numel() == weight.shape[1] and x.is_contiguous() and weight.is_contiguous()
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class SharedLinear:
+    """The `quant_method` of a linear layer of the trunk that multiplies by the target's own weight."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [n, in] -> [n, out]."""
+        return linear(x, layer.weight, bias)
+
+
+def shared_twin(module: nn.Module, name: str) -> nn.Module | None:
+    """A linear layer on `module`'s own weight and this operator, where that weight is plain, on CUDA, and vLLM would
+    multiply by it with PyTorch's linear; None for everything else. For `replaced`."""
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+    if not isinstance(module, LinearBase):
+        return None
+    method, weight = module.quant_method, getattr(module, "weight", None)
+    plain = isinstance(method, UnquantizedLinearMethod) and method._gemm_impl is default_unquantized_gemm
+    if not plain or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cuda:
+        return None
+    return shallow(module, quant_method=SharedLinear())

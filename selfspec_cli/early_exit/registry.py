@@ -1,0 +1,98 @@
+"""Objects by name: those of this package, one module each, and those that installed packages offer as entry points.
+
+Free of torch, because settings are checked against these names wherever a user types them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, Protocol, TypeVar
+
+from selfspec_cli.early_exit.settings import SettingsError, closest
+
+
+class Named(Protocol):
+    """What a registry holds."""
+
+    @property
+    def name(self) -> str:
+        """What users write."""
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A mapping from names to objects, filled when it is first read.
+
+    noun: what an object is called in messages. kind: the class that every object must have. package: each of its
+    modules that has the attribute `attribute` adds that object. group: entry points of this group add theirs; an
+    object cannot take a name that is known already. An entry point that cannot be loaded is left out, and asking for it
+    by name says why.
+    """
+
+    def __init__(self, noun: str, kind: type[T], package: str, attribute: str, group: str) -> None:
+        self.noun, self.kind, self.package, self.attribute, self.group = noun, kind, package, attribute, group
+
+    def __getitem__(self, name: str) -> T:
+        """Raises SettingsError, naming the nearest, for a name that is not known or cannot be loaded."""
+        if name not in self._found:
+            raise SettingsError(self.broken.get(name) or closest(name, self._found, self.noun))
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._found
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Entry points that could not be used, by name, with the reason as a sentence for the user."""
+        return self._loaded[1]
+
+    @property
+    def _found(self) -> dict[str, T]:
+        return self._loaded[0]
+
+    @cached_property
+    def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:
+        found = {thing.name: thing for thing in self._built_in()}
+        broken: dict[str, str] = {}
+        for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
+            try:
+                thing = self._load(point, found)
+            except Exception as error:  # another package's code may raise anything
+                broken[point.name] = f"{self.noun} {point.name!r} of {_origin(point)} cannot be used: {error}"
+            else:
+                found[thing.name] = thing
+        return found, broken
+
+    def _built_in(self) -> Iterator[T]:
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__, f"{self.package}."):
+            thing = getattr(importlib.import_module(module.name), self.attribute, None)
+            if thing is not None:
+                yield thing
+
+    def _load(self, point: EntryPoint, taken: Mapping[str, T]) -> T:
+        thing = point.load()
+        if not isinstance(thing, self.kind):
+            raise TypeError(f"{point.value} is a {type(thing).__name__}, and a {self.kind.__name__} is needed")
+        if thing.name != point.name:
+            raise ValueError(f"the object is called {thing.name!r}; the entry point must have the same name")
+        if thing.name in taken:
+            raise ValueError("that name is taken")
+        return thing
+
+
+def _origin(point: EntryPoint) -> str:
+    distribution = point.dist
+    return "an installed package" if distribution is None else f"{distribution.name} {distribution.version}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from selfspec_cli.config.paths import REFERENCE, head_folder
 from selfspec_cli.config.schema import ConfigError, HeadKind, RunConfig, head_spec
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 
 if TYPE_CHECKING:
     from torch import Tensor

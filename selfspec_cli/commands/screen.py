@@ -17,7 +17,7 @@ from rich.text import Text
 
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check

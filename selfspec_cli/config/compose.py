@@ -28,7 +28,7 @@ from selfspec_cli.config import paths
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.validation import validate, validate_command
-from selfspec_cli.early_exit.settings import closest
+from selfspec_cli.early_exit.errors import closest
 
 EXPERIMENT = "experiment"
 TUNED = "tuned"  # a file of `selfspec tune`, by the model's name

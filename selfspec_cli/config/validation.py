@@ -23,8 +23,9 @@ from selfspec_cli.config.schema import (
     gate_threshold,
     head_spec,
 )
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, SettingsError, check_threshold, closest
+from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, check_threshold
 
 # What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")

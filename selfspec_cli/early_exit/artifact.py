@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, check_vocab_ids
 from selfspec_cli.early_exit.legacy import legacy_layer, load_pt
-from selfspec_cli.early_exit.settings import SettingsError
 
 __all__ = [
     "HeadMetadata",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
-from selfspec_cli.early_exit.settings import SettingsError, closest
 
 
 def fit_calibration(feature: str, values: Tensor, accepted: Tensor, max_knots: int = 32) -> Calibration:

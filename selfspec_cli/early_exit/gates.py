@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gate_rules import ADAEDL_GAMMA, FEATURES, GATE_RULES, Calibration, GateRule
-from selfspec_cli.early_exit.settings import SettingsError, closest
 
 # Stands in for log 0 wherever p multiplies it: 0 * -1e4 is 0, where 0 * -inf would be NaN.
 _LOG_ZERO = -1e4

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from selfspec_cli.early_exit.settings import SettingsError, closest
+from selfspec_cli.early_exit.errors import SettingsError, closest
 
 KINDS = ("lens", "lsq", "translator")
 TARGETS = ("next_token", "argmax")

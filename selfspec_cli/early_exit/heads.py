@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 
 LmHead = Callable[[Tensor], Tensor]
 """The model's own head: [N, hidden] -> [N, V]; may be quantised, scaled or soft-capped."""

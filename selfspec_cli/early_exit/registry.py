@@ -12,7 +12,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
-from selfspec_cli.early_exit.settings import SettingsError, closest
+from selfspec_cli.early_exit.errors import SettingsError, closest
 
 
 class Named(Protocol):

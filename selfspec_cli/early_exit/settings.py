@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration, GateRule, statistic_range
 
 METHODS = ("layer_skip", "skip")
@@ -33,26 +33,6 @@ USER_KEYS = (
     "calibration",
 )
 """The keys of a speculative_config that this package reads; all others belong to vLLM."""
-
-
-class SettingsError(ValueError):
-    """A setting that cannot be honoured; the message names the value and what is allowed."""
-
-
-def closest(word: object, allowed: Iterable[str], noun: str = "value", meant: str | None = None) -> str:
-    """One line for a word that is not in `allowed`: what it was, what is allowed, and the nearest right spelling.
-
-    meant: what it must have meant, where that is known better than by spelling.
-
-    >>> closest("varh", ["none", "varH"], "gate")
-    "gate 'varh' is not known; allowed: none, varH; did you mean 'varH'?"
-    """
-    names = list(allowed)
-    message = f"{noun} {word!r} is not known; allowed: {', '.join(names)}"
-    by_lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
-    meant = meant or (by_lower[near[0]] if near else None)
-    return f"{message}; did you mean {meant!r}?" if meant else message
 
 
 @dataclass(frozen=True)

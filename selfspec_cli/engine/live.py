@@ -20,7 +20,7 @@ from typing import Any
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine.arguments import llm_arguments
 
 MIB = 2**20

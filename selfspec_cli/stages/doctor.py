@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import provenance
 from selfspec_cli.stages import preflight
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.keys import baseline_of, engine_key, run_key
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, TrackerKind, gate_threshold, to_plain
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import provenance, records
 from selfspec_cli.record.records import Baseline, BenchResult, Record

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 
 
 def language_model(model: Any) -> nn.Module:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, SettingsError, warnings_for
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, warnings_for
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig

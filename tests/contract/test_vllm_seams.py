@@ -245,7 +245,7 @@ def test_what_refuses_copies_can_be_asked():
 
 
 def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
-    from selfspec_cli.early_exit.settings import SettingsError
+    from selfspec_cli.early_exit.errors import SettingsError
     from selfspec_cli.vllm_plugin.weights.fp8 import refuse_unsupported
 
     platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")

@@ -8,7 +8,7 @@ import pytest
 from harness import layer_skip, live
 from models import LAYERS
 
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,8 @@ from models import LAYERS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.settings import DraftSettings, SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin import spec_config, trunk
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_copies
 from selfspec_cli.vllm_plugin.weights import linear

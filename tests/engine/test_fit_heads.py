@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head, read_metadata
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq
-from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora
 

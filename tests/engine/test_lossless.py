@@ -15,8 +15,8 @@ from conftest import FULL, PROMPTS
 from harness import CALIBRATION, GATES, Counts, Live, layer_skip, live
 from models import LAYERS
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.early_exit.settings import SettingsError
 
 pytestmark = pytest.mark.engine
 

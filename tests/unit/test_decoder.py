@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import decoder
 
 

@@ -11,8 +11,8 @@ from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Translator
-from selfspec_cli.early_exit.settings import SettingsError
 
 HIDDEN, VOCAB, LAYER = 4, 9, 3
 COUNTS = torch.tensor([5, 0, 9, 1, 1, 0, 7, 0, 0])

@@ -18,9 +18,9 @@ from selfspec_cli.early_exit.artifact import (
     read_metadata,
     save_head,
 )
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_spec import EXAMPLES, HeadSpec
 from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
-from selfspec_cli.early_exit.settings import SettingsError
 
 HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")

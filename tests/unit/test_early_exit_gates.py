@@ -8,8 +8,8 @@ import torch
 
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration, statistic_range
-from selfspec_cli.early_exit.settings import SettingsError
 
 RISING = Calibration("maxp", (0.0, 0.5, 1.0), (0.1, 0.3, 0.9))
 

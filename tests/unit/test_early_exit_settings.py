@@ -6,15 +6,9 @@ import sys
 
 import pytest
 
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gate_rules import GATE_RULES
-from selfspec_cli.early_exit.settings import (
-    DraftSettings,
-    SettingsError,
-    calibration_from_dict,
-    check_threshold,
-    closest,
-    warnings_for,
-)
+from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, check_threshold, warnings_for
 
 CALIBRATION = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 

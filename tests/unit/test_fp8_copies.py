@@ -9,8 +9,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.heads import Lens, Translator
-from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.vllm_plugin import exit_head
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_copies
 from selfspec_cli.vllm_plugin.weights import step_bytes

@@ -18,7 +18,7 @@ from selfspec_cli.config.schema import (
     WorkloadConfig,
     gate_threshold,
 )
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import records
 from selfspec_cli.record.records import AcceptRow, BenchResult, Record
 from selfspec_cli.record.tracking import Tracker

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.evaluation import choose_ridge
 from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_lsq, fit_translator, translator_target
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import ExitHead, Lens, Translator
-from selfspec_cli.early_exit.settings import SettingsError
 from selfspec_cli.early_exit.training import KlTrainer
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import plain_lm_head

@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
-from selfspec_cli.early_exit.settings import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate

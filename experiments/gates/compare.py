@@ -26,7 +26,6 @@ from pathlib import Path
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit.gate_rules import FEATURES
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.record import provenance
@@ -92,7 +91,7 @@ def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     """Screen every point, then race the best ones with the settings named."""
     log = roc.record(engine, cfg, 16)
     points = [Setting("none", None, k) for k in range(1, 9)]
-    points += [Setting(gate, limit, k) for gate in FEATURES for k in GRID_LENGTHS
+    points += [Setting(gate, limit, k) for gate in log.features for k in GRID_LENGTHS
                for limit in replay.thresholds(log, gate, GRID_THRESHOLDS)]  # fmt: skip
     few = replace(cfg, workload=replace(cfg.workload, num_prompts=3, output_len=96))
     plain, *screened = arms.measure(engine, few, workload.prompts(few, engine), [arms.PLAIN, *points], repeats=1)

@@ -29,7 +29,6 @@ from compare import LONGEST, setting
 from selfspec_cli.config.schema import RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import FEATURES
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.record import provenance
@@ -184,7 +183,7 @@ def bounds(log: DraftLog, length: int, verify: list[float], draft: list[float], 
     """The best of all gates, 40 thresholds and draft lengths against the best fixed length, under four assumptions."""
     slope = (verify[LONGEST] - verify[2]) / (LONGEST - 2)
     line = [verify[5] + (drafts - 5) * slope for drafts in range(LONGEST + 1)]
-    gated = [Setting(name, limit, k) for name in FEATURES for limit in replay.thresholds(log, name, 40)
+    gated = [Setting(name, limit, k) for name in log.features for limit in replay.thresholds(log, name, 40)
              for k in range(2, LONGEST + 1)]  # fmt: skip
     rows = []
     for assumed, pass_, cost in (("as measured", verify, gate), ("gate free", verify, 0.0),

@@ -11,8 +11,8 @@ from typing import Any
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.paths import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, RunConfig, Runner, gate_threshold, head_spec
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gate_rules import Calibration
 from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
 
 

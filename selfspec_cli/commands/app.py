@@ -205,6 +205,7 @@ def roc(
 ) -> None:
     """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
     with guard(as_json, debug):
+        from selfspec_cli.report import roc as roc_figure
         from selfspec_cli.stages import roc as roc_stage
 
         cfgs = _exits(overrides or [], roc_stage.default_layers)
@@ -213,6 +214,7 @@ def roc(
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
         with only_stderr(), bars() as progress:
             result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
+        result.files["figure"] = str(roc_figure.draw(result.panels, Path(result.files["table"]).with_name("roc.png")))
         if as_json:
             emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
         else:

@@ -21,7 +21,7 @@ from selfspec_cli.config.schema import (
     gate_threshold,
     to_plain,
 )
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 
@@ -75,7 +75,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
 
 def uses(cfg: RunConfig, key: str) -> bool:
     """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either."""
-    gate = GATE_RULES[cfg.gate.kind.value if cfg.method is Method.layer_skip else "none"]
+    gate = GATES[cfg.gate.kind.value if cfg.method is Method.layer_skip else "none"]
     drafts = cfg.method in SPECULATIVE
     used = {
         "layer": cfg.method in (*EARLY_EXIT, Method.draft_model),

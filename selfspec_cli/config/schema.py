@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec
 
 MAXP_TAU = 0.35  # threshold of gate maxp where the user gives none
@@ -63,7 +63,7 @@ class Verification(StrEnum):
 
 
 class GateKind(StrEnum):
-    """When to stop drafting (`early_exit.gate_rules` says how). `none` never stops before k."""
+    """When to stop drafting (`early_exit.gates` says how). `none` never stops before k."""
 
     none = "none"
     maxp = "maxp"
@@ -225,7 +225,7 @@ def gate_threshold(cfg: RunConfig) -> float | None:
         return None
     if cfg.threshold is not None:
         return cfg.threshold
-    rule = GATE_RULES[kind.value]
+    rule = GATES[kind.value]
     given = {"tau": cfg.tau, "tau_v": cfg.tau_v}.get(rule.key or "")
     if given is not None:
         return given

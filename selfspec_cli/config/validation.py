@@ -24,7 +24,7 @@ from selfspec_cli.config.schema import (
     head_spec,
 )
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, check_threshold
 
 # What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
@@ -142,7 +142,7 @@ def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:
 def _validate_threshold(cfg: RunConfig) -> None:
     """The threshold in force, whichever key it is from."""
     kind = cfg.gate.kind.value
-    key = GATE_RULES[kind].key if cfg.threshold is None else None
+    key = GATES[kind].key if cfg.threshold is None else None
     try:
         check_threshold(kind, gate_threshold(cfg), key or "threshold")
     except SettingsError as error:

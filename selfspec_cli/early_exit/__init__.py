@@ -3,9 +3,13 @@
 One line per room:
 
     settings.py      what a user may ask for, checked: exit layer, draft length, head, gate, threshold
-    gate_rules.py    the gates as data (names, directions, ranges, defaults); no torch
-    gates.py         gate statistics as pure functions of the draft logits
-    calibration.py   fits the calibrated gate's map from logged drafts
+    errors.py        the one error for settings, and the nearest right spelling
+    registry.py      objects by name: a folder's modules and other packages' entry points; no torch
+    gates/           the gates, one object in one module each: rule, statistic, device expression, help, colour
+    calibration.py   the calibrated gate's map: what it is, how it is read and fitted
+    draft_log.py     the record of real drafts: every statistic and every verdict
+    replay.py        what a gate would have made of a log
+    roc.py           how well each statistic tells drafts that stand from drafts that fall
     head_spec.py     which head is meant, by a short name; no torch
     heads.py         exit heads: lens, least squares, translator; draft vocabularies
     draft_vocab.py   which tokens a draft may be: the most frequent ones, or a list

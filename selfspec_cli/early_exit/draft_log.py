@@ -7,29 +7,31 @@ record is wanted. What a gate would have done is then a question to the log (`re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.gate_rules import FEATURES
-from selfspec_cli.early_exit.gates import all_statistics
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES, Gate, features
+from selfspec_cli.early_exit.gates.distribution import Distribution
 
 
 @dataclass(frozen=True)
 class DraftLog:
     """Verified rounds of single requests, in the order of their verdicts.
 
-    statistics: float32 [rounds, k, len(FEATURES)], NaN beyond what was drafted. drafted: int64 [rounds], tokens that
+    statistics: float32 [rounds, k, len(features)], NaN beyond what was drafted. drafted: int64 [rounds], tokens that
     the verifier saw, 1..k. accepted: int64 [rounds], how many of them it took, 0..drafted. request: int64 [rounds],
-    numbers requests from 0.
+    numbers requests from 0. features: names of the statistics, in their order (on CUDA, only those that it computes).
     """
 
     statistics: Tensor
     drafted: Tensor
     accepted: Tensor
     request: Tensor
+    features: tuple[str, ...]
 
     @property
     def k(self) -> int:
@@ -52,8 +54,10 @@ class DraftLog:
         return self.was_drafted & (torch.arange(self.k) <= self.accepted.unsqueeze(1))
 
     def feature(self, name: str) -> Tensor:
-        """One statistic, float32 [rounds, k]."""
-        return self.statistics[:, :, FEATURES.index(name)]
+        """One statistic, float32 [rounds, k]. Raises SettingsError for one that was not logged."""
+        if name not in self.features:
+            raise SettingsError(closest(name, self.features, "logged statistic"))
+        return self.statistics[:, :, self.features.index(name)]
 
     def conditional_acceptance(self) -> list[float]:
         """Acceptance at position 1..k given that all before it were accepted; ends where nothing was at stake."""
@@ -67,7 +71,13 @@ class DraftLog:
 
     def choose(self, rounds: Tensor) -> DraftLog:
         """The log of some rounds: bool or indices [rounds]."""
-        return DraftLog(self.statistics[rounds], self.drafted[rounds], self.accepted[rounds], self.request[rounds])
+        return replace(
+            self,
+            statistics=self.statistics[rounds],
+            drafted=self.drafted[rounds],
+            accepted=self.accepted[rounds],
+            request=self.request[rounds],
+        )
 
     def halves(self) -> tuple[DraftLog, DraftLog]:
         """Rounds of every other request, and those of the rest: to fit on one and to judge on the other."""
@@ -77,12 +87,23 @@ class DraftLog:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Sequence[Any]], k: int) -> DraftLog:
         """From `DraftRecorder.plain`: columns by name, `statistics` one list of tokens a round."""
-        rounds = len(plain["drafted"])
-        statistics = torch.full((rounds, k, len(FEATURES)), torch.nan)
+        rounds, names = len(plain["drafted"]), tuple(plain["features"])
+        statistics = torch.full((rounds, k, len(names)), torch.nan)
         for number, tokens in enumerate(plain["statistics"]):
             statistics[number, : len(tokens)] = torch.tensor(tokens, dtype=torch.float32)
-        columns = [torch.tensor(plain[name], dtype=torch.int64) for name in ("drafted", "accepted", "request")]
-        return cls(statistics, *columns)
+        drafted, accepted, request = (
+            torch.tensor(plain[name], dtype=torch.int64) for name in ("drafted", "accepted", "request")
+        )
+        return cls(statistics, drafted, accepted, request, names)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A draft step whose statistics are not computed yet. begins: which of its requests begin a draft with it."""
+
+    ids: list[str]
+    begins: list[bool]
+    logits: Tensor  # [n, V]
 
 
 @dataclass
@@ -95,22 +116,22 @@ class DraftRecorder:
 
     BLOCK = 64  # tokens; at a vocabulary of 128,256 their logits are 33 MB
 
+    features: tuple[str, ...] = field(default_factory=features)
     _rounds: list[tuple[list[int], int, int]] = field(default_factory=list)  # tokens by number, accepted, request
     _waiting: dict[str, list[int]] = field(default_factory=dict)
     _requests: dict[str, int] = field(default_factory=dict)
-    _logits: list[Tensor] = field(default_factory=list)
-    _statistics: list[Tensor] = field(default_factory=list)
-    _tokens: int = 0  # seen, and how many of them are still logits
-    _pending: int = 0
+    _tokens: int = 0  # seen
+    _statistics: list[Tensor] = field(default_factory=list)  # of the tokens seen but for those of `_steps`
+    _steps: list[_Step] = field(default_factory=list)
+    _last: dict[tuple[str, str], float] = field(default_factory=dict)  # gate, request -> its cumulative statistic
 
     def step(self, ids: Sequence[str], logits: Tensor) -> None:
         """One draft step over requests `ids`: logits [n, V] before any sampling."""
-        self._logits.append(logits.clone())
+        self._steps.append(_Step(list(ids), [name not in self._waiting for name in ids], logits.clone()))
         for name in ids:
             self._waiting.setdefault(name, []).append(self._tokens)
             self._tokens += 1
-        self._pending += len(ids)
-        if self._pending >= self.BLOCK:
+        if sum(len(step.ids) for step in self._steps) >= self.BLOCK:
             self._reduce()
 
     def verdict(self, ids: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
@@ -130,22 +151,33 @@ class DraftRecorder:
     def plain(self) -> dict[str, list[Any]]:
         """The log so far in plain values, which cross process borders."""
         self._reduce()
-        table = torch.cat(self._statistics) if self._statistics else torch.empty(0, len(FEATURES))
+        table = torch.cat(self._statistics) if self._statistics else torch.empty(0, len(self.features))
         return {
-            "statistics": [_with_survival(table[tokens]).tolist() for tokens, _, _ in self._rounds],
+            "features": list(self.features),
+            "statistics": [table[tokens].tolist() for tokens, _, _ in self._rounds],
             "drafted": [len(tokens) for tokens, _, _ in self._rounds],
             "accepted": [accepted for _, accepted, _ in self._rounds],
             "request": [request for _, _, request in self._rounds],
         }
 
     def _reduce(self) -> None:
-        if self._logits:
-            self._statistics.append(all_statistics(torch.cat(self._logits)).cpu())
-        self._logits, self._pending = [], 0
+        if self._steps:
+            draft = Distribution(torch.cat([step.logits for step in self._steps]))
+            columns = [self._column(GATES[name], draft) for name in self.features]
+            self._statistics.append(torch.stack(columns, dim=-1).cpu())
+        self._steps = []
 
-
-def _with_survival(statistics: Tensor) -> Tensor:
-    """One draft's statistics [tokens, features], the last column now the product of confidences so far."""
-    filled = statistics.clone()
-    filled[:, FEATURES.index("survival")] = statistics[:, FEATURES.index("maxp")].cumprod(0)
-    return filled
+    def _column(self, gate: Gate, draft: Distribution) -> Tensor:
+        """The gate's statistic of every token of `_steps`, float32 [tokens]."""
+        assert gate.statistic is not None
+        if not gate.cumulative:
+            return gate.statistic(draft, 1.0)
+        values: list[Tensor] = []
+        start = 0
+        for step in self._steps:
+            requests = zip(step.ids, step.begins, strict=True)
+            before = [1.0 if new else self._last[gate.name, name] for name, new in requests]
+            rows = slice(start, start := start + len(step.ids))
+            values.append(gate.statistic(draft.rows(rows), torch.tensor(before, device=step.logits.device)))
+            self._last |= zip([(gate.name, name) for name in step.ids], values[-1].tolist(), strict=True)
+        return torch.cat(values)

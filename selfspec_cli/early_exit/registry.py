@@ -33,10 +33,16 @@ class Registry(Mapping[str, T], Generic[T]):
     modules that has the attribute `attribute` adds that object. group: entry points of this group add theirs; an
     object cannot take a name that is known already. An entry point that cannot be loaded is left out, and asking for it
     by name says why.
+
+    Order: the object called `first` (the default that users need not name), this package's others by their modules'
+    names, then those of other packages by their names.
     """
 
-    def __init__(self, noun: str, kind: type[T], package: str, attribute: str, group: str) -> None:
+    def __init__(
+        self, noun: str, kind: type[T], package: str, attribute: str, group: str, *, first: str | None = None
+    ) -> None:
         self.noun, self.kind, self.package, self.attribute, self.group = noun, kind, package, attribute, group
+        self.first = first
 
     def __getitem__(self, name: str) -> T:
         """Raises SettingsError, naming the nearest, for a name that is not known or cannot be loaded."""
@@ -64,13 +70,15 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @cached_property
     def _loaded(self) -> tuple[dict[str, T], dict[str, str]]:
-        found = {thing.name: thing for thing in self._built_in()}
+        built_in = sorted(self._built_in(), key=lambda thing: thing.name != self.first)
+        found = {thing.name: thing for thing in built_in}
         broken: dict[str, str] = {}
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
             try:
                 thing = self._load(point, found)
             except Exception as error:  # another package's code may raise anything
-                broken[point.name] = f"{self.noun} {point.name!r} of {_origin(point)} cannot be used: {error}"
+                reason = f"{type(error).__name__}: {error}" if not str(error) else str(error)
+                broken[point.name] = f"{self.noun} {point.name!r} of {_origin(point)} cannot be used: {reason}"
             else:
                 found[thing.name] = thing
         return found, broken

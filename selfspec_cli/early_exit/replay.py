@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import GATE_RULES, Calibration
+from selfspec_cli.early_exit.gates import GATES
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Setting:
 
     def label(self) -> str:
         """In a few words."""
-        rule = GATE_RULES[self.gate]
+        rule = GATES[self.gate]
         if rule.key is None or self.threshold is None:
             return f"k={self.k} no gate"
         return f"k={self.k} {self.gate} {'≥' if rule.direction == 'at_least' else '≤'} {self.threshold:.3g}"
@@ -71,14 +71,10 @@ class Outcome:
 def draft_lengths(log: DraftLog, setting: Setting, calibration: Calibration | None = None) -> Tensor:
     """Steps that each logged round would have taken, int64 [rounds], at most what was drafted."""
     longest = log.drafted.clamp_max(setting.k)
-    if setting.gate == "none":
+    rule = GATES[setting.gate].rule(setting.threshold, calibration)
+    if rule.feature is None:
         return longest
-    feature = calibration.feature if setting.gate == "calibrated" and calibration is not None else setting.gate
-    value = log.feature(feature)  # [rounds, k]
-    if setting.gate == "calibrated":
-        assert calibration is not None
-        value = gates.calibrated(value.reshape(-1), calibration).view_as(value)
-    open_ = gates.is_open(setting.gate, value, setting.threshold)  # NaN, beyond the draft, is closed
+    open_ = rule.is_open(log.feature(rule.feature))  # [rounds, k]; NaN, beyond the draft, is closed
     return torch.minimum(open_.long().cumprod(1).sum(1) + 1, longest)
 
 
@@ -92,27 +88,38 @@ def oracle(log: DraftLog, k: int, costs: Costs) -> Outcome:
     return _outcome(log, Setting("none", None, k), torch.minimum(log.accepted + 1, log.drafted.clamp_max(k)), costs)
 
 
+def statistic_of(log: DraftLog, gate: str, calibration: Calibration | None = None) -> Tensor:
+    """What the gate's threshold is compared with, float32 [rounds, k]; NaN beyond the drafts."""
+    if calibration is not None and GATES[gate].needs_calibration:
+        return calibration.probability(log.feature(calibration.feature))
+    return log.feature(gate)
+
+
 def thresholds(log: DraftLog, gate: str, count: int = 16, calibration: Calibration | None = None) -> list[float]:
     """Thresholds worth trying: evenly spaced quantiles of what the gate's statistic was in the log."""
-    value = log.feature(calibration.feature if calibration is not None and gate == "calibrated" else gate)
+    value = statistic_of(log, gate, calibration)
     value = value[log.was_drafted & torch.isfinite(value)]
-    if gate == "calibrated" and calibration is not None:
-        value = gates.calibrated(value, calibration)
     quantiles = torch.quantile(value[:1_000_000], torch.linspace(0, 1, count + 2)[1:-1])
-    rule = GATE_RULES[gate]
-    return sorted({round(min(max(item, rule.low), rule.high), 4) for item in quantiles.tolist()})
+    low, high = GATES[gate].low, GATES[gate].high
+    return sorted({round(min(max(item, low), high), 4) for item in quantiles.tolist()})
 
 
 def settings_for(
     log: DraftLog, names: Iterable[str], lengths: Sequence[int], calibration: Calibration | None = None
 ) -> list[Setting]:
-    """Every gate of `names` at each of its `thresholds`, with every draft length."""
+    """Every gate of `names` at each of its `thresholds`, with every draft length. Gates whose statistic the log does
+    not hold are left out, and without a calibration those that need one."""
     found: list[Setting] = []
     for name in names:
-        if name == "calibrated" and calibration is None:
+        gate = GATES[name]
+        if gate.needs_calibration and calibration is None:
             continue
-        limits: list[float | None] = [None] if name == "none" else [*thresholds(log, name, calibration=calibration)]
-        found += [Setting(name, limit, k) for limit in limits for k in lengths if name == "none" or k > 1]
+        feature = gate.rule(None, calibration).feature
+        if feature is None:
+            found += [Setting(name, None, k) for k in lengths]
+        elif feature in log.features:
+            limits = thresholds(log, name, calibration=calibration)
+            found += [Setting(name, limit, k) for limit in limits for k in lengths if k > 1]
     return found
 
 

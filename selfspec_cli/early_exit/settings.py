@@ -9,8 +9,9 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration, GateRule, statistic_range
+from selfspec_cli.early_exit.gates import GATES, Gate, features
 
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
@@ -68,7 +69,7 @@ class DraftSettings:
                 raise SettingsError(closest(key, USER_KEYS, "speculative_config key"))
         given = {key: value for key, value in spec.items() if value is not None and key in USER_KEYS}
         method = _one_of(given.get("method", "layer_skip"), METHODS, "method")
-        gate = _one_of(given.get("gate", "none"), GATE_RULES, "gate")
+        gate = _one_of(given.get("gate", "none"), GATES, "gate")
         if method == "skip" and gate != "none":
             raise SettingsError(f"gate {gate!r} is not used by method 'skip', which drafts nothing; allowed: none")
         weights = _one_of(given.get("draft_weights", "shared"), DRAFT_WEIGHTS, "draft_weights")
@@ -80,7 +81,7 @@ class DraftSettings:
             num_speculative_tokens=_positive_int(given.get("num_speculative_tokens", 5), "num_speculative_tokens"),
             head_path=_head_path(given),
             gate=gate,
-            threshold=_threshold(given, GATE_RULES[gate]),
+            threshold=_threshold(given, GATES[gate]),
             verify=method == "layer_skip",
             calibration=_calibration(given.get("calibration"), gate),
             draft_weights=weights,
@@ -99,7 +100,7 @@ class DraftSettings:
                 raise SettingsError(closest(key, names, "draft setting"))
         if "layer" not in data:
             raise SettingsError("draft setting 'layer' is missing")
-        gate = _one_of(data.get("gate", "none"), GATE_RULES, "gate")
+        gate = _one_of(data.get("gate", "none"), GATES, "gate")
         path = data.get("head_path")
         return cls(
             layer=_positive_int(data["layer"], "layer"),
@@ -119,11 +120,11 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     Raises SettingsError for an unknown gate, a value that is no finite number, out of the gate's range, or given
     to a gate that has no threshold.
     """
-    rule = GATE_RULES[_one_of(gate, GATE_RULES, "gate")]
+    rule = GATES[_one_of(gate, GATES, "gate")]
     if value is None:
         return rule.default
     if rule.key is None:
-        users = [name for name, other in GATE_RULES.items() if key in (other.key, "threshold") and other.key]
+        users = [name for name, other in GATES.items() if key in (other.key, "threshold") and other.key]
         raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {key}: "
                             f"{', '.join(users)}")  # fmt: skip
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -140,10 +141,10 @@ def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list
 
     vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
     """
-    rule, threshold = GATE_RULES[settings.gate], settings.threshold
+    rule, threshold = GATES[settings.gate], settings.threshold
     if rule.key is None or threshold is None:
         return []
-    least, greatest = statistic_range(settings.gate, vocab_size, settings.calibration)
+    least, greatest = rule.statistic_range(vocab_size, settings.calibration)
     at_least = rule.direction == "at_least"
     never_closes = threshold <= least if at_least else threshold >= greatest
     never_opens = threshold > greatest if at_least else threshold < least
@@ -168,7 +169,7 @@ def calibration_from_dict(data: Mapping[str, Any]) -> Calibration:
     for key in data:
         if key not in ("feature", "xs", "ps"):
             raise SettingsError(closest(key, ("feature", "xs", "ps"), "calibration key"))
-    feature = _one_of(data.get("feature"), FEATURES, "calibration feature")
+    feature = _one_of(data.get("feature"), features(), "calibration feature")
     xs, ps = (_floats(data.get(key), f"calibration {key}") for key in ("xs", "ps"))
     if len(xs) != len(ps) or not xs:
         raise SettingsError(f"calibration needs as many xs as ps, at least one; given {len(xs)} and {len(ps)}")
@@ -176,7 +177,7 @@ def calibration_from_dict(data: Mapping[str, Any]) -> Calibration:
         raise SettingsError(f"calibration xs must ascend strictly: {xs}")
     if any(not 0 <= p <= 1 for p in ps):
         raise SettingsError(f"calibration ps must lie between 0 and 1: {ps}")
-    rising = GATE_RULES[feature].direction == "at_least"
+    rising = GATES[feature].direction == "at_least"
     if list(ps) != sorted(ps, reverse=not rising):
         raise SettingsError(f"calibration ps over {feature!r} must be {'rising' if rising else 'falling'}: {ps}")
     return Calibration(feature, xs, ps)
@@ -239,7 +240,7 @@ def _head_path(given: Mapping[str, Any]) -> str | None:
     return _string(given[names[0]], names[0]) if names else None
 
 
-def _threshold(given: Mapping[str, Any], rule: GateRule) -> float | None:
+def _threshold(given: Mapping[str, Any], rule: Gate) -> float | None:
     keys = [key for key in THRESHOLD_KEYS if key in given]
     if len(keys) > 1:
         raise SettingsError(f"{' and '.join(keys)} are thresholds of one gate; give one of them")
@@ -247,7 +248,7 @@ def _threshold(given: Mapping[str, Any], rule: GateRule) -> float | None:
         return rule.default
     key = keys[0]
     if rule.key is not None and key not in (rule.key, "threshold"):
-        users = [name for name, other in GATE_RULES.items() if other.key == key]
+        users = [name for name, other in GATES.items() if other.key == key]
         allowed = " or ".join(dict.fromkeys((rule.key, "threshold")))
         raise SettingsError(f"{key} = {given[key]!r} is not used by gate {rule.name!r}, which takes {allowed}; "
                             f"gates that use {key}: {', '.join(users)}")  # fmt: skip

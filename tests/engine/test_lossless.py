@@ -16,7 +16,7 @@ from harness import CALIBRATION, GATES, Counts, Live, layer_skip, live
 from models import LAYERS
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 
 pytestmark = pytest.mark.engine
 

@@ -5,14 +5,17 @@ On a GPU as it is; on a CPU with TRITON_INTERPRET=1 set before Triton is first i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from all_statistics import all_statistics, statistic
 
-from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import DraftCounters
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.weights import gemv
@@ -22,7 +25,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
 
 ROWS, K, VOCAB, MAX_LEN = 5, 3, 5000, 64
-THRESHOLDS = {"maxp": 0.3, "varH": 4.0, "entropy": 2.5, "margin": 0.15, "adaedl": 0.3, "survival": 0.1}
 
 
 def new_state(rows: int = ROWS, k: int = K) -> DraftState:
@@ -85,11 +87,11 @@ def test_statistics_equal_the_plain_functions(vocab):
     logits[2, [0, vocab - 1]] = logits[2].max() + 1  # two best tokens level
     begin(state, [10] * ROWS)
     end = end_step(vocab)
-    first = gates.all_statistics(logits)
+    first = all_statistics(logits)
     end(state, logits)
     again = sharp_and_flat(ROWS, vocab, seed=1)
     end(state, again)
-    second = gates.all_statistics(again, survival=first[:, FEATURES.index("survival")])
+    second = all_statistics(again, before=first)
     order = torch.arange(ROWS - 1, -1, -1)  # row -> request
     torch.testing.assert_close(state.statistics[order, 0], first, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(state.statistics[order, 1], second, atol=2e-4, rtol=2e-4)
@@ -97,38 +99,58 @@ def test_statistics_equal_the_plain_functions(vocab):
     assert state.draft_tokens[:, 1].tolist() == again.argmax(1).tolist()
 
 
-@pytest.mark.parametrize("kind", [*THRESHOLDS, "none", "calibrated"])
+def splitting_threshold(gate: str, logits: torch.Tensor) -> float | None:
+    """An allowed threshold that closes the gate on some rows and not on others, far from every row's own statistic."""
+    if gate in ("none", "calibrated"):
+        return {"none": None, "calibrated": 0.5}[gate]
+    values = statistic(gate, logits).sort().values
+    between = ((values[1:] + values[:-1]) / 2).tolist()
+    return next(value for value in between if GATES[gate].low <= value <= GATES[gate].high)
+
+
+@pytest.mark.parametrize("kind", GATES)
 def test_gates_open_where_the_plain_rule_does(kind):
     calibration = Calibration("entropy", (0.5, 3.0, 6.0), (0.9, 0.6, 0.1)) if kind == "calibrated" else None
-    threshold = {"none": None, "calibrated": 0.5, **THRESHOLDS}[kind]
     state, logits = new_state(), sharp_and_flat(ROWS)
+    threshold = splitting_threshold(kind, logits)
     DeviceGate(state, kind, threshold, calibration)
     begin(state, [10] * ROWS)
     end_step()(state, logits)
-    open_ = gates.is_open(kind, gates.statistic(kind, logits, calibration=calibration), threshold)
+    rule = GATES[kind].rule(threshold, calibration)
+    open_ = rule.is_open(statistic(rule.feature or "maxp", logits))
     assert kind == "none" or 0 < int(open_.sum()) < ROWS
     assert ((state.buffers.seq_lens > 0) == open_).all()
     assert ((state.idx_mapping >= 0) == open_).all()
     assert int(state.active) == int(open_.sum())
     assert state.lengths.tolist() == [1] * ROWS
-    torch.testing.assert_close(state.confidences[:, 0], gates.max_prob(logits), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(state.confidences[:, 0], statistic("maxp", logits), atol=1e-5, rtol=1e-4)
     assert not state.confidences[:, 1:].any()
     assert state.buffers.positions[open_].tolist() == [11] * int(open_.sum())
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("tau", [0.0, 0.1, 0.25, 0.5, 0.85, 0.9, 1.0])
+@pytest.mark.parametrize("feature", device_features())
+@pytest.mark.parametrize("tau", [0.0, 0.5, 0.85, 1.0])
 def test_a_calibrated_gate_is_a_threshold_on_its_feature(feature, tau):
-    rising = GATE_RULES[feature].direction == "at_least"
+    rising = GATES[feature].direction == "at_least"
     ps = (0.1, 0.1, 0.5, 0.9)
     calibration = Calibration(feature, (0.1, 0.3, 0.5, 0.7), ps if rising else ps[::-1])
     state = new_state()
     gate = DeviceGate(state, "calibrated", tau, calibration)
     sign, limit = state.gate_rule.tolist()
     values = torch.linspace(0, 1, 98)  # no knot and no crossing among them, where rounding decides
-    assert FEATURES[int(state.gate_feature)] == feature
-    expected = gates.is_open("calibrated", gates.calibrated(values, calibration), tau)
-    assert torch.equal(sign * values >= sign * limit, expected), gate.threshold
+    assert state.features[int(state.gate_feature)] == feature
+    assert torch.equal(sign * values >= sign * limit, calibration.probability(values) >= tau), gate.threshold
+
+
+def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monkeypatch):
+    state = new_state()
+    gate = DeviceGate(state, "maxp", 0.3, None)
+    cpu_only = replace(GATES["margin"], name="cpu_only", device=None)
+    monkeypatch.setitem(GATES._found, "cpu_only", cpu_only)
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed: none, adaedl"):
+        gate.set("cpu_only", 0.2)
+    assert gate.kind == "maxp"
+    assert state.features[int(state.gate_feature)] == "maxp"
 
 
 def test_a_draft_vocabulary_is_mapped_back_and_drawn_tokens_are_taken_as_they_are():
@@ -191,7 +213,7 @@ def test_counters_count_as_the_cpus_do():
             if not active.any():
                 continue
             plain.step(int(active.sum()))
-            active &= gates.is_open("maxp", gates.max_prob(logits[:requests]), gate.threshold)
+            active &= statistic("maxp", logits[:requests]) >= gate.threshold
             if step + 1 < K and not active.any():
                 plain.ended_early()
     mine, theirs = state.snapshot(), plain.snapshot()

@@ -16,7 +16,7 @@ from selfspec_cli.config.schema import (
     Runner,
     Verification,
 )
-from selfspec_cli.early_exit.gate_rules import Calibration
+from selfspec_cli.early_exit.calibration import Calibration
 
 GATE = SavedGate(Calibration("margin", (0.1, 0.5), (0.2, 0.9)), 0.4, {"rounds": 3})
 CALIBRATED = RunConfig(layer=3, gate=GateConfig(GateKind.calibrated))

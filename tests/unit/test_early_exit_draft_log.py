@@ -1,9 +1,9 @@
 import pytest
 import torch
+from all_statistics import all_statistics
 
 from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
-from selfspec_cli.early_exit.gate_rules import FEATURES
-from selfspec_cli.early_exit.gates import all_statistics
+from selfspec_cli.early_exit.gates import features
 
 
 def logits(*seeds):
@@ -18,7 +18,7 @@ def test_statistics_are_those_of_each_step_and_survival_is_carried_on():
     recorder.verdict(["a", "b"], [[7, 7], [7]], [2, 1])
     log = DraftLog.from_plain(recorder.plain(), k=4)
     first = all_statistics(logits(1))
-    second = all_statistics(logits(3), survival=first[:, FEATURES.index("survival")])
+    second = all_statistics(logits(3), before=first)
     assert torch.allclose(log.statistics[0, :2], torch.cat([first, second]), atol=1e-5)
     assert torch.allclose(log.statistics[1, 0], all_statistics(logits(2))[0], atol=1e-5)
     assert torch.isnan(log.statistics[0, 2:]).all()
@@ -58,8 +58,9 @@ def test_a_pass_without_drafts_judges_nothing():
 @pytest.fixture
 def log():
     """Four rounds of up to three tokens."""
-    statistics = torch.rand(4, 3, len(FEATURES))
-    return DraftLog(statistics, torch.tensor([3, 3, 2, 1]), torch.tensor([3, 1, 0, 1]), torch.tensor([0, 1, 0, 1]))
+    statistics = torch.rand(4, 3, len(features()))
+    columns = torch.tensor([[3, 3, 2, 1], [3, 1, 0, 1], [0, 1, 0, 1]])
+    return DraftLog(statistics, *columns, features())
 
 
 def test_masks(log):

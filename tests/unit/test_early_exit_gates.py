@@ -1,15 +1,21 @@
 """Gates against plain float64 formulas, at the edges where float32 and -inf go wrong, and their decisions."""
 
+import ast
 import math
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from all_statistics import all_statistics, statistic
 
-from selfspec_cli.early_exit import gates
-from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration, statistic_range
+from selfspec_cli.early_exit.gates import GATES, device_features, features
+from selfspec_cli.early_exit.gates.base import DEVICE_NAMES
+from selfspec_cli.early_exit.gates.distribution import Distribution
 
 RISING = Calibration("maxp", (0.0, 0.5, 1.0), (0.1, 0.3, 0.9))
 
@@ -39,137 +45,175 @@ def logits(request):
     return rows
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", features())
 def test_against_naive_formulas(name, logits):
-    half = torch.full((len(logits),), 0.5)
-    got = gates.statistic(name, logits, half)
+    got = statistic(name, logits, torch.full((len(logits),), 0.5))
     want = [naive(name, row) for row in logits.double().tolist()]
     assert got.dtype == torch.float32
     assert got.shape == (len(logits),)
     np.testing.assert_allclose(got.numpy(), want, rtol=2e-4, atol=2e-5)
 
 
-def test_all_statistics_agree_with_each(logits):
-    half = torch.full((len(logits),), 0.5)
-    table = gates.all_statistics(logits, half)
-    for column, name in enumerate(FEATURES):
-        torch.testing.assert_close(table[:, column], gates.statistic(name, logits, half), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", features())
 def test_statistics_stay_in_their_range(name, logits):
-    least, greatest = statistic_range(name, logits.shape[1])
-    got = gates.statistic(name, logits)
+    least, greatest = GATES[name].statistic_range(logits.shape[1])
+    got = statistic(name, logits)
     assert (got >= least - 1e-4).all()
     assert (got <= greatest + 1e-4).all()
 
 
-def test_uniform_and_one_hot():
+@pytest.mark.parametrize("name", features())
+def test_only_a_cumulative_statistic_depends_on_the_step_before(name, logits):
+    half = torch.full((len(logits),), 0.5)
+    assert torch.equal(statistic(name, logits), statistic(name, logits, half)) == (not GATES[name].cumulative)
+
+
+def test_a_uniform_and_a_one_hot_distribution():
     uniform, one_hot = torch.zeros(1, 8), torch.full((1, 8), -math.inf)
     one_hot[0, 3] = 5.0
     for row, maxp, entropy, margin in ((uniform, 1 / 8, math.log(8), 0), (one_hot, 1, 0, 1)):
-        assert gates.max_prob(row).item() == pytest.approx(maxp)
-        assert gates.entropy(row).item() == pytest.approx(entropy, abs=1e-6)
-        assert gates.varentropy(row).item() == pytest.approx(0, abs=1e-6)
-        assert gates.top2_margin(row).item() == pytest.approx(margin, abs=1e-6)
-        assert gates.adaedl_bound(row).item() == pytest.approx(1 - math.sqrt(0.2 * entropy), abs=1e-3)
-
-
-def test_adaedl_gamma_is_a_parameter():
-    assert gates.adaedl_bound(torch.zeros(1, 8), gamma=0.05).item() == pytest.approx(1 - math.sqrt(0.05 * math.log(8)))
+        assert statistic("maxp", row).item() == pytest.approx(maxp)
+        assert statistic("entropy", row).item() == pytest.approx(entropy, abs=1e-6)
+        assert statistic("varH", row).item() == pytest.approx(0, abs=1e-6)
+        assert statistic("margin", row).item() == pytest.approx(margin, abs=1e-6)
+        assert statistic("adaedl", row).item() == pytest.approx(1 - math.sqrt(0.2 * entropy), abs=1e-3)
 
 
 def test_a_vocabulary_of_one_token():
-    assert gates.all_statistics(torch.zeros(2, 1)).tolist() == [[1, 0, 0, 1, 1, 1]] * 2
+    certain = {"maxp": 1, "varH": 0, "entropy": 0, "margin": 1, "adaedl": 1, "survival": 1}
+    assert all_statistics(torch.zeros(2, 1)).tolist() == [[certain[name] for name in features()]] * 2
+
+
+def test_the_logits_own_size(logits):
+    draft = Distribution(logits.bfloat16())
+    torch.testing.assert_close(draft.logit, logits.bfloat16().float().amax(1))
+    torch.testing.assert_close(draft.logsumexp, draft.logit - draft.confidence.log(), atol=1e-4, rtol=1e-4)
 
 
 def test_low_precision_logits_are_computed_in_float32(logits):
     low = logits.bfloat16()
-    for name in FEATURES:
-        torch.testing.assert_close(gates.statistic(name, low), gates.statistic(name, low.float()))
+    for name in features():
+        torch.testing.assert_close(statistic(name, low), statistic(name, low.float()))
 
 
 def test_logits_are_left_as_they_were(logits):
     before = logits.clone()
-    for name in FEATURES:
-        gates.statistic(name, logits)
-    gates.all_statistics(logits)
+    all_statistics(logits)
     assert torch.equal(logits, before)
 
 
+def test_some_rows_of_a_distribution(logits):
+    draft = Distribution(logits)
+    for name in features():
+        part = GATES[name].statistic(draft.rows(slice(1, 3)), 1.0)
+        assert torch.equal(part, GATES[name].statistic(draft, 1.0)[1:3])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all -inf"])
-@pytest.mark.parametrize("name", [n for n in GATE_RULES if n != "none"])
+@pytest.mark.parametrize("name", [n for n in GATES if n != "none"])
 def test_nan_closes_the_gate_of_that_request_only(name, bad):
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
     if bad == "all -inf":
         logits[0] = -math.inf
     else:
         logits[0, 4] = bad
-    statistic = gates.statistic(name, logits, torch.ones(2), RISING)
-    always = 0.0 if GATE_RULES[name].direction == "at_least" else 1e9
-    threshold = -1e9 if name == "adaedl" else always
-    assert gates.is_open(name, statistic, threshold).tolist() == [False, True]
+    always = 0.0 if GATES[name].direction == "at_least" else 1e9
+    rule = GATES[name].rule(-1e9 if name == "adaedl" else always, RISING)
+    assert rule.is_open(statistic(rule.feature, logits, torch.ones(2))).tolist() == [False, True]
 
 
 def test_survival_multiplies_up():
     generator = torch.Generator().manual_seed(1)
     steps = [torch.randn(4, 11, generator=generator) for _ in range(3)]
-    alive = None
+    alive = 1.0
     for logits in steps:
-        alive = gates.statistic("survival", logits, alive)
+        alive = statistic("survival", logits, alive)
     want = torch.stack([logits.softmax(-1).amax(-1) for logits in steps]).prod(0)
     torch.testing.assert_close(alive, want)
 
 
 def test_directions():
     values = torch.tensor([0.2, 0.5, 0.8])
-    for name, rule in GATE_RULES.items():
-        got = gates.is_open(name, values, 0.5).tolist()
-        if name == "none":
-            assert got == [True] * 3
-        else:
-            assert got == ([False, True, True] if rule.direction == "at_least" else [True, True, False])
+    for name in features():
+        at_least = GATES[name].direction == "at_least"
+        got = GATES[name].rule(0.5).is_open(values).tolist()
+        assert got == ([False, True, True] if at_least else [True, True, False])
 
 
-def test_thresholds_may_be_tensors_or_defaults():
-    values = torch.tensor([0.2, 0.8])
-    assert gates.is_open("maxp", values, torch.tensor([0.1, 0.9])).tolist() == [True, False]
-    assert gates.is_open("maxp", values, torch.tensor(0.5)).tolist() == [False, True]
-    assert gates.is_open("maxp", values, None).tolist() == [False, True]
+def test_a_rule_without_a_threshold_has_the_gates_default():
+    assert GATES["maxp"].rule().threshold == GATES["maxp"].default == 0.35
+    assert GATES["varH"].rule().threshold == GATES["varH"].default == 5.0
 
 
 def test_tau_zero_is_always_open(logits):
-    assert gates.is_open("maxp", gates.max_prob(logits), 0.0).all()
+    assert GATES["maxp"].rule(0.0).is_open(statistic("maxp", logits)).all()
 
 
-def test_gate_none_reads_nothing():
-    statistic = gates.statistic("none", torch.full((3, 5), math.nan))
-    assert gates.is_open("none", statistic, None).all()
+def test_gate_none_compares_nothing():
+    rule = GATES["none"].rule()
+    assert rule.feature is None
+    assert rule.is_open(torch.full((3,), math.nan)).all()
 
 
-def test_unknown_gate_lists_the_known():
-    for call in (lambda: gates.statistic("maxq", torch.zeros(1, 2)), lambda: gates.is_open("maxq", torch.ones(1), 0)):
-        with pytest.raises(SettingsError, match=r"none, maxp.*did you mean 'maxp'"):
-            call()
+def test_an_unknown_gate_is_answered_with_the_nearest():
+    with pytest.raises(SettingsError, match=r"none, adaedl.*did you mean 'maxp'"):
+        GATES["maxq"]
 
 
-def test_registry_carries_the_rules():
-    assert list(gates.GATES) == ["none", "maxp", "varH", "entropy", "margin", "adaedl", "survival", "calibrated"]
-    assert gates.GATES["varH"].key == "tau_v"
-    assert gates.GATES["maxp"].function is gates.max_prob
+def test_the_registry_holds_every_module_of_the_folder():
+    built_in = ["none", "adaedl", "calibrated", "entropy", "margin", "maxp", "survival", "varH"]
+    assert list(GATES)[: len(built_in)] == built_in
+    assert features() == tuple(name for name in GATES if name not in ("none", "calibrated"))
+    assert len({gate.colour for gate in GATES.values()}) == len(GATES)
 
 
-def test_calibrated_is_numpys_interpolation():
+def test_reading_the_gates_does_not_import_torch():
+    code = "import sys; from selfspec_cli.early_exit.gates import GATES, features; assert len(features()) > 5; "
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize("name", device_features())
+def test_a_device_expression_uses_the_documented_names_alone(name):
+    used = {node.id for node in ast.walk(ast.parse(GATES[name].device)) if isinstance(node, ast.Name)}
+    assert used <= {*DEVICE_NAMES, "tl"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [("confidenze", "confidenze; allowed: confidence"), ("1 +", "is no expression"), ("previous", "cumulative=True")],
+)
+def test_a_wrong_device_expression_is_refused(expression, message):
+    with pytest.raises(SettingsError, match=message):
+        replace(GATES["maxp"], device=expression)
+
+
+# ---- calibration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_numpys_interpolation():
     feature = torch.linspace(-0.5, 1.5, 41)
     want = np.interp(feature.numpy(), RISING.xs, RISING.ps)
-    np.testing.assert_allclose(gates.calibrated(feature, RISING).numpy(), want, atol=1e-6)
+    np.testing.assert_allclose(RISING.probability(feature).numpy(), want, atol=1e-6)
     one = Calibration("maxp", (0.3,), (0.7,))
-    assert gates.calibrated(torch.tensor([0.0, 1.0]), one).tolist() == pytest.approx([0.7, 0.7])
+    assert one.probability(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0.7, 0.7])
+    assert RISING.probability(torch.tensor([math.nan])).isnan().all()
 
 
-def test_calibrated_needs_its_map():
-    with pytest.raises(SettingsError, match="calibration"):
-        gates.statistic("calibrated", torch.zeros(1, 2))
+@pytest.mark.parametrize("feature", features())
+@pytest.mark.parametrize("tau", [0.0, 0.1, 0.25, 0.5, 0.85, 0.9, 1.0])
+def test_a_calibrated_gate_is_a_threshold_on_its_feature(feature, tau):
+    ps = (0.1, 0.1, 0.5, 0.9)
+    rising = GATES[feature].direction == "at_least"
+    calibration = Calibration(feature, (0.1, 0.3, 0.5, 0.7), ps if rising else ps[::-1])
+    rule = GATES["calibrated"].rule(tau, calibration)
+    values = torch.linspace(0, 1, 98)  # no knot and no crossing among them, where rounding decides
+    assert rule.feature == feature
+    assert torch.equal(rule.is_open(values), calibration.probability(values) >= tau)
+
+
+def test_the_calibrated_gate_needs_its_map():
+    with pytest.raises(SettingsError, match="needs a calibration"):
+        GATES["calibrated"].rule(0.5)
 
 
 @pytest.mark.parametrize(("feature", "sign"), [("maxp", 1), ("entropy", -1)])
@@ -179,11 +223,11 @@ def test_a_calibration_finds_the_acceptance_it_was_drawn_from(feature, sign):
     truth = 0.1 + 0.8 * (x**2 if sign > 0 else 1 - x**2)
     fitted = fit_calibration(feature, x, torch.rand(20_000, generator=generator) < truth)
     assert list(fitted.ps) == sorted(fitted.ps, reverse=sign < 0)
-    error = gates.calibrated(x, fitted) - truth
+    error = fitted.probability(x) - truth
     assert error.abs().mean() < 0.02
 
 
-def test_calibration_pools_violators_and_drops_nan():
+def test_a_calibration_pools_violators_and_drops_nan():
     values = torch.tensor([0.1, 0.2, 0.3, math.nan])
     fitted = fit_calibration("maxp", values, torch.tensor([1, 0, 1, 0]), max_knots=3)
     assert fitted.ps == pytest.approx((0.5, 0.5, 1.0))
@@ -191,7 +235,13 @@ def test_calibration_pools_violators_and_drops_nan():
         fit_calibration("maxp", values[3:], torch.tensor([1]))
 
 
-def test_calibration_of_repeated_values_has_ascending_knots():
+def test_a_calibration_is_weighted_by_how_many_tokens_a_bin_holds():
+    """Three tokens of one value and one of another: the mean over the four, not over the two values."""
+    fitted = fit_calibration("maxp", torch.tensor([0.1, 0.1, 0.1, 0.9]), torch.tensor([1, 1, 0, 0]), max_knots=4)
+    assert fitted.probability(torch.tensor([0.1, 0.9])).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_a_calibration_of_repeated_values_has_ascending_knots():
     fitted = fit_calibration("maxp", torch.ones(100), torch.arange(100) % 4 == 0)
     assert fitted.xs == (1.0,)
     assert fitted.ps == pytest.approx((0.25,))

@@ -1,11 +1,13 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from all_statistics import all_statistics
 
-from selfspec_cli.early_exit import gates
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES, Calibration
+from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.replay import (
     Costs,
     Setting,
@@ -28,14 +30,14 @@ def make(rounds=200, seed=0):
     right = torch.arange(K) < accepted.unsqueeze(1)
     logits = torch.randn(rounds * K, 50, generator=draw)
     logits[:, 0] += torch.where(right.reshape(-1), 6.0, 2.5)
-    statistics = gates.all_statistics(logits).view(rounds, K, -1)
-    statistics[:, :, FEATURES.index("survival")] = statistics[:, :, FEATURES.index("maxp")].cumprod(1)
-    return DraftLog(statistics, torch.full((rounds,), K), accepted, torch.arange(rounds) % 7)
+    statistics = all_statistics(logits).view(rounds, K, -1)
+    statistics[:, :, features().index("survival")] = statistics[:, :, features().index("maxp")].cumprod(1)
+    return DraftLog(statistics, torch.full((rounds,), K), accepted, torch.arange(rounds) % 7, features())
 
 
 def slow_length(log, row, setting):
     """A draft loop over one logged round, as the proposer runs it."""
-    rule = GATE_RULES[setting.gate]
+    rule = GATES[setting.gate]
     for step in range(setting.k):
         value = float(log.feature(setting.gate)[row, step]) if rule.key else 0.0
         open_ = rule.key is None or (
@@ -46,7 +48,7 @@ def slow_length(log, row, setting):
     raise AssertionError
 
 
-@pytest.mark.parametrize("gate", ["none", *FEATURES])
+@pytest.mark.parametrize("gate", ["none", *features()])
 def test_lengths_are_those_of_the_loop(gate):
     log = make()
     for limit, k in itertools.product(thresholds(log, gate, 4) if gate != "none" else [None], (1, 3, K)):
@@ -57,7 +59,7 @@ def test_lengths_are_those_of_the_loop(gate):
 
 def test_a_short_draft_replays_no_longer_than_it_was():
     log = make()
-    short = DraftLog(log.statistics, torch.full_like(log.drafted, 2), log.accepted.clamp_max(2), log.request)
+    short = replace(log, drafted=torch.full_like(log.drafted, 2), accepted=log.accepted.clamp_max(2))
     assert draft_lengths(short, Setting("none", None, K)).tolist() == [2] * len(log.drafted)
 
 
@@ -88,16 +90,16 @@ def test_no_gate_beats_the_oracle():
     log = make()
     bound = oracle(log, K, COSTS)
     assert bound.accepted == int(log.accepted.sum())
-    for setting in settings_for(log, ["none", *FEATURES], range(1, K + 1)):
+    for setting in settings_for(log, ["none", *features()], range(1, K + 1)):
         assert replay(log, setting, COSTS).speedup <= bound.speedup + 1e-9
 
 
 def test_thresholds_lie_in_the_gates_range_and_rise():
     log = make()
-    for gate in FEATURES:
+    for gate in features():
         found = thresholds(log, gate)
         assert found == sorted(set(found))
-        assert all(GATE_RULES[gate].low <= value <= GATE_RULES[gate].high for value in found)
+        assert all(GATES[gate].low <= value <= GATES[gate].high for value in found)
 
 
 def test_settings_for_spans_gates_and_lengths():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gate_rules import GATE_RULES
+from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, check_threshold, warnings_for
 
 CALIBRATION = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
@@ -65,7 +65,7 @@ def test_passthrough_keys_belong_to_vllm():
     [
         ({"layer_skp": 3}, ["'layer_skp'", "did you mean 'layer_skip'?"]),
         ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
-        ({"gate": "varh"}, ["gate 'varh'", "none, maxp, varH", "did you mean 'varH'?"]),
+        ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, calibrated", "did you mean 'varH'?"]),
         ({"gate": 3}, ["gate 3"]),
         ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, fp8", "did you mean 'fp8'?"]),
         ({"draft_weights": "FP8"}, ["draft_weights 'FP8'", "did you mean 'fp8'?"]),

@@ -7,15 +7,15 @@ from test_early_exit_replay import COSTS, make
 
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import DraftWeights, GateConfig, GateKind, RunConfig
+from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.calibration import fit_calibration
-from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.gate_rules import FEATURES, GATE_RULES
+from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.settings import DraftSettings
-from selfspec_cli.report import roc as curves
+from selfspec_cli.report import roc as figure
 from selfspec_cli.stages import roc
 
 
-@pytest.mark.parametrize("gate", FEATURES)
+@pytest.mark.parametrize("gate", features())
 @pytest.mark.parametrize("at_stake", [False, True])
 def test_the_area_is_the_chance_that_an_accepted_token_scores_higher(gate, at_stake):
     """Against its definition (Mann and Whitney), over all pairs."""
@@ -30,14 +30,14 @@ def test_the_area_is_the_chance_that_an_accepted_token_scores_higher(gate, at_st
 
 def test_a_gate_that_tells_nothing_and_one_that_tells_all():
     log = make(60)
-    log.statistics[:, :, FEATURES.index("entropy")] = torch.where(log.was_accepted, 0.1, 3.0)
+    log.statistics[:, :, log.features.index("entropy")] = torch.where(log.was_accepted, 0.1, 3.0)
     assert curves.auc(log, "none") == 0.5
     assert curves.auc(log, "entropy") == 1.0  # low entropy is open
 
 
 def test_one_fate_has_no_area():
     log = make(10)
-    all_right = DraftLog(log.statistics, log.drafted, log.drafted, log.request)
+    all_right = replace(log, accepted=log.drafted)
     assert curves.auc(all_right, "maxp") is None
 
 
@@ -55,7 +55,7 @@ def judged(seed=0):
 def test_every_gate_has_a_row_and_a_setting():
     found = judged()
     rows = roc.table(found)
-    assert [row.gate for row in rows] == list(GATE_RULES)
+    assert [row.gate for row in rows] == list(GATES)
     for row in rows:
         assert row.best_fixed_speedup == rows[0].expected_speedup
         assert (row.threshold is None) == (row.gate == "none")
@@ -78,10 +78,10 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     found = judged()
     result = roc.RocResult(roc.table(found), [found])
     files = roc.write(result, tmp_path / "roc")
-    assert (tmp_path / "roc" / "roc.png").stat().st_size > 10_000
+    assert figure.draw(result.panels, tmp_path / "roc" / "roc.png").stat().st_size > 10_000
     with open(files["table"], encoding="utf-8") as file:
         table = list(csv.DictReader(file))
-    assert [row["gate"] for row in table] == list(GATE_RULES)
+    assert [row["gate"] for row in table] == list(GATES)
     assert table[0]["threshold"] == ""
     words = result.choice()["overrides"]
     assert words[0] == "layer=3"

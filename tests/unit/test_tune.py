@@ -24,7 +24,6 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 from selfspec_cli.early_exit.counters import DraftCounters
-from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.heads import LeastSquares
 from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
@@ -44,7 +43,7 @@ class FakeEngine:
         self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
-        self.log = DraftLog(log.statistics, log.drafted, torch.where(worse, 0, log.accepted), log.request)
+        self.log = replace(log, accepted=torch.where(worse, 0, log.accepted))
         self.setting, self.generated = Setting("none", None, cfg.k), 0
 
     def set_draft_length(self, k):

@@ -1,4 +1,5 @@
-"""Runs kernels_interpreted.py in a process of its own: Triton decides when it is imported whether to interpret."""
+"""Runs kernels_interpreted.py in a process of its own, because Triton decides when it is imported whether to interpret;
+and compiles the kernels for a GPU, which needs none."""
 
 from __future__ import annotations
 
@@ -9,13 +10,59 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+PACKAGES = HERE.parent / "packages"
+
+
+def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> str:
+    """What Python prints, with some of the folders of tests/packages installed."""
+    paths = [str(PACKAGES / name) for name in packages] + [str(HERE), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
 
 def test_the_kernels_in_tritons_interpreter():
-    pytest.importorskip("triton")
-    tests = Path(__file__).with_name("kernels_interpreted.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(tests)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "kernels_interpreted.py"), TRITON_INTERPRET="1")
+
+
+def test_the_kernels_with_twelve_gates():
+    """Every statistic of three packages, in one more power of two than eight."""
+    tests = str(HERE / "kernels_interpreted.py")
+    selected = "statistics_equal or gates_open or calibrated_gate"
+    printed = run("-m", "pytest", "-v", tests, "-k", selected, packages=("toy", "more_gates"), TRITON_INTERPRET="1")
+    for gate in ("ratio", "doubt", "peak", "energy", "surprise", "spread", "survival"):
+        assert f"test_gates_open_where_the_plain_rule_does[{gate}] PASSED" in printed
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.early_exit.gates import device_features
+from selfspec_cli.vllm_plugin.v2.kernels import _end_step
+
+TYPES = {
+    "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "step_ptr": "*i64",
+    "round_limit": "*i32", "draft_tokens": "*i64", "confidences": "*fp32", "lengths": "*i32", "logged": "*fp32",
+    "requests": "*i64", "idx_mapping": "*i64", "input_ids": "*i32", "positions": "*i64", "seq_lens": "*i32",
+    "sample_positions": "*i64", "gate_feature": "*i32", "gate_rule": "*fp32", "going": "*i32", "counts": "*i64",
+    "max_model_len": "i32",
+}
+constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64}
+signature = {name: TYPES.get(name, "constexpr") for name in _end_step.arg_names}
+source = ASTSource(fn=_end_step, signature=signature, constexprs=constants)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print(len(device_features()), ptx.count("bar.sync"))
+"""
+
+
+def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction():
+    """For compute capability 9.0, as far as PTX and machine code: Triton brings ptxas."""
+    few = run("-c", COMPILE).split()
+    many = run("-c", COMPILE, packages=("toy", "more_gates")).split()
+    assert (few[0], many[0]) == ("6", "12")
+    assert few[1] == many[1]

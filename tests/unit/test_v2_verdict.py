@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder
 
 
@@ -38,4 +39,6 @@ def test_what_nobody_drafted_or_verified_is_not_in_the_record():
     prefill = SimpleNamespace(num_draft_tokens_per_req=None)
     recorder.verdict(prefill, torch.tensor([1]), state([0]))
     recorder.verdict(batch([3, 0, 3], [0, 1, 2]), torch.tensor([1, 1, 0]), state([0, 3, 3]))
-    assert recorder.plain() == {"statistics": [], "drafted": [], "accepted": [], "request": []}
+    log = recorder.plain()
+    assert log.pop("features") == list(device_features())
+    assert log == {"statistics": [], "drafted": [], "accepted": [], "request": []}

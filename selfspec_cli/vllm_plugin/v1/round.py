@@ -26,14 +26,14 @@ class Round:
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int64 [n]
     room: int  # steps after which the first request may stand at the end of the model's context
-    survival: Tensor | None = None  # float32 [n], the gate's statistic at the step before
+    previous: Tensor | None = None  # float32 [n], the gate's statistic at the step before, where it is cumulative
     ahead: Ahead | None = None  # None until the next step asks for it
 
     def keep(self, mask: Tensor) -> None:
         """Drop the requests whose gate is closed: they cost no further draft work."""
         self.rows, self.tokens, self.positions = self.rows[mask], self.tokens[mask], self.positions[mask]
-        if self.survival is not None:
-            self.survival = self.survival[mask]
+        if self.previous is not None:
+            self.previous = self.previous[mask]
         self.ahead = None
 
 

@@ -15,17 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.early_exit.gate_rules import ADAEDL_GAMMA, FEATURES
+from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-
-# Columns of a statistics row, and what else kernels need as compile-time numbers.
-MAXP, VARH, ENTROPY, MARGIN, ADAEDL, SURVIVAL = (tl.constexpr(number) for number in range(len(FEATURES)))
-WIDTH = tl.constexpr(len(FEATURES))
-GAMMA = tl.constexpr(ADAEDL_GAMMA)
 
 # Places of the counters, in `DraftState.counts`; the two histograms follow.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
@@ -40,7 +35,6 @@ def _begin_round(
     sample_positions,
     idx_mapping,
     requests,
-    survival,
     draft_tokens,
     confidences,
     lengths,
@@ -82,7 +76,6 @@ def _begin_round(
     tl.store(requests + row, tl.where(drafts, request, -1), mask=inside)
     # -1: no slot, no attention, no sampling.
     tl.store(idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
-    tl.store(survival + row, tl.full((ROWS,), 1.0, tl.float32), mask=inside)
     for place in tl.static_range(K):
         tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
         tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
@@ -110,7 +103,7 @@ def begin_round(state: DraftState, batch: InputBatch, steps: int, verdict: tuple
     """Inputs of the first draft step, from what the verify pass left on the device.
 
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
-    Rows that do not draft get the request -1. Every row starts with the survival 1 and no drafted token.
+    Rows that do not draft get the request -1. Every row starts without a drafted token.
     """
     rows, k = state.draft_tokens.shape
     buffers = state.buffers
@@ -122,7 +115,6 @@ def begin_round(state: DraftState, batch: InputBatch, steps: int, verdict: tuple
         state.sample_positions,
         state.idx_mapping,
         state.requests,
-        state.survival,
         state.draft_tokens,
         state.confidences,
         state.lengths,
@@ -182,8 +174,7 @@ def _end_step(
     draft_tokens,
     confidences,
     lengths,
-    statistics,
-    survival_ptr,
+    logged,
     requests,
     idx_mapping,
     input_ids,
@@ -201,7 +192,7 @@ def _end_step(
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    request = tl.load(requests + row)
+    request, step = tl.load(requests + row), tl.load(step_ptr)
     if (tl.load(seq_lens + row) > 0) & (request >= 0):
         # ---- one row's blocks, joined
         block = tl.arange(0, BLOCKS)
@@ -223,18 +214,20 @@ def _end_step(
         good = (total >= 1.0) & (best < float("inf")) & (best > -float("inf"))  # NaN compares false
         # ---- the statistics
         confidence = 1.0 / total
-        entropy = tl.log(total) - mean
-        survival = tl.load(survival_ptr + row) * confidence
-        columns = tl.arange(0, 8)
-        values = tl.where(columns == MAXP, confidence, 0.0)
-        values = tl.where(columns == VARH, tl.sum(spread, axis=0) / total, values)
-        values = tl.where(columns == ENTROPY, entropy, values)
-        values = tl.where(columns == MARGIN, confidence * (1.0 - tl.exp(second - best)), values)
-        values = tl.where(columns == ADAEDL, 1.0 - tl.sqrt(tl.maximum(entropy, 0.0) * GAMMA), values)
-        values = tl.where(columns == SURVIVAL, survival, values)
-        step = tl.load(step_ptr)
-        tl.store(statistics + (request * K + step) * WIDTH + columns, values, mask=columns < WIDTH)
-        tl.store(survival_ptr + row, survival)
+        columns = tl.arange(0, PADDED)
+        row_statistics = logged + (request * K + step) * WIDTH
+        values = statistics(
+            columns,
+            confidence,
+            confidence * tl.exp(second - best),
+            tl.log(total) - mean,
+            tl.sum(spread, axis=0) / total,
+            best,
+            best + tl.log(total),
+            row_statistics - WIDTH,
+            step > 0,
+        )
+        tl.store(row_statistics + columns, values, mask=columns < WIDTH)
         # ---- the gate
         feature, sign, threshold = tl.load(gate_feature), tl.load(gate_rule), tl.load(gate_rule + 1)
         value = tl.sum(tl.where(columns == feature, values, 0.0), axis=0)
@@ -318,7 +311,6 @@ class EndStep:
             state.confidences,
             state.lengths,
             state.statistics,
-            state.survival,
             state.requests,
             state.idx_mapping,
             buffers.input_ids,

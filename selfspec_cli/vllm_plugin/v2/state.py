@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import HISTOGRAMS, Snapshot
-from selfspec_cli.early_exit.gate_rules import FEATURES, Calibration, on_feature
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import Rule, device_features
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 
 if TYPE_CHECKING:
@@ -28,10 +30,12 @@ class DraftState:
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
     draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], probability of each drafted token under the draft, 0
-    where nothing was drafted: what vLLM's adaptive verification ranks by), survival (float32, their product so far).
-    Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]).
+    where nothing was drafted: what vLLM's adaptive verification ranks by).
+    Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
+    cumulative gate reads of the step before is there too).
     Scalars: step, limit (most drafts a round), round_limit (this round's), active and going (rows in this step, rows
-    that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
+    that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64. features:
+    names of the statistics.
     """
 
     buffers: InputBuffers
@@ -40,7 +44,6 @@ class DraftState:
     sample_positions: Tensor
     draft_tokens: Tensor
     confidences: Tensor
-    survival: Tensor
     lengths: Tensor
     statistics: Tensor
     step: Tensor
@@ -52,6 +55,7 @@ class DraftState:
     gate_rule: Tensor
     counts: Tensor
     max_model_len: int
+    features: tuple[str, ...]
 
     @classmethod
     def around(
@@ -66,7 +70,7 @@ class DraftState:
     ) -> DraftState:
         """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open."""
         rows, k = draft_tokens.shape
-        device = draft_tokens.device
+        device, features = draft_tokens.device, device_features()
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -78,9 +82,8 @@ class DraftState:
             sample_positions,
             draft_tokens,
             confidences,
-            zeros(rows, dtype=torch.float32),
             zeros(rows),
-            zeros(rows, k, len(FEATURES), dtype=torch.float32),
+            zeros(rows, k, len(features), dtype=torch.float32),
             step,
             zeros(1).fill_(k),
             zeros(1),
@@ -90,6 +93,7 @@ class DraftState:
             zeros(2, dtype=torch.float32),
             zeros(len(COUNTED) + k + 1 + rows + 1, dtype=torch.int64),
             max_model_len,
+            features,
         )
 
     def forget(self) -> None:
@@ -117,8 +121,15 @@ class DeviceGate(LiveGate):
     def set(self, kind: str, threshold: float | None, calibration: Mapping[str, Any] | None = None) -> None:
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
         super().set(kind, threshold, calibration)
-        rule = on_feature(self.kind, self.threshold, self.calibration)
+        rule = self.rule
         sign = 1.0 if rule.direction == "at_least" else -1.0
         limit = rule.threshold if math.isfinite(rule.threshold) else math.copysign(torch.finfo().max, rule.threshold)
-        self._state.gate_feature.fill_(-1 if rule.feature is None else FEATURES.index(rule.feature))
+        self._state.gate_feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
         self._state.gate_rule.copy_(torch.tensor([sign, limit]))
+
+    def _accept(self, rule: Rule) -> None:
+        if rule.feature is not None and rule.feature not in self._state.features:
+            raise SettingsError(
+                f"gate {rule.feature!r} has no device expression, so it runs on the CPU only; allowed: "
+                f"none, {', '.join(self._state.features)}"
+            )

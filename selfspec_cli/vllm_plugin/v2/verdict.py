@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.gates import device_features
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -60,6 +62,7 @@ class DeviceRecorder:
     Each round is a handful of small copies; they are read when the record is.
     """
 
+    features: tuple[str, ...] = field(default_factory=device_features)
     _rounds: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def verdict(self, batch: InputBatch, num_sampled: Tensor, state: DraftState) -> None:
@@ -80,6 +83,7 @@ class DeviceRecorder:
     def plain(self) -> dict[str, list[Any]]:
         """The log so far in the form of `DraftRecorder.plain`. Waits for the device."""
         log: dict[str, list[Any]] = {"statistics": [], "drafted": [], "accepted": [], "request": []}
+        log["features"] = list(self.features)
         numbers: dict[str, int] = {}
         for names, verified, sampled, lengths, statistics in self._rounds:
             seen = torch.minimum(verified, lengths).tolist()

@@ -1,0 +1,27 @@
+"""Gates: after each draft step, is the draft worth continuing? One gate is one object `GATE` in one module here.
+
+A gate compares one statistic of the draft distribution with a threshold. It never changes the output, only the cost:
+the full model verifies whatever was drafted. Other packages add gates by entry points of the group `selfspec.gates`.
+
+Importing this package, and reading its gates, does not import torch.
+"""
+
+from __future__ import annotations
+
+from selfspec_cli.early_exit.gates.base import Gate, Rule
+from selfspec_cli.early_exit.registry import Registry
+
+__all__ = ["GATES", "Gate", "Rule", "device_features", "features"]
+
+GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+"""Every gate by the name that users write."""
+
+
+def features() -> tuple[str, ...]:
+    """Gates that have a statistic of the logits: what draft logs hold, and what may be calibrated."""
+    return tuple(name for name, gate in GATES.items() if gate.statistic is not None)
+
+
+def device_features() -> tuple[str, ...]:
+    """Those of `features` that the CUDA kernel computes, in the order of its columns."""
+    return tuple(name for name, gate in GATES.items() if gate.device is not None)

@@ -1,0 +1,126 @@
+"""What a gate is: a rule on one statistic of the draft distribution, and how that statistic is computed."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec_cli.early_exit.calibration import Calibration
+    from selfspec_cli.early_exit.gates.distribution import Distribution
+
+Direction = Literal["at_least", "at_most"]
+
+DEVICE_NAMES = {
+    "confidence": "the greatest probability",
+    "second": "the second greatest probability, 0 over a vocabulary of one token",
+    "entropy": "the entropy in nats",
+    "varentropy": "the variance of -log p under p, in squared nats",
+    "logit": "the greatest logit",
+    "logsumexp": "the log of the sum of e^logit",
+    "previous": "this gate's own statistic at the step before, 1 at the first (for cumulative gates)",
+}
+"""What a gate's `device` expression may use beside `tl` (triton.language): one float32 number for each row."""
+
+LARGEST_VOCABULARY = 2**20
+"""Stands in for a vocabulary size that is not known; no released model has more tokens."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A gate in force, as a comparison of one statistic: open while `feature` is at_least, or at_most, `threshold`.
+
+    feature: name of the gate whose statistic is compared; None: always open.
+    """
+
+    feature: str | None
+    direction: Direction
+    threshold: float
+
+    def is_open(self, statistic: Tensor) -> Tensor:
+        """Which requests keep drafting: statistic of `feature`, any shape -> bool of that shape.
+
+        NaN closes the gate, because every comparison with NaN is false; a rule without a feature is always open.
+        """
+        if self.feature is None:
+            return statistic.new_ones(statistic.shape).bool()
+        return statistic >= self.threshold if self.direction == "at_least" else statistic <= self.threshold
+
+
+def unit_interval(vocab_size: int) -> tuple[float, float]:
+    """The range of a probability."""
+    return 0.0, 1.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One gate: its rule, its statistic on the CPU and on CUDA, and how it is shown.
+
+    name: what users write. key: the setting of its threshold ("tau", "tau_v" or "threshold"; None: it has none).
+    direction: the gate is open while the statistic is at least, or at most, the threshold. default: the threshold when
+    none is given. low, high: thresholds allowed (inclusive). meaning: the statistic in words, for messages. help: one
+    line for users. colour: of its line in figures, as #rrggbb.
+
+    statistic: function(distribution, previous) -> float32 [N] in torch; None for a gate that computes nothing from
+    logits. previous: the statistic at the step before, [N], or the number 1.0 at the first step; only a `cumulative`
+    gate may use it.
+    device: the same statistic as a Triton expression over DEVICE_NAMES and `tl`, one number a row. None: the gate works
+    on the CPU and is refused on CUDA.
+    range: function(vocabulary size) -> least and greatest value of the statistic.
+
+    Raises SettingsError for a `device` expression that cannot be read, or that uses a name that is not known.
+    """
+
+    name: str
+    key: str | None
+    direction: Direction
+    default: float | None
+    low: float
+    high: float
+    meaning: str
+    help: str
+    colour: str
+    statistic: Callable[[Distribution, Tensor | float], Tensor] | None = None
+    device: str | None = None
+    cumulative: bool = False
+    range: Callable[[int], tuple[float, float]] = unit_interval
+
+    needs_calibration: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            _check_expression(self.name, self.device, self.cumulative)
+
+    def rule(self, threshold: float | None = None, calibration: Calibration | None = None) -> Rule:
+        """The gate with a threshold (None: its default), as a comparison of one logged statistic."""
+        limit = self.default if threshold is None else threshold
+        if self.statistic is None or limit is None:
+            return Rule(None, "at_least", -math.inf)
+        return Rule(self.name, self.direction, limit)
+
+    def statistic_range(
+        self, vocab_size: int | None = None, calibration: Calibration | None = None
+    ) -> tuple[float, float]:
+        """Least and greatest value of what the threshold is compared with, over a vocabulary of that many tokens."""
+        return self.range(vocab_size or LARGEST_VOCABULARY)
+
+
+def _check_expression(gate: str, expression: str, cumulative: bool) -> None:
+    try:
+        tree = ast.parse(f"({expression})", mode="eval")
+    except SyntaxError as error:
+        raise SettingsError(f"gate {gate!r}: its device expression {expression!r} is no expression: {error}") from error
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    unknown = sorted(used - DEVICE_NAMES.keys() - {"tl"})
+    if unknown:
+        raise SettingsError(f"gate {gate!r}: its device expression {expression!r} uses {', '.join(unknown)}; allowed: "
+                            f"{', '.join(DEVICE_NAMES)}, tl")  # fmt: skip
+    if "previous" in used and not cumulative:
+        raise SettingsError(f"gate {gate!r}: its device expression uses previous, so it must be made cumulative=True")

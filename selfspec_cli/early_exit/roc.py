@@ -1,0 +1,95 @@
+"""ROC analysis of the gates: how well each statistic tells drafts that stand from drafts that fall.
+
+The positive class is "the verifier took this token". Two questions are asked of each gate. In the draft: of every
+drafted token, which stands only if all before it do; it passes a gate that was open on it and on all before it, so its
+score is the lowest so far. At stake: of those tokens alone whose predecessors were right, by their own statistic.
+scikit-learn is imported when an area or a curve is computed.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.replay import statistic_of
+
+_FAR = 1e30  # stands in for infinity, which scikit-learn refuses
+
+
+@dataclass
+class AucRow:
+    """One gate at one exit."""
+
+    model: str
+    E: int
+    head: str
+    k: int  # tokens a draft, none of them stopped
+    gate: str
+    drafted: int  # tokens that the area is over
+    accepted: int
+    auc: float | None  # in the draft: of every drafted token; None where all of them have one fate
+    auc_at_stake: float | None  # of tokens whose predecessors were all accepted, each by itself
+    threshold: float | None  # by replay of the log: where this gate is worth most, and with which draft length
+    best_k: int
+    expected_speedup: float  # by the measured costs of steps, over plain decoding
+    best_fixed_speedup: float  # of the best draft length without a gate, likewise
+
+
+def scores(log: DraftLog, gate: str, calibration: Calibration | None = None) -> Tensor:
+    """A gate's statistic turned so that more of it means open, float32 [rounds, k]; NaN beyond the drafts."""
+    rule = GATES[gate].rule(None, calibration)
+    if rule.feature is None:
+        return torch.where(log.was_drafted, 1.0, torch.nan)
+    value = statistic_of(log, gate, calibration)
+    return value if GATES[gate].direction == "at_least" else -value
+
+
+def auc(log: DraftLog, gate: str, calibration: Calibration | None = None, *, at_stake: bool = False) -> float | None:
+    """Area under the ROC curve, 0.5 for a gate that tells nothing; None where every token has the same fate."""
+    truth, score = _labelled(log, gate, calibration, at_stake)
+    if len(truth) == 0 or bool(truth.all()) or not bool(truth.any()):
+        return None
+    from sklearn.metrics import roc_auc_score
+
+    return float(roc_auc_score(truth.numpy(), score.numpy()))
+
+
+def curve(
+    log: DraftLog, gate: str, calibration: Calibration | None = None, *, at_stake: bool = False
+) -> tuple[list[float], list[float]]:
+    """(false positive rates, true positive rates), both rising from 0 to 1."""
+    from sklearn.metrics import roc_curve
+
+    truth, score = _labelled(log, gate, calibration, at_stake)
+    false_rate, true_rate, _ = roc_curve(truth.numpy(), score.numpy())
+    return false_rate.tolist(), true_rate.tolist()
+
+
+def write_table(rows: Sequence[AucRow], path: str | Path) -> Path:
+    """Write the table as CSV; a value that is not there is an empty cell."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([column.name for column in fields(AucRow)])
+        for row in rows:
+            table.writerow([f"{cell:.4g}" if isinstance(cell, float) else cell for cell in asdict(row).values()])
+    return path
+
+
+def _labelled(log: DraftLog, gate: str, calibration: Calibration | None, at_stake: bool) -> tuple[Tensor, Tensor]:
+    """Truth (bool) and score of the tokens in question, [n] each; tokens without a finite score are left out."""
+    score = scores(log, gate, calibration)
+    if not at_stake:
+        score = score.nan_to_num(nan=-torch.inf).cummin(1).values  # NaN closes the gate for the rest of the draft
+        score = torch.where(torch.isfinite(score), score, -_FAR)
+    asked = (log.was_at_stake if at_stake else log.was_drafted) & torch.isfinite(score)
+    return log.was_accepted[asked], score[asked]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
-from selfspec_cli.vllm_plugin.weights.fp8 import CopiedProjection
+from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class TargetHead:
         self.vocab_size = vocab_size
         self._compute_logits = target.compute_logits
         self._bound: BoundHead | ShardedProjection | CopiedProjection | None = None
-        copied = draft_weights == "fp8" and head.kind != "lsq"  # an lsq head's rows are its own, not the target's
+        weights = DRAFT_WEIGHTS[draft_weights]
+        copied = weights.copies and head.kind != "lsq"  # an lsq head's rows are its own, not the target's
         if head.vocab_ids is None and head.kind != "lsq" and not copied:
             return
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
@@ -49,13 +51,13 @@ class TargetHead:
             if weight is None:
                 logging.getLogger("vllm.selfspec").warning(
                     "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
-                    "a draft vocabulary or 8-bit copies save nothing there",
+                    "a draft vocabulary or copies of weights save nothing there",
                     type(language_model(target)).__name__,
                 )
                 return
             bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
-        if copied:  # one rank only: `refuse_unsupported`
-            self._bound = CopiedProjection(bound.weight, bound.bias)
+        if copied:  # on one rank only: `DraftWeights.reason_against`
+            self._bound = CopiedProjection(weights, bound.weight, bound.bias)
             return
         if shards == 1:
             self._bound = bound

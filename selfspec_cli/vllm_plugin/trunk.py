@@ -23,6 +23,7 @@ from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+
 def cut(decoder: nn.Module, layers: int) -> None:
     """Make `decoder` itself end after its first `layers` layers (method `skip`). Call before its first forward."""
     decoder.end_layer = layers  # type: ignore[assignment]

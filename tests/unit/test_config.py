@@ -78,7 +78,10 @@ ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
         (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
         (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
         (replace(FP8, method=Method.ngram), "draft_weights=fp8 with method=ngram"),
-        (replace(FP8, model=ModelConfig(quantization="awq")), "draft_weights=fp8: the target's weights are quantised already (awq)"),
+        (
+            replace(FP8, model=ModelConfig(quantization="awq")),
+            "draft_weights=fp8: the target's weights are quantised already (awq)",
+        ),
         (replace(FP8, model=ModelConfig(tensor_parallel_size=2)), "draft_weights=fp8: tensor_parallel_size = 2"),
         (RunConfig(verification=Verification.adaptive), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
         (replace(ADAPTIVE, method=Method.ngram), "verification=adaptive with method=ngram"),

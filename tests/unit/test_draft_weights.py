@@ -1,4 +1,4 @@
-"""Copies of weights for drafts: how a weight is quantised, and that the target is left as it is. The kernels need a GPU."""
+"""Copies of weights for drafts: how a weight is quantised, and that the target is left as it is. Kernels need a GPU."""
 
 import subprocess
 import sys
@@ -73,7 +73,10 @@ def test_a_copy_stands_for_its_weight(name, dtype):
         (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
         (WeightFacts("cuda", is_moe=True), "mixture-of-experts layers"),
         (WeightFacts("cuda", tensor_parallel_size=2), "tensor_parallel_size = 2"),
-        (WeightFacts("cuda", capability=(8, 0), device_name="A100"), "compute capability 8.9 or more, and this is A100"),
+        (
+            WeightFacts("cuda", capability=(8, 0), device_name="A100"),
+            "compute capability 8.9 or more, and this is A100",
+        ),
         (WeightFacts("cuda", dtype="float16", capability=(9, 0)), "the model's dtype is float16"),
     ],
 )
@@ -143,6 +146,7 @@ def vllm(monkeypatch):
 
 def traced(tokens):
     """The product of so many tokens as Inductor is given it."""
+
     def product(x, copy, scale):
         return fp8_kernels.linear(x, {"weight": copy, "scale": scale}, None)
 

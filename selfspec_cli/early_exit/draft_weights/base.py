@@ -1,4 +1,4 @@
-"""What a kind of draft weights is. Free of torch until a method needs it, because settings are checked against kinds."""
+"""What a kind of draft weights is. Free of torch until a method needs it: settings are checked against kinds."""
 
 from __future__ import annotations
 

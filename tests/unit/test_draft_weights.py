@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from exit_heads import lens_head, translator_head
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
 from selfspec_cli.early_exit.draft_weights import fp8 as e4m3
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.heads import Lens, Translator
 from selfspec_cli.vllm_plugin import exit_head
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
@@ -340,7 +340,7 @@ def bound(head, draft_weights, target):
 @pytest.mark.parametrize("ids", [None, torch.tensor([1, 5, 30])])
 @pytest.mark.parametrize("translator", [False, True])
 def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator, monkeypatch):
-    head = Translator(weight(64, 64), vocab_ids=ids) if translator else Lens(ids)
+    head = translator_head(weight(64, 64), vocab_ids=ids) if translator else lens_head(ids)
     target = Target()
     copied, shared = bound(head, "fp8", target), bound(head, "shared", target)
     x = weight(3, 64, 1.0)
@@ -357,7 +357,7 @@ def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator, monkeypa
 def test_an_lm_head_that_is_not_plain_rows_is_used_as_it_is():
     target = Target()
     target.logits_processor.soft_cap = 30.0
-    head = bound(Lens(), "fp8", target)
+    head = bound(lens_head(), "fp8", target)
     assert head.reads_lm_head
     x = weight(3, 64, 1.0)
     assert head.logits(x).equal(target.compute_logits(x))

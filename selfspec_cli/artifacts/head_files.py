@@ -61,7 +61,7 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
         HeadError: larger than the vocabulary, or a list file with something other than ids of it.
     """
     from selfspec_cli.early_exit import draft_vocab  # imports torch
-    from selfspec_cli.early_exit.heads import most_frequent_ids
+    from selfspec_cli.early_exit.head_module import most_frequent_ids
 
     if cfg.vocab == "full":
         return None
@@ -89,13 +89,15 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
         return source
     from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
     from selfspec_cli.early_exit.draft_vocab import tag_of
-    from selfspec_cli.early_exit.heads import Lens, with_draft_vocabulary
+    from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 
     tag = tag_of(cfg.vocab, ids)
     if source is None:
         lens = HeadMetadata("lens", layer, hidden, vocab_size, draft_vocab=tag)
         folder = head_folder(cfg)
-        return save_head(folder / head_filename(lens.spec, layer, tag), Lens(ids), lens)  # a list: cheap to write anew
+        return save_head(
+            folder / head_filename(lens.spec, layer, tag), ExitHead("lens", vocab_ids=ids), lens
+        )  # a list: cheap to write anew
     target = source.parent / f"{source.stem}_{tag}.safetensors"
     if target.is_file() and target.stat().st_mtime_ns >= source.stat().st_mtime_ns and _is_over(target, ids):
         return target

@@ -250,7 +250,8 @@ def head_spec(head: HeadConfig) -> HeadSpec:
     Raises:
         SettingsError: a combination that there is not, such as a lens of rank 15.
     """
-    return HeadSpec(head.kind.value, head.target.value, head.rank, head.bias, head.kl)
+    target = None if head.target is HeadConfig().target else head.target.value  # SCHEMA: target is None by default
+    return HeadSpec(head.kind.value, target, head.rank, head.bias, head.kl)
 
 
 def to_plain(value: Any) -> dict[str, Any]:

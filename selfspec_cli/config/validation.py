@@ -23,6 +23,7 @@ from selfspec_cli.config.schema import (
     gate_threshold,
     head_spec,
 )
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, check_threshold
@@ -174,21 +175,19 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
     weights, method = cfg.draft_weights, cfg.method
     if weights is DraftWeights.shared or method is Method.baseline:
         return
-    reasons = [
-        (f"method={method}", method is not Method.layer_skip, "it has no early-exit draft; use method=layer_skip"),
-        (f"engine={cfg.engine.name}", cfg.engine.name == "cpu", "the kernels need a GPU; choose one: engine=h100"),
-        (
-            f"model.quantization={cfg.model.quantization}",
-            cfg.model.quantization is not None,
-            "copies are made of bf16 weights; leave it out",
-        ),
-        (
-            f"model.tensor_parallel_size={cfg.model.tensor_parallel_size}",
-            cfg.model.tensor_parallel_size > 1,
-            "copies live on one GPU; use model.tensor_parallel_size=1",
-        ),
-    ]
-    _refuse_any(f"draft_weights={weights}", reasons, "draft_weights=shared")
+    if method is not Method.layer_skip:
+        raise ConfigError(
+            f"draft_weights={weights} with method={method}: it has no early-exit draft; use method=layer_skip, or "
+            "draft_weights=shared"
+        )
+    facts = WeightFacts(
+        device="cpu" if cfg.engine.name == "cpu" else "cuda",
+        quantization=cfg.model.quantization,
+        tensor_parallel_size=cfg.model.tensor_parallel_size,
+    )
+    reason = DRAFT_WEIGHTS[weights].reason_against(facts)
+    if reason is not None:
+        raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
 
 
 def _validate_verification(cfg: RunConfig) -> None:

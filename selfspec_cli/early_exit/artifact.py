@@ -20,9 +20,11 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.head_module import ExitHead, check_tensors, check_vocab_ids
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, check_vocab_ids
-from selfspec_cli.early_exit.legacy import legacy_layer, load_pt
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.early_exit.legacy import LEGACY_KIND, legacy_layer, load_pt
 
 __all__ = [
     "HeadMetadata",
@@ -44,7 +46,7 @@ SUFFIX = ".safetensors"
 class HeadMetadata:
     """What is known about a fitted head; a missing value is None, never 0.
 
-    kind: lens, lsq or translator. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
+    kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
     translator. bias: fitted with one. kl: trained after its closed form. draft_vocab: tag of its draft vocabulary
     (`draft_vocab.tag_of`), None for the full one. fingerprint: of the model (`model_fingerprint`). target: what was
     fitted to (next_token, argmax, final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the
@@ -70,8 +72,7 @@ class HeadMetadata:
     @property
     def spec(self) -> HeadSpec:
         """Which head this is, apart from model, layer and draft vocabulary."""
-        target = "argmax" if self.target == "argmax" else "next_token"
-        return HeadSpec(self.kind, target, self.rank, self.bias, self.kl)
+        return HeadSpec(self.kind, self.target, self.rank, self.bias, self.kl)
 
 
 class LoadedHead(NamedTuple):
@@ -198,7 +199,7 @@ def find_head(
             except SettingsError as error:
                 unreadable.append(str(error))
         elif (old := legacy_layer(file)) is not None:
-            seen.append((old, "lsq", None, file))
+            seen.append((old, LEGACY_KIND, None, file))
     wanted = None if spec is None else (spec.name, draft_vocab)
     fits = [file for at, what, vocab, file in seen if at == layer and wanted in (None, (what, vocab))]
     if len(fits) == 1:
@@ -218,13 +219,8 @@ def _load_safetensors(file: Path) -> LoadedHead:
     except (SafetensorError, OSError, ValueError) as error:
         raise HeadError(f"head {file} is truncated or corrupt: {error}") from error
     _check_tensors(file, tensors, metadata)
-    ids = tensors.get("vocab_ids")
-    if metadata.kind == "lens":
-        return LoadedHead(Lens(ids), metadata)
-    if metadata.kind == "lsq":
-        return LoadedHead(LeastSquares(tensors["weight"], tensors.get("bias"), ids), metadata)
-    low = {name: tensors.get(name) for name in ("down", "up", "bias")}
-    return LoadedHead(Translator(tensors.get("weight"), **low, vocab_ids=ids), metadata)
+    ids = tensors.pop("vocab_ids", None)
+    return LoadedHead(ExitHead(metadata.kind, tensors, ids), metadata)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,26 +240,22 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
     ids = tensors.get("vocab_ids")
     if ids is not None:
         check_vocab_ids(ids, metadata.vocab_size)
-    rows, hidden, rank = metadata.vocab_size if ids is None else len(ids), metadata.hidden, metadata.rank
-    expected: dict[str, tuple[int, ...]] = {}
-    if metadata.kind == "lsq":
-        expected = {"weight": (rows, hidden), "bias": (rows,)}
-    elif metadata.kind == "translator":
-        inner = {"weight": (hidden, hidden)} if rank is None else {"down": (rank, hidden), "up": (hidden, rank)}
-        expected = {**inner, "bias": (hidden,)}
-    elif metadata.kind != "lens":
-        raise HeadError(f"head {file}: kind {metadata.kind!r} is not known; allowed: lens, lsq, translator")
-    present = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name != "vocab_ids"}
-    optional = {} if "bias" in present else {"bias"}
-    wanted = {name: shape for name, shape in expected.items() if name not in optional}
-    if present != wanted:
-        raise HeadError(f"head {file}: a {metadata.kind} head of this model has tensors {wanted}, the file {present}")
+    own = {name: tensor for name, tensor in tensors.items() if name != "vocab_ids"}
+    rows = metadata.vocab_size if ids is None else len(ids)
+    known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
+    try:
+        sizes = check_tensors(HEADS[metadata.spec.kind], own, known)
+        if sizes.get("rank") is not None and metadata.rank is None:
+            raise HeadError(f"its rank is {sizes['rank']}, and the metadata have none")
+    except SettingsError as error:
+        raise HeadError(f"head {file}: {error}") from error
 
 
 def _load_legacy(file: Path) -> LoadedHead:
     head, layer = load_pt(file)
-    vocab_size, hidden = head.weight.shape
-    return LoadedHead(head, HeadMetadata("lsq", layer, hidden, vocab_size, bias=head.bias is not None))
+    vocab_size, hidden = head.tensors["weight"].shape
+    bias = "bias" in head.tensors
+    return LoadedHead(head, HeadMetadata(head.kind.name, layer, hidden, vocab_size, bias=bias))
 
 
 def _umask() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.fitting import FitError, FitReport
-from selfspec_cli.early_exit.heads import ExitHead, LmHead
+from selfspec_cli.early_exit.head_module import ExitHead, LmHead
 
 RIDGES: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Relative ridges worth trying, in units of the inputs' mean variance: from hardly any to one that makes a translator
@@ -84,8 +84,8 @@ def choose_ridge(
 ) -> RidgeChoice:
     """The ridge whose head agrees best on held-out data; ties go to the larger ridge.
 
-    fit: ridge -> (head, report), such as `lambda ridge: fit_lsq(equations, ridge)`. batches: as for `agreement`. Two
-    heads are held at a time, the best so far and the one tried. A ridge too small for the data is passed over;
+    fit: ridge -> (head, report), such as `lambda ridge: fit_head(spec, equations, ridge)`. batches: as for `agreement`.
+    Two heads are held at a time, the best so far and the one tried. A ridge too small for the data is passed over;
     FitError is raised when none is left.
     """
     held_out = list(batches)

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Translator
+from selfspec_cli.early_exit.head_module import ExitHead
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import HeadError
 
 _BLOCK_VALUES = 2**22  # fp64 values a cast block holds: 32 MB
 _TOO_ILL = 1e15  # condition at which fp64 has no digits left
@@ -218,28 +221,13 @@ def translator_target(x: Tensor, z: Tensor) -> Tensor:
     return z.to(device=x.device, dtype=torch.float64) - x.double()
 
 
-def fit_lsq(equations: NormalEquations, ridge: float = 0.0) -> tuple[LeastSquares, FitReport]:
-    """A least-squares head in fp32 from equations over token targets. Raises FitError as `NormalEquations.solve`."""
-    weight, bias, report = equations.solve(ridge)
-    return LeastSquares(weight.float(), None if bias is None else bias.float()), report
+def fit_head(spec: HeadSpec, equations: NormalEquations, ridge: float = 0.0) -> tuple[ExitHead, FitReport]:
+    """The head of `spec` in fp32, in closed form, from equations over its target.
 
-
-def fit_translator(
-    equations: NormalEquations, ridge: float = 0.0, rank: int | None = None
-) -> tuple[Translator, FitReport]:
-    """A translator in fp32 from equations over `translator_target`; rank None is full.
-
-    As the ridge grows it becomes the lens; with a bias, the lens on x shifted by mean(z - x). Raises FitError as
-    `NormalEquations.solve` and `solve_low_rank`, and for equations over targets of another width.
+    ridge: relative. Raises FitError as `NormalEquations.solve`, HeadError for equations over targets of another width.
     """
-    if equations.outputs != equations.hidden:
-        raise FitError(f"a translator maps {equations.hidden} to {equations.hidden}; the targets have width "
-                       f"{equations.outputs}")  # fmt: skip
-    if rank is None:
-        weight, bias, report = equations.solve(ridge)
-        return Translator(weight.float(), bias=None if bias is None else bias.float()), report
-    down, up, bias, report = equations.solve_low_rank(rank, ridge)
-    return Translator(down=down.float(), up=up.float(), bias=None if bias is None else bias.float()), report
+    tensors, report = HEADS[spec.kind].fit(equations, ridge, spec.rank)
+    return ExitHead(spec.kind, {name: None if part is None else part.float() for name, part in tensors.items()}), report
 
 
 def _row_blocks(rows: int, width: int) -> list[slice]:

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.heads import HeadError, LeastSquares
+from selfspec_cli.early_exit.head_module import ExitHead
+from selfspec_cli.early_exit.heads.base import HeadError
+
+LEGACY_KIND = "lsq"  # of every .pt head
 
 _NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
 
@@ -20,7 +23,7 @@ def legacy_layer(file: Path) -> int | None:
     return int(matches[0].group(1)) if matches else None
 
 
-def load_pt(file: Path) -> tuple[LeastSquares, int]:
+def load_pt(file: Path) -> tuple[ExitHead, int]:
     """The head in a .pt file, and its exit layer: {"weight": [V, hidden]}, an optional "bias" [V], or a bare weight.
 
     Loaded with `weights_only=True`, so that nothing in the file is ever run. Raises HeadError for a file that holds
@@ -41,4 +44,4 @@ def load_pt(file: Path) -> tuple[LeastSquares, int]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise HeadError(f"head {file}: {name!r} is no tensor of floating point numbers; not loaded")
-    return LeastSquares(tensors["weight"], tensors.get("bias")), layer
+    return ExitHead(LEGACY_KIND, tensors), layer

@@ -1,4 +1,4 @@
-"""An optional epoch of KL training for a translator, after the closed form."""
+"""An optional epoch of KL training for a head, after the closed form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.fitting import FitError
-from selfspec_cli.early_exit.heads import LmHead, Translator
+from selfspec_cli.early_exit.head_module import ExitHead, LmHead
 
 
 class KlTrainer:
@@ -19,9 +19,7 @@ class KlTrainer:
     gradient goes through it to a copy of `head` in fp32.
     """
 
-    def __init__(
-        self, head: Translator, lm_head: LmHead, learning_rate: float = 1e-4, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, head: ExitHead, lm_head: LmHead, learning_rate: float = 1e-4, weight_decay: float = 0.0) -> None:
         self.losses: list[float] = []
         self._dtype = next(head.parameters()).dtype
         self._lm_head = lm_head
@@ -48,7 +46,7 @@ class KlTrainer:
         self.losses.append(loss.item())
         return self.losses[-1]
 
-    def finish(self) -> Translator:
+    def finish(self) -> ExitHead:
         """The trained head, frozen, in the dtype it came in. Raises FitError if no step was taken."""
         if not self.losses:
             raise FitError("no pairs to train on")
@@ -56,5 +54,5 @@ class KlTrainer:
 
 
 def _cast_to(lm_head: LmHead, dtype: torch.dtype) -> LmHead:
-    """The lm_head keeps its own dtype; only the translator is trained in fp32."""
+    """The lm_head keeps its own dtype; only the head is trained in fp32."""
     return lambda hidden: lm_head(hidden.to(dtype))

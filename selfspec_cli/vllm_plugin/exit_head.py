@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
-from selfspec_cli.early_exit.heads import BoundHead, ExitHead, LeastSquares, Lens, scatter_to_full
+from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
-from selfspec_cli.vllm_plugin.weights.fp8 import CopiedProjection
+from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
@@ -35,27 +36,28 @@ class TargetHead:
     ) -> None:
         self.head = head
         self.vocab_size = vocab_size
-        self._compute_logits = target.compute_logits
+        self._compute_logits: Any = target.compute_logits
         self._bound: BoundHead | ShardedProjection | CopiedProjection | None = None
-        copied = draft_weights == "fp8" and head.kind != "lsq"  # an lsq head's rows are its own, not the target's
-        if head.vocab_ids is None and head.kind != "lsq" and not copied:
+        weights = DRAFT_WEIGHTS[draft_weights]
+        copied = weights.copies and not head.has_rows  # a head's own rows are no copy of the target's
+        if head.vocab_ids is None and not head.has_rows and not copied:
             return
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
         shards = vllm_config.parallel_config.tensor_parallel_size
-        if isinstance(head, LeastSquares):
+        if head.has_rows:
             bound = head.bind()
         else:
             weight = plain_lm_head(target, shards)
             if weight is None:
                 logging.getLogger("vllm.selfspec").warning(
                     "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
-                    "a draft vocabulary or 8-bit copies save nothing there",
+                    "a draft vocabulary or copies of weights save nothing there",
                     type(language_model(target)).__name__,
                 )
                 return
             bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
-        if copied:  # one rank only: `refuse_unsupported`
-            self._bound = CopiedProjection(bound.weight, bound.bias)
+        if copied:  # on one rank only: `DraftWeights.reason_against`
+            self._bound = CopiedProjection(weights, bound.weight, bound.bias)
             return
         if shards == 1:
             self._bound = bound
@@ -63,8 +65,7 @@ class TargetHead:
         from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
 
         self._bound = ShardedProjection(bound.weight, bound.bias, vllm_config)
-        if head.kind == "lsq":
-            self.head = Lens(head.vocab_ids)  # what is left of it: each rank keeps its share of the rows
+        head.drop_rows()  # each rank keeps its share of them
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,7 +98,7 @@ class TargetHead:
             return self._bound.logits(x, linear)
         if self._bound is not None:
             return self._bound.logits(self.head.transform(x))
-        return self.head.logits(x, self._compute_logits)  # type: ignore[arg-type]
+        return self.head.logits(x, self._compute_logits)
 
     def to_full_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids [n] -> token ids [n]."""
@@ -117,7 +118,7 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
     """
     config = vllm_config.model_config
     vocab_size = int(config.get_vocab_size())
-    head: ExitHead = Lens()
+    head = ExitHead("lens")
     if settings.head_path is not None:
         head, _ = load_head(
             settings.head_path,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, warnings_for
 
@@ -69,10 +70,10 @@ def understand_layer_skip(original: Original) -> Original:
         settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
         if settings.verify:
             _refuse_model(target_model_config)
-        if settings.draft_weights == "fp8":
-            from selfspec_cli.vllm_plugin.weights.fp8 import refuse_unsupported  # imports torch
+        if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
+            from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
-            refuse_unsupported(target_model_config, target_parallel_config)
+            require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
         for warning in warnings_for(settings, target_model_config.get_vocab_size()):
             logging.getLogger("vllm.selfspec").warning(warning)  # below vLLM's own logger, which users configure
         if not target_parallel_config.worker_extension_cls:

@@ -1,10 +1,10 @@
-"""The draft model: the target's own decoder, cut after E layers. No weight is copied (but for 8-bit copies, on request:
-fp8_copies.py), no architecture is named.
+"""The draft model: the target's own decoder, cut after E layers. No weight is copied, but on request (`draft_weights`:
+weights/copied.py), and no architecture is named.
 
 More than sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
 parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
 final norm. Attention layers find their KV cache by name, so the view shares that too. On CUDA its linear layers
-multiply by their weights in a way of their own (linear.py).
+multiply by their weights in a way of their own (weights/linear.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from selfspec_cli.vllm_plugin.weights.fp8 import copied_twin
-from selfspec_cli.vllm_plugin.weights.linear import shared_twin
-from selfspec_cli.vllm_plugin.weights.replace import Make, twin_layers
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.vllm_plugin.weights.copied import kernels_of, on_copies
+from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
+from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-TWIN: dict[str, Make] = {"shared": shared_twin, "fp8": copied_twin}
 
 
 def cut(decoder: nn.Module, layers: int) -> None:
@@ -34,19 +33,26 @@ def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft
     """A module over `decoder`'s own parameters that runs its first `layers` layers and the final norm.
 
     Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. Where vLLM compiles the
-    target in its own mode the trunk is compiled too, as a function of its own. draft_weights: "fp8" puts 8-bit copies
-    in place of the linear weights of those layers; raises SettingsError where there can be none.
+    target in its own mode the trunk is compiled too, as a function of its own. draft_weights: a kind that makes copies
+    (early_exit/draft_weights) puts them in place of the linear weights of those layers; raises SettingsError where
+    there can be none.
     """
     trunk = _view(decoder, layers, draft_weights)
     cut(trunk, layers)
     # The view shares the dict of submodules with the target, which must keep its own layers.
-    twins = twin_layers(decoder.layers, layers, vllm_config, TWIN[draft_weights])  # type: ignore[arg-type]
-    trunk.__dict__["_modules"] = {**decoder._modules, "layers": twins}
+    make = _replacement(draft_weights, vllm_config)
+    changed = replace_in_layers(decoder.layers, layers, vllm_config, make)  # type: ignore[arg-type]
+    trunk.__dict__["_modules"] = {**decoder._modules, "layers": changed}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
     if not getattr(trunk, "do_not_compile", True):
         _compile_anew(trunk, layers, vllm_config, draft_weights)
     return trunk
+
+
+def _replacement(draft_weights: str, vllm_config: VllmConfig) -> Make:
+    kind = DRAFT_WEIGHTS[draft_weights]
+    return on_copies(kind, vllm_config.model_config.dtype) if kind.copies else on_own_weight
 
 
 def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
@@ -59,9 +65,9 @@ def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
     forward = base.forward
     name = f"{forward.__name__}_{_tag(layers, draft_weights)}"
     code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
-    twin = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
-    twin.__kwdefaults__, twin.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
-    members = {"forward": twin, "__module__": base.__module__}
+    own = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__, own.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
+    members = {"forward": own, "__module__": base.__module__}
     view_class = type(f"{base.__name__}First{layers}Layers", (base,), members)
     view: nn.Module = object.__new__(view_class)
     view.__dict__.update(decoder.__dict__)
@@ -69,7 +75,7 @@ def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
 
 
 def _tag(layers: int, draft_weights: str) -> str:
-    return f"first_{layers}_layers" + ("" if draft_weights == "shared" else f"_{draft_weights}")
+    return f"first_{layers}_layers" + (f"_{draft_weights}" if DRAFT_WEIGHTS[draft_weights].copies else "")
 
 
 def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str) -> None:
@@ -82,9 +88,10 @@ def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_
     # Two depths of one model, or two kinds of weights, must not share an artifact in vLLM's compile cache.
     tag = _tag(layers, draft_weights)
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
-    if draft_weights == "fp8":  # one token is multiplied in another way than more are (fp8_copies.py)
+    kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], next(trunk.parameters()).device)
+    if kernels is not None:
         config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
-        compilation.compile_sizes = sorted({1, *(compilation.compile_sizes or ())})
+        compilation.compile_sizes = sorted({*kernels.COMPILE_SIZES, *(compilation.compile_sizes or ())})
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
     with set_model_tag(tag), set_current_vllm_config(config):

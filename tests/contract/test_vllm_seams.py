@@ -236,23 +236,22 @@ def test_what_is_refused_of_a_model_can_be_asked(name):
     assert isinstance(getattr(module("vllm.config").ModelConfig, name), property)
 
 
-def test_what_refuses_copies_can_be_asked():
-    from vllm.platforms import current_platform
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch, capability, known):
+    from vllm.platforms.interface import DeviceCapability
 
-    assert current_platform.is_cuda() in (True, False)
-    assert current_platform.supports_fp8() in (True, False)
-    assert isinstance(current_platform.device_name, str)
+    from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+    from selfspec_cli.vllm_plugin.weights.copied import facts_of
 
-
-def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch):
-    from selfspec_cli.early_exit.errors import SettingsError
-    from selfspec_cli.vllm_plugin.weights.fp8 import refuse_unsupported
-
-    platform = types.SimpleNamespace(is_cuda=lambda: True, supports_fp8=lambda: False, device_name="NVIDIA A100")
-    monkeypatch.setattr("vllm.platforms.current_platform", platform)
     target = types.SimpleNamespace(quantization=None, dtype=torch.bfloat16, is_moe=False)
-    with pytest.raises(SettingsError, match=r"compute capability 8\.9.*allowed: shared"):
-        refuse_unsupported(target, types.SimpleNamespace(tensor_parallel_size=1))
+    parallel = types.SimpleNamespace(tensor_parallel_size=1)
+    assert facts_of(target, parallel).device == "cpu"  # what the platform here answers
+    platform = types.SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(*capability), device_name="NVIDIA A100"
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    reason = DRAFT_WEIGHTS["fp8"].reason_against(facts_of(target, parallel))
+    assert reason is None if known else "compute capability 8.9" in reason
 
 
 def test_counters_have_the_names_that_engine_py_reads():
@@ -276,7 +275,7 @@ def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
     from torch import nn
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-    from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, shared_twin
+    from selfspec_cli.vllm_plugin.weights.linear import SharedLinear, on_own_weight
 
     names, layers = module(LINEAR), module("vllm.model_executor.layers.utils")
     assert inspect.getsource(layers.dispatch_unquantized_gemm).count("return default_unquantized_gemm") == 3
@@ -296,9 +295,9 @@ def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
     plain._gemm_impl = default_unquantized_gemm
     weight = OnCuda(torch.zeros(4, 8), requires_grad=False)
     target = layer(plain, weight)
-    twin = shared_twin(target, "o_proj")
-    assert type(twin) is names.RowParallelLinear and twin.weight is weight
-    assert isinstance(twin.quant_method, SharedLinear) and target.quant_method is plain
+    changed = on_own_weight(target, "o_proj")
+    assert type(changed) is names.RowParallelLinear and changed.weight is weight
+    assert isinstance(changed.quant_method, SharedLinear) and target.quant_method is plain
     left = [
         layer(names.UnquantizedLinearMethod(), weight),  # another kernel
         layer(object(), weight),  # quantised
@@ -306,7 +305,7 @@ def test_the_draft_takes_over_the_linear_layers_that_vllm_leaves_to_pytorch():
         layer(plain, OnCuda(torch.zeros(4, 8, 2), requires_grad=False)),
         layer(plain, weight, nn.Linear),
     ]
-    assert [shared_twin(each, "o_proj") for each in left] == [None] * 5
+    assert [on_own_weight(each, "o_proj") for each in left] == [None] * 5
 
 
 def without_self(function: Any) -> list[str]:

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.artifact import load_head, read_metadata
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq
+from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head
+from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora
 
@@ -112,7 +113,7 @@ def test_the_fit_is_that_of_transformers_hidden_states(fitted):
         sums.update(x, ids[0, 1:][: len(x)])
         room -= len(x)
     assert room == 0
-    want, report = fit_lsq(sums, RIDGE)
+    want, report = fit_head(HeadSpec("lsq"), sums, RIDGE)
     found = fitted.reports[EXITS[0], "lsq", "full"]
     torch.testing.assert_close(load_head(found["path"]).head.weight, want.weight, rtol=1e-2, atol=1e-4)
     assert found["residual"] == pytest.approx(report.residual, rel=1e-4)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exit_heads import lens_head, lsq_head
 from harness import greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
 
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
-from selfspec_cli.early_exit.heads import LeastSquares, Lens
 
 pytestmark = pytest.mark.engine
 
@@ -85,7 +85,7 @@ def draft_vocabulary(model_dir, tmp_path_factory) -> dict[str, str]:
     ids, folder = torch.arange(0, VOCAB, 2), tmp_path_factory.mktemp("heads")
     weight = AutoModelForCausalLM.from_pretrained(model_dir(MODEL), dtype=torch.float32).lm_head.weight.detach()[ids]
     torch.manual_seed(0)
-    made = {"lens": Lens(ids), "lsq": LeastSquares(weight + 0.05 * torch.randn(weight.shape), None, ids)}
+    made = {"lens": lens_head(ids), "lsq": lsq_head(weight + 0.05 * torch.randn(weight.shape), None, ids)}
     facts = {"layer": EXIT, "hidden": 64, "vocab_size": VOCAB, "draft_vocab": "v16-half"}
     return {
         kind: str(save_head(folder / f"{kind}.safetensors", head, HeadMetadata(kind=kind, **facts)))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from exit_heads import lens_head, lsq_head, translator_head
 from harness import Counts, Live, layer_skip, live
 from models import LAYERS, VOCAB, save_tiny
 
 from selfspec_cli.early_exit.artifact import HeadMetadata, load_head, model_fingerprint, save_head
-from selfspec_cli.early_exit.heads import ExitHead, HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
+from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
+from selfspec_cli.early_exit.heads.base import HeadError
 
 pytestmark = pytest.mark.engine
 
@@ -61,7 +63,7 @@ def prompt_scores() -> Any:
 def test_skip_with_a_head_speaks_through_it(expected, tmp_path):
     """An lsq head whose weight is zero but for one row makes every prediction that token."""
     want = expected("llama")
-    only = LeastSquares(torch.zeros(VOCAB, HIDDEN), torch.eye(VOCAB)[7])
+    only = lsq_head(torch.zeros(VOCAB, HIDDEN), torch.eye(VOCAB)[7])
     path = save_head(tmp_path / "one.safetensors", only, about(only, want.path))
     with live(want.path, {"method": "skip", "layer_skip": EXIT, "lsq_head_path": str(path)}) as engine:
         outputs = engine.generate(want.prompts[:2], prompt_scores())
@@ -75,7 +77,7 @@ def about(head: ExitHead, path: Path, **changes: Any) -> HeadMetadata:
     """Metadata of a head of the model in `path`, its fingerprint taken through transformers, not through vLLM."""
     model = from_transformers(path)
     mark = model_fingerprint(model.config.to_dict(), [("embed_tokens.weight", model.model.embed_tokens.weight)])
-    facts = {"kind": head.kind, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
+    facts = {"kind": head.kind.name, "layer": EXIT, "hidden": HIDDEN, "vocab_size": VOCAB, "rank": head.rank}
     return HeadMetadata(**{**facts, "fingerprint": mark, **changes})
 
 
@@ -83,15 +85,17 @@ def heads(path: Path) -> dict[str, ExitHead]:
     """Heads that draft like the lens or a little worse."""
     torch.manual_seed(0)
     lm_head = from_transformers(path).lm_head.weight.detach()
-    noisy = LeastSquares(lm_head + 0.02 * torch.randn(VOCAB, HIDDEN), 0.1 * torch.randn(VOCAB))
-    low = Translator(down=0.1 * torch.randn(RANK, HIDDEN), up=0.1 * torch.randn(HIDDEN, RANK), bias=torch.zeros(HIDDEN))
+    noisy = lsq_head(lm_head + 0.02 * torch.randn(VOCAB, HIDDEN), 0.1 * torch.randn(VOCAB))
+    low = translator_head(
+        down=0.1 * torch.randn(RANK, HIDDEN), up=0.1 * torch.randn(HIDDEN, RANK), bias=torch.zeros(HIDDEN)
+    )
     half = torch.arange(0, VOCAB, 2)
     return {
-        "lens, half the vocabulary": Lens(half),
-        "lsq of the lm_head itself": LeastSquares(lm_head.clone()),
+        "lens, half the vocabulary": lens_head(half),
+        "lsq of the lm_head itself": lsq_head(lm_head.clone()),
         "lsq": noisy,
         "lsq, half the vocabulary": with_draft_vocabulary(noisy, half),
-        "translator": Translator(0.02 * torch.randn(HIDDEN, HIDDEN)),
+        "translator": translator_head(0.02 * torch.randn(HIDDEN, HIDDEN)),
         "translator of rank 4": low,
         "translator of rank 4, half the vocabulary": with_draft_vocabulary(low, half),
     }
@@ -111,7 +115,7 @@ HEADS = (
 def own_bytes(head: ExitHead) -> int:
     """What a head stores, and the rows of the lm_head that it gathers."""
     stored = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
-    gathered = 0 if head.vocab_ids is None or head.kind == "lsq" else len(head.vocab_ids) * HIDDEN * 4
+    gathered = 0 if head.vocab_ids is None or head.has_rows else len(head.vocab_ids) * HIDDEN * 4
     return stored + gathered
 
 
@@ -158,8 +162,8 @@ def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weigh
 
 
 @pytest.fixture(scope="module")
-def lsq(expected) -> LeastSquares:
-    return LeastSquares(from_transformers(expected("llama").path).lm_head.weight.detach().clone())
+def lsq(expected) -> ExitHead:
+    return lsq_head(from_transformers(expected("llama").path).lm_head.weight.detach().clone())
 
 
 def refuse(path: Path, head: Path, message: str) -> None:
@@ -180,9 +184,9 @@ def test_another_layer_is_refused(expected, lsq, tmp_path):
 
 def test_another_shape_is_refused(expected, tmp_path):
     path = expected("llama").path
-    wide = LeastSquares(torch.zeros(VOCAB, 2 * HIDDEN))
+    wide = lsq_head(torch.zeros(VOCAB, 2 * HIDDEN))
     refuse(path, saved(wide, path, tmp_path, hidden=2 * HIDDEN), "its hidden is 128, this model's is 64")
-    short = LeastSquares(torch.zeros(VOCAB - 1, HIDDEN))
+    short = lsq_head(torch.zeros(VOCAB - 1, HIDDEN))
     refuse(path, saved(short, path, tmp_path, vocab_size=VOCAB - 1), "its vocab_size is 255, this model's is 256")
 
 

@@ -14,12 +14,12 @@ from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.weights import gemv
-from selfspec_cli.vllm_plugin.weights.fp8 import quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
@@ -278,7 +278,7 @@ def test_a_weight_times_one_token(rows, columns, biased, dtype):
 @pytest.mark.parametrize("columns", [2048, 1000])
 @pytest.mark.parametrize("rows", [8, 13])
 def test_an_8_bit_weight_times_one_token(rows, columns):
-    copy, scale = quantise(torch.randn(rows, columns).to(torch.bfloat16) / columns**0.5)
+    copy, scale = FP8.quantise(torch.randn(rows, columns).to(torch.bfloat16) / columns**0.5).values()
     x = torch.randn(columns).to(torch.bfloat16)
     found = gemv.gemv(x, copy, scale)
     assert (found.dtype, found.shape) == (torch.bfloat16, (rows,))

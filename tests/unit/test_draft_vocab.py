@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import paths
@@ -12,7 +13,7 @@ from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTa
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Translator
+from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB, LAYER = 4, 9, 3
 COUNTS = torch.tensor([5, 0, 9, 1, 1, 0, 7, 0, 0])
@@ -26,7 +27,7 @@ def cfg(tmp_path):
 def fitted(cfg, kind="lsq", **more):
     """A head of some kind in the head folder of `cfg`."""
     weight = torch.randn(VOCAB if kind == "lsq" else HIDDEN, HIDDEN)
-    head = LeastSquares(weight) if kind == "lsq" else Translator(weight)
+    head = lsq_head(weight) if kind == "lsq" else translator_head(weight)
     metadata = HeadMetadata(kind, LAYER, HIDDEN, VOCAB, fingerprint="abc", **more)
     save_head(paths.head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
     return head

@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 import torch
+from exit_heads import lens_head, lsq_head, translator_head
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
@@ -19,8 +20,9 @@ from selfspec_cli.early_exit.artifact import (
     save_head,
 )
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_spec import EXAMPLES, HeadSpec
-from selfspec_cli.early_exit.heads import HeadError, LeastSquares, Lens, Translator, with_draft_vocabulary
+from selfspec_cli.early_exit.head_module import with_draft_vocabulary
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")
@@ -31,21 +33,21 @@ META = HeadMetadata(
     fit={"residual": 0.25}, versions={"torch": "2"},
 )  # fmt: skip
 HEADS = {
-    "lens": (Lens(IDS), dataclasses.replace(META, kind="lens")),
-    "lsq": (LeastSquares(W), META),
-    "lsq bias": (LeastSquares(W, torch.randn(VOCAB)), META),
-    "lsq small": (with_draft_vocabulary(LeastSquares(W, torch.randn(VOCAB)), IDS), META),
-    "translator": (Translator(SQUARE), dataclasses.replace(META, kind="translator")),
+    "lens": (lens_head(IDS), dataclasses.replace(META, kind="lens", target=None)),
+    "lsq": (lsq_head(W), META),
+    "lsq bias": (lsq_head(W, torch.randn(VOCAB)), META),
+    "lsq small": (with_draft_vocabulary(lsq_head(W, torch.randn(VOCAB)), IDS), META),
+    "translator": (translator_head(SQUARE), dataclasses.replace(META, kind="translator", target="final_hidden")),
     "low rank": (
-        Translator(down=SQUARE[:2], up=SQUARE[:, :2], bias=SQUARE[0], vocab_ids=IDS),
-        dataclasses.replace(META, kind="translator", rank=2),
+        translator_head(down=SQUARE[:2], up=SQUARE[:, :2], bias=SQUARE[0], vocab_ids=IDS),
+        dataclasses.replace(META, kind="translator", target="final_hidden", rank=2),
     ),
 }
 
 
 @pytest.fixture
 def saved(tmp_path):
-    return save_head(tmp_path / "layer3_lsq.safetensors", LeastSquares(W), META)
+    return save_head(tmp_path / "layer3_lsq.safetensors", lsq_head(W), META)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -82,7 +84,7 @@ def test_an_interrupted_save_leaves_nothing_new(failure, where, saved, monkeypat
     monkeypatch.setattr(*((os, "replace", fail) if where == "replace" else (artifact, "save_file", fail)))
     for name in (saved.name, "other.safetensors"):
         with pytest.raises(type(failure)):
-            save_head(saved.parent / name, LeastSquares(-W), META)
+            save_head(saved.parent / name, lsq_head(-W), META)
     assert list(saved.parent.iterdir()) == [saved]
     assert saved.read_bytes() == before
 
@@ -135,13 +137,17 @@ def test_foreign_and_missing_files(tmp_path):
 )
 def test_metadata_must_match_the_tensors(change, tmp_path):
     with pytest.raises(HeadError):
-        save_head(tmp_path / "x.safetensors", LeastSquares(W), dataclasses.replace(META, **change))
+        save_head(tmp_path / "x.safetensors", lsq_head(W), dataclasses.replace(META, **change))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_draft_vocabulary_outside_the_model_is_refused(tmp_path):
     with pytest.raises(HeadError, match="out of range"):
-        save_head(tmp_path / "x.safetensors", Lens(torch.tensor([9])), dataclasses.replace(META, kind="lens"))
+        save_head(
+            tmp_path / "x.safetensors",
+            lens_head(torch.tensor([9])),
+            dataclasses.replace(META, kind="lens", target=None),
+        )
 
 
 @pytest.mark.parametrize("name", ["ee_layer7_lsq.pt", "h7.pt"])
@@ -201,9 +207,9 @@ def test_damaged_or_nameless_legacy_files(tmp_path):
 
 def test_a_directory_of_heads(tmp_path):
     for layer in (2, 4):
-        save_head(tmp_path / head_filename(LSQ, layer), LeastSquares(W), dataclasses.replace(META, layer=layer))
-    lens = dataclasses.replace(META, kind="lens", layer=4, draft_vocab="v3")
-    save_head(tmp_path / head_filename(HeadSpec(), 4, "v3"), Lens(IDS), lens)
+        save_head(tmp_path / head_filename(LSQ, layer), lsq_head(W), dataclasses.replace(META, layer=layer))
+    lens = dataclasses.replace(META, kind="lens", target=None, layer=4, draft_vocab="v3")
+    save_head(tmp_path / head_filename(HeadSpec(), 4, "v3"), lens_head(IDS), lens)
     torch.save(W, tmp_path / "h6.pt")
     (tmp_path / "note.txt").write_text("")
     assert find_head(tmp_path, 2).name == "layer2_lsq.safetensors"
@@ -226,7 +232,7 @@ def test_a_directory_of_heads(tmp_path):
 
 def test_every_head_has_a_name_of_its_own():
     """Kind, target, rank, bias, training and vocabulary are all in the name of the file, and found again by it."""
-    specs = [HeadSpec.from_name(name) for name in (*EXAMPLES, "lsq_argmax_bias", "translator_r64_bias_kl")]
+    specs = [HeadSpec.from_name(name) for name in (*examples(), "lsq_argmax_bias", "translator_r64_bias_kl")]
     files = {head_filename(spec, layer, tag) for spec in specs for layer in (1, 12) for tag in (None, "v3", "v3-0a")}
     assert len(files) == len(specs) * 2 * 3
     assert head_filename(HeadSpec("translator", rank=64), 12, "v4096") == "layer12_translator_r64_v4096.safetensors"
@@ -239,8 +245,8 @@ def test_heads_of_one_layer_are_told_apart(tmp_path):
     kinds = {"a": META, "b": dataclasses.replace(META, target="argmax"), "c": dataclasses.replace(META, bias=True)}
     for name, metadata in kinds.items():
         bias = torch.zeros(VOCAB) if metadata.bias else None
-        save_head(tmp_path / f"{name}.safetensors", LeastSquares(W, bias), metadata)
-    save_head(tmp_path / "d.safetensors", LeastSquares(W[IDS], None, IDS), dataclasses.replace(META, draft_vocab="v3"))
+        save_head(tmp_path / f"{name}.safetensors", lsq_head(W, bias), metadata)
+    save_head(tmp_path / "d.safetensors", lsq_head(W[IDS], None, IDS), dataclasses.replace(META, draft_vocab="v3"))
     for name in "abc":
         assert find_head(tmp_path, 3, kinds[name].spec).stem == name
     assert find_head(tmp_path, 3, LSQ, "v3").stem == "d"

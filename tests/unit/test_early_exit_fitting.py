@@ -5,12 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from exit_heads import lens_head, translator_head
 
 from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
-from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_lsq, fit_translator, translator_target
-from selfspec_cli.early_exit.heads import Lens, Translator, with_draft_vocabulary
+from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head, translator_target
+from selfspec_cli.early_exit.head_module import with_draft_vocabulary
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.early_exit.training import KlTrainer
 
+LSQ, TRANSLATOR = HeadSpec("lsq"), HeadSpec("translator")
 N, HIDDEN, VOCAB = 300, 8, 13
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(N, HIDDEN, generator=GENERATOR, dtype=torch.float64) @ torch.diag(
@@ -159,21 +163,21 @@ def test_a_map_of_low_rank_is_found_exactly():
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_an_infinite_ridge_is_the_lens(rank):
-    head, _ = fit_translator(equations(translator_target(X, Z)), 1e12, rank)
-    torch.testing.assert_close(head.logits(X.float(), lm_head), Lens().logits(X.float(), lm_head))
-    shifted, _ = fit_translator(equations(translator_target(X, Z), bias=True), 1e12, rank)
+    head, _ = fit_head(HeadSpec("translator", rank=rank), equations(translator_target(X, Z)), 1e12)
+    torch.testing.assert_close(head.logits(X.float(), lm_head), lens_head().logits(X.float(), lm_head))
+    shifted, _ = fit_head(HeadSpec("translator", rank=rank), equations(translator_target(X, Z), bias=True), 1e12)
     torch.testing.assert_close(shifted.transform(X.float()), (X + (Z - X).mean(0)).float())
 
 
 def test_translator_beats_the_lens_and_lsq_maps_to_tokens():
-    head, report = fit_translator(equations(translator_target(X, Z), bias=True))
+    head, report = fit_head(TRANSLATOR, equations(translator_target(X, Z), bias=True))
     error = (head.transform(X.float()) - Z).square().mean().item()
     assert error == pytest.approx(report.residual, rel=1e-4)
     assert error < 0.02 < (X - Z).square().mean()
     ids = lm_head(Z).argmax(-1)
-    lsq, _ = fit_lsq(equations(ids, bias=True))
+    lsq, _ = fit_head(LSQ, equations(ids, bias=True))
     assert lsq.weight.shape == (VOCAB, HIDDEN)
-    lens_share, lsq_share, translator_share = agreement([Lens(), lsq, head], [(X.float(), ids)], lm_head)
+    lens_share, lsq_share, translator_share = agreement([lens_head(), lsq, head], [(X.float(), ids)], lm_head)
     assert translator_share > 0.9
     assert translator_share > lens_share
     assert lsq_share > 0.3
@@ -211,8 +215,8 @@ def test_shapes_that_do_not_fit():
     for x, y in ((X[:, :3], IDS), (X, IDS[:3]), (X, Z), (X[0], IDS[:1])):
         with pytest.raises(FitError, match="shape"):
             sums.update(x, y)
-    with pytest.raises(FitError, match="width 13"):
-        fit_translator(equations(IDS), 1.0)
+    with pytest.raises(HeadError, match=r"\[13, 8\]; expected \[hidden, hidden\]"):
+        fit_head(TRANSLATOR, equations(IDS), 1.0)
     for rank in (0, HIDDEN + 1):
         with pytest.raises(FitError, match="1 to 8"):
             equations(Z).solve_low_rank(rank)
@@ -250,7 +254,9 @@ def test_choose_ridge_takes_the_best_on_held_out_data():
     x, target = X[:20].float(), lm_head(Z).argmax(-1)  # few pairs: hardly any ridge overfits, a huge one underfits
     sums = equations(translator_target(X[:20], Z[:20]), x=x)
     held_out = [(X[20:160].float(), target[20:160]), (X[160:].float(), target[160:])]
-    choice = choose_ridge(lambda ridge: fit_translator(sums, ridge), iter(held_out), lm_head, (0.0, 1e-6, 1e-3, 1e3))
+    choice = choose_ridge(
+        lambda ridge: fit_head(TRANSLATOR, sums, ridge), iter(held_out), lm_head, (0.0, 1e-6, 1e-3, 1e3)
+    )
     assert set(choice.scores) == {0.0, 1e-6, 1e-3, 1e3}
     assert choice.scores[choice.ridge] == max(choice.scores.values()) > choice.scores[1e3]
     assert choice.report.ridge == choice.ridge
@@ -260,23 +266,23 @@ def test_choose_ridge_takes_the_best_on_held_out_data():
 def test_choose_ridge_passes_over_ridges_too_small_for_the_data():
     sums = equations(translator_target(X[:5], Z[:5]), x=X[:5])
     batches = [(X.float(), IDS)]
-    choice = choose_ridge(lambda ridge: fit_translator(sums, ridge), batches, lm_head, (0.0, 0.1))
+    choice = choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0, 0.1))
     assert list(choice.scores) == [0.1]
     with pytest.raises(FitError, match="fewer"):
-        choose_ridge(lambda ridge: fit_translator(sums, ridge), batches, lm_head, (0.0,))
+        choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), batches, lm_head, (0.0,))
     with pytest.raises(FitError, match="held-out"):
-        choose_ridge(lambda ridge: fit_translator(sums, ridge), [], lm_head, (0.1,))
+        choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), [], lm_head, (0.1,))
 
 
 def test_ties_between_ridges_go_to_the_larger():
     sums = equations(translator_target(X, Z))
     never = [(X.float(), torch.full((N,), -1))]
-    assert choose_ridge(lambda ridge: fit_translator(sums, ridge), never, lm_head, (0.1, 1.0, 0.5)).ridge == 1.0
+    assert choose_ridge(lambda ridge: fit_head(TRANSLATOR, sums, ridge), never, lm_head, (0.1, 1.0, 0.5)).ridge == 1.0
 
 
 def test_agreement_counts_full_ids():
     ids = torch.tensor([2, 5, 7])
-    small = with_draft_vocabulary(Lens(), ids)
+    small = with_draft_vocabulary(lens_head(), ids)
     target = ids[lm_head(X)[:, ids].argmax(-1)]
     assert agreement([small], [(X, target)], lm_head) == [1.0]
 
@@ -284,7 +290,7 @@ def test_agreement_counts_full_ids():
 @pytest.mark.parametrize("vocab_ids", [None, torch.tensor([0, 3, 7])], ids=["full", "small"])
 def test_kl_training_improves_and_leaves_its_input_alone(vocab_ids):
     zero = torch.zeros(2, HIDDEN)
-    start = Translator(down=MAP[:2].float(), up=zero.T, vocab_ids=vocab_ids)
+    start = translator_head(down=MAP[:2].float(), up=zero.T, vocab_ids=vocab_ids)
     trainer = KlTrainer(start, lm_head, learning_rate=0.1)
     losses = [trainer.step(X.float(), Z.float()) for _ in range(15)]
     trained = trainer.finish()

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
+from exit_heads import lens_head, lsq_head, translator_head
 
-from selfspec_cli.early_exit.heads import (
-    HeadError,
-    LeastSquares,
-    Lens,
-    Translator,
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_module import (
     bytes_per_step,
     check_vocab_ids,
     most_frequent_ids,
     scatter_to_full,
     with_draft_vocabulary,
 )
+from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB, RANK = 6, 11, 2
 IDS = torch.tensor([1, 4, 5, 9])
@@ -29,12 +28,12 @@ W, BIAS = rand(VOCAB, HIDDEN), rand(VOCAB)
 FULL, DOWN, UP, SHIFT = rand(HIDDEN, HIDDEN), rand(RANK, HIDDEN), rand(HIDDEN, RANK), rand(HIDDEN)
 
 HEADS = {
-    "lens": (Lens(), X @ LM_HEAD.T),
-    "lsq": (LeastSquares(W), X @ W.T),
-    "lsq with bias": (LeastSquares(W, BIAS), X @ W.T + BIAS),
-    "translator": (Translator(FULL), (X + X @ FULL.T) @ LM_HEAD.T),
-    "translator with bias": (Translator(FULL, bias=SHIFT), (X + X @ FULL.T + SHIFT) @ LM_HEAD.T),
-    "low rank": (Translator(down=DOWN, up=UP, bias=SHIFT), (X + X @ (UP @ DOWN).T + SHIFT) @ LM_HEAD.T),
+    "lens": (lens_head(), X @ LM_HEAD.T),
+    "lsq": (lsq_head(W), X @ W.T),
+    "lsq with bias": (lsq_head(W, BIAS), X @ W.T + BIAS),
+    "translator": (translator_head(FULL), (X + X @ FULL.T) @ LM_HEAD.T),
+    "translator with bias": (translator_head(FULL, bias=SHIFT), (X + X @ FULL.T + SHIFT) @ LM_HEAD.T),
+    "low rank": (translator_head(down=DOWN, up=UP, bias=SHIFT), (X + X @ (UP @ DOWN).T + SHIFT) @ LM_HEAD.T),
 }
 
 
@@ -66,16 +65,16 @@ def test_draft_vocabulary_keeps_the_columns(name):
 
 def test_a_bias_of_the_lm_head_is_gathered_too():
     want = X @ LM_HEAD.T + LM_BIAS
-    torch.testing.assert_close(Lens().bind(LM_HEAD, LM_BIAS).logits(X), want)
-    torch.testing.assert_close(Lens(IDS).bind(LM_HEAD, LM_BIAS).logits(X), want[:, IDS])
+    torch.testing.assert_close(lens_head().bind(LM_HEAD, LM_BIAS).logits(X), want)
+    torch.testing.assert_close(lens_head(IDS).bind(LM_HEAD, LM_BIAS).logits(X), want[:, IDS])
 
 
 def test_binding_shares_the_models_weight():
-    assert Lens().bind(LM_HEAD).weight is LM_HEAD
+    assert lens_head().bind(LM_HEAD).weight is LM_HEAD
 
 
 def test_a_quantised_lm_head_needs_only_to_be_callable():
-    torch.testing.assert_close(Lens(IDS).logits(X, lambda z: lm_head(z).half()), lm_head(X).half()[:, IDS])
+    torch.testing.assert_close(lens_head(IDS).logits(X, lambda z: lm_head(z).half()), lm_head(X).half()[:, IDS])
 
 
 def test_scatter_to_full_is_the_lossless_distribution():
@@ -88,7 +87,7 @@ def test_scatter_to_full_is_the_lossless_distribution():
 
 
 def test_to_casts_weights_and_leaves_ids():
-    head = LeastSquares(W[IDS], vocab_ids=IDS).to(torch.bfloat16)
+    head = lsq_head(W[IDS], vocab_ids=IDS).to(torch.bfloat16)
     assert head.weight.dtype == torch.bfloat16
     assert head.vocab_ids.dtype == torch.int64
 
@@ -98,14 +97,14 @@ def test_to_casts_weights_and_leaves_ids():
 def test_bytes_are_those_of_the_tensors_read(name, ids):
     head = HEADS[name][0] if ids is None else with_draft_vocabulary(HEADS[name][0], ids)
     own = sum(p.numel() for p in head.parameters())
-    projection = 0 if head.kind == "lsq" else (VOCAB if ids is None else len(ids)) * HIDDEN
+    projection = 0 if head.has_rows else (VOCAB if ids is None else len(ids)) * HIDDEN
     assert head.bytes_per_step(HIDDEN, VOCAB) == 2 * (own + projection)
 
 
 def test_a_rank_15_translator_at_hidden_5120_has_150_thousand_parameters():
     extra = bytes_per_step("translator", 5120, 1000, 15, itemsize=1) - bytes_per_step("lens", 5120, 1000, itemsize=1)
     assert extra == 153_600
-    with pytest.raises(HeadError, match="lens, lsq, translator"):
+    with pytest.raises(SettingsError, match="lens, lsq, translator"):
         bytes_per_step("len", 8, 8)
 
 
@@ -138,17 +137,17 @@ def test_bad_draft_vocabularies(ids, word):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: LeastSquares(W[0]),
-        lambda: LeastSquares(W, BIAS[:3]),
-        lambda: LeastSquares(W, vocab_ids=IDS),
-        lambda: Translator(),
-        lambda: Translator(FULL, down=DOWN, up=UP),
-        lambda: Translator(FULL, down=DOWN),
-        lambda: Translator(down=DOWN),
-        lambda: Translator(down=DOWN, up=UP.T),
-        lambda: Translator(W),
-        lambda: Translator(FULL, bias=BIAS),
-        lambda: Lens(torch.tensor([0, VOCAB])).bind(LM_HEAD),
+        lambda: lsq_head(W[0]),
+        lambda: lsq_head(W, BIAS[:3]),
+        lambda: lsq_head(W, vocab_ids=IDS),
+        lambda: translator_head(),
+        lambda: translator_head(FULL, down=DOWN, up=UP),
+        lambda: translator_head(FULL, down=DOWN),
+        lambda: translator_head(down=DOWN),
+        lambda: translator_head(down=DOWN, up=UP.T),
+        lambda: translator_head(W),
+        lambda: translator_head(FULL, bias=BIAS),
+        lambda: lens_head(torch.tensor([0, VOCAB])).bind(LM_HEAD),
     ],
 )
 def test_shapes_that_do_not_fit(make):

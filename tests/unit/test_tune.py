@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from exit_heads import lsq_head
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli.artifacts import tuned
@@ -25,7 +26,6 @@ from selfspec_cli.config.schema import (
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
-from selfspec_cli.early_exit.heads import LeastSquares
 from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
 from selfspec_cli.engine.live import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
@@ -198,7 +198,7 @@ def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
     cfg = RunConfig(layer=3, head=HeadConfig(HeadKind.lsq), head_dir=str(tmp_path))
     keys = []
     for value in (1.0, 2.0):
-        head = LeastSquares(torch.full((8, 4), value))
+        head = lsq_head(torch.full((8, 4), value))
         save_head(paths.head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
         keys.append(tune.draft_key(cfg))
     elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.evaluation import choose_ridge
-from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_lsq, fit_translator, translator_target
+from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_head, translator_target
+from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads import ExitHead, Lens, Translator
 from selfspec_cli.early_exit.training import KlTrainer
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import plain_lm_head
@@ -34,8 +34,9 @@ TRAIN_RATE = 2e-4  # of AdamW; 1e-3 left a full-rank translator worse than its c
 
 @dataclass(frozen=True)
 class Plan:
-    """What to collect for. specs: heads to fit; a lens needs no fit. ridge: relative; None is chosen by agreement on
-    the validation split. wanted: pairs of each mode. replay_from: the first position of a replay that counts.
+    """What to collect for. specs: heads to fit, or to test where they need no fit. ridge: relative; None is chosen by
+    agreement on the validation split. wanted: pairs of each mode. replay_from: the first position of a replay that
+    counts.
     """
 
     specs: tuple[HeadSpec, ...]
@@ -129,7 +130,6 @@ class Collector:
             for layer in self.layers:
                 for spec in (spec for spec in self.plan.specs if spec.kl):
                     start, _ = self._closed_form(layer, replace(spec, kl=False))
-                    assert isinstance(start, Translator)
                     self._trainers[layer, spec] = KlTrainer(start, self._differentiable, TRAIN_RATE)
 
     @torch.inference_mode()
@@ -167,16 +167,17 @@ class Collector:
             self.kept.setdefault(self.mode, []).append(Held(positions[rows], best, x))
             return None
         following = ids[rows + 1].long()
-        for target, bias in {(spec.fitted_to, spec.bias) for spec in self.plan.specs if spec.kind != "lens"}:
-            y = {"next_token": following, "argmax": best}.get(target)
+        tokens = {"next_token": following, "argmax": best}
+        for target, bias in {(spec.target, spec.bias) for spec in self.plan.specs if spec.target is not None}:
             for layer in self.layers:
-                dense = translator_target(x[layer], z) if y is None else y
-                self._equations(layer, target, bias, x[layer]).update(x[layer], dense)
+                y = tokens[target] if target in tokens else translator_target(x[layer], z)
+                assert y is not None
+                outputs = y.shape[1] if y.is_floating_point() else self.vocab_size
+                self._equations(layer, target, bias, x[layer], outputs).update(x[layer], y)
 
-    def _equations(self, layer: int, target: str, bias: bool, x: Tensor) -> NormalEquations:
+    def _equations(self, layer: int, target: str, bias: bool, x: Tensor, outputs: int) -> NormalEquations:
         key = (layer, target, bias)
         if key not in self._sums:
-            outputs = x.shape[1] if target == "final_hidden" else self.vocab_size
             self._sums[key] = NormalEquations(x.shape[1], outputs, bias=bias, device=x.device)
         return self._sums[key]
 
@@ -200,16 +201,16 @@ class Collector:
         return self.model.compute_logits(z.to(self.dtype))[:, : self.vocab_size]  # type: ignore[operator]
 
     def solve(self, layer: int, spec: HeadSpec) -> tuple[ExitHead, FitReport | None]:
-        """One planned head at one layer, over the full vocabulary, in fp32; a lens has no report."""
-        if spec.kind == "lens":
-            return Lens(), None
+        """One planned head at one layer, over the full vocabulary, in fp32; a head that needs no fit has no report."""
+        if spec.target is None:
+            return ExitHead(spec.kind), None
         head, report = self._closed_form(layer, replace(spec, kl=False))
         return (self._trainers[layer, spec].finish() if spec.kl else head), report
 
     def _closed_form(self, layer: int, spec: HeadSpec) -> tuple[ExitHead, FitReport]:
         if (layer, spec) not in self._closed:
-            equations = self._sums[layer, spec.fitted_to, spec.bias]
-            solver = partial(_solve, equations, spec)
+            assert spec.target is not None
+            solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
             if self.plan.ridge is None:
                 held_out = [
                     pair
@@ -224,9 +225,3 @@ class Collector:
                 return found  # kept only where training asks for it again: heads are large
             self._closed[layer, spec] = found
         return self._closed[layer, spec]
-
-
-def _solve(equations: NormalEquations, spec: HeadSpec, ridge: float) -> tuple[ExitHead, FitReport]:
-    if spec.kind == "lsq":
-        return fit_lsq(equations, ridge)
-    return fit_translator(equations, ridge, spec.rank)

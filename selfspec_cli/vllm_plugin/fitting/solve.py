@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, save_head
 from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.fitting import FitReport
+from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads import ExitHead, with_draft_vocabulary
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector, Held
 from selfspec_cli.vllm_plugin.fitting.timing import seconds_a_call
@@ -132,7 +132,7 @@ def _metadata(
         "bias": spec.bias,
         "kl": spec.kl,
         "draft_vocab": tag,
-        "target": spec.fitted_to if report is not None else None,
+        "target": spec.target,
         "pairs": None if report is None else report.pairs,
         "ridge": None if report is None else report.ridge,
         "fit": statistics,

@@ -91,7 +91,7 @@ class _EarlyExit(DraftModelProposer):
     def load_model(self, target_model: nn.Module) -> None:
         """Takes the first E layers of the target as they are; loads nothing but the exit head."""
         layers = self.settings.layer
-        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config)
+        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.

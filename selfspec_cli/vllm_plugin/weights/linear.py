@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.vllm_plugin.weights.replace import shallow
+from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,9 +50,9 @@ class SharedLinear:
         return linear(x, layer.weight, bias)
 
 
-def shared_twin(module: nn.Module, name: str) -> nn.Module | None:
+def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
     """A linear layer on `module`'s own weight and this operator, where that weight is plain, on CUDA, and vLLM would
-    multiply by it with PyTorch's linear; None for everything else. For `replaced`."""
+    multiply by it with PyTorch's linear; None for everything else. For `with_replaced`."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.utils import default_unquantized_gemm
 
@@ -62,4 +62,4 @@ def shared_twin(module: nn.Module, name: str) -> nn.Module | None:
     plain = isinstance(method, UnquantizedLinearMethod) and method._gemm_impl is default_unquantized_gemm
     if not plain or not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cuda:
         return None
-    return shallow(module, quant_method=SharedLinear())
+    return shallow_copy(module, quant_method=SharedLinear())

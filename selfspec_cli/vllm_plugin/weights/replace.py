@@ -17,8 +17,8 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
 
 
-def twin_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make) -> nn.ModuleList:
-    """`layers`, the first `count` of them with every part replaced for which `make` has something else.
+def replace_in_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make) -> nn.ModuleList:
+    """A list like `layers` in which every part of the first `count` is replaced for which `make` has something else.
 
     What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object, and so does a
     mixture of experts, whose parts hold on to each other.
@@ -26,11 +26,11 @@ def twin_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make
     keep = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
     first, rest = list(layers)[:count], list(layers)[count:]
     keep |= {id(part) for layer in first for part in layer.children() if has_experts(part)}
-    twins = [replaced(layer, make, keep, f"layers.{i}") for i, layer in enumerate(first)]
-    return nn.ModuleList([*twins, *rest])
+    changed = [with_replaced(layer, make, keep, f"layers.{i}") for i, layer in enumerate(first)]
+    return nn.ModuleList([*changed, *rest])
 
 
-def replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:
+def with_replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:
     """`module` with every part for which `make` has a replacement replaced; `module` itself if there is none.
 
     What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. Modules whose id is
@@ -42,15 +42,15 @@ def replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: st
     if made is not None:
         return made
     children = {key: child for key, child in module._modules.items() if child is not None}
-    parts = {key: replaced(child, make, keep, f"{name}.{key}") for key, child in children.items()}
+    parts = {key: with_replaced(child, make, keep, f"{name}.{key}") for key, child in children.items()}
     changed = {key: part for key, part in parts.items() if part is not children[key]}
-    return shallow(module, _modules={**module._modules, **changed}) if changed else module
+    return shallow_copy(module, _modules={**module._modules, **changed}) if changed else module
 
 
-def shallow(module: nn.Module, **changes: Any) -> nn.Module:
+def shallow_copy(module: nn.Module, **changes: Any) -> nn.Module:
     """Another module of the same class and state but for `changes`; bound methods that it stores are its own."""
-    twin: nn.Module = object.__new__(type(module))
+    copy: nn.Module = object.__new__(type(module))
     for key, value in {**module.__dict__, **changes}.items():
         own = isinstance(value, MethodType) and value.__self__ is module
-        twin.__dict__[key] = MethodType(value.__func__, twin) if own else value
-    return twin
+        copy.__dict__[key] = MethodType(value.__func__, copy) if own else value
+    return copy

@@ -1,33 +1,100 @@
-"""8-bit copies: how a weight is quantised, and that the target is left as it is. The kernels need a GPU."""
+"""Copies of weights for drafts: how a weight is quantised, and that the target is left as it is. Kernels need a GPU."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from exit_heads import lens_head, translator_head
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
+from selfspec_cli.early_exit.draft_weights import fp8 as e4m3
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.heads import Lens, Translator
 from selfspec_cli.vllm_plugin import exit_head
-from selfspec_cli.vllm_plugin.weights import fp8 as fp8_copies
+from selfspec_cli.vllm_plugin.weights import copied as copied_weights
+from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
 from selfspec_cli.vllm_plugin.weights import step_bytes
-from selfspec_cli.vllm_plugin.weights.fp8 import CopiedLinear, copied, quantise
-from selfspec_cli.vllm_plugin.weights.replace import replaced, twin_layers
+from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, copied, plain_weight
+from selfspec_cli.vllm_plugin.weights.replace import replace_in_layers, with_replaced
+
+FP8 = DRAFT_WEIGHTS["fp8"]
+COPYING = [name for name, kind in DRAFT_WEIGHTS.items() if kind.copies]
 
 
 def weight(rows, columns, scale=0.02):
     return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * scale).to(torch.bfloat16)
 
 
+def quantise(values):
+    return tuple(FP8.quantise(values).values())
+
+
 def restored(values):
-    copy, scale = quantise(values)
-    return copy.float() * scale
+    return FP8.dequantise(FP8.quantise(values), torch.float32)
 
 
-# ---- quantisation -------------------------------------------------------------------------------------------------
+# ---- every kind -------------------------------------------------------------------------------------------------
+
+
+def test_kinds_are_known_without_torch():
+    code = (
+        "import sys; from selfspec_cli.early_exit.draft_weights import *; "
+        "assert {'shared', 'fp8'} <= set(DRAFT_WEIGHTS); assert all(k.help for k in DRAFT_WEIGHTS.values()); "
+        "require_draft_weights('fp8', WeightFacts('cpu')); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", COPYING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_stands_for_its_weight(name, dtype):
+    kind, values = DRAFT_WEIGHTS[name], weight(48, 128).to(dtype)
+    copy = kind.quantise(values)
+    back, x = kind.dequantise(copy, dtype), weight(3, 128, 1.0).to(dtype)
+    assert (back.shape, back.dtype) == (values.shape, dtype)
+    assert not back.equal(values)
+    error = (back.float() - values.float()).norm() / values.float().norm()
+    assert error < 2.0 ** (1 - kind.bits / 2), error  # half the bits of the copy are more than kept
+    assert kind.product(x, copy).equal(F.linear(x, back))
+    assert kind.product(x, copy).dtype is dtype
+    for bad in (float("nan"), float("inf")):
+        values[2, 3] = bad
+        with pytest.raises(SettingsError, match=f"{name!r} needs finite weights.*allowed: shared"):
+            kind.quantise(values)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
+        (WeightFacts("cuda", is_moe=True), "mixture-of-experts layers"),
+        (WeightFacts("cuda", tensor_parallel_size=2), "tensor_parallel_size = 2"),
+        (
+            WeightFacts("cuda", capability=(8, 0), device_name="A100"),
+            "compute capability 8.9 or more, and this is A100",
+        ),
+        (WeightFacts("cuda", dtype="float16", capability=(9, 0)), "the model's dtype is float16"),
+    ],
+)
+def test_where_there_can_be_no_8_bit_floats(facts, reason):
+    with pytest.raises(SettingsError) as error:
+        require_draft_weights("fp8", facts)
+    assert reason in str(error.value)
+    assert "shared" in str(error.value).partition("allowed:")[2]
+    require_draft_weights("shared", facts)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16"])
+def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
+    require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
+    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
+
+
+# ---- 8-bit floats -------------------------------------------------------------------------------------------------
 
 
 def test_one_scale_a_row_that_bf16_holds_and_the_largest_value_at_448():
@@ -55,16 +122,8 @@ def test_rows_of_zeros_stay_zeros_and_harm_no_other_row():
 def test_a_weight_in_many_chunks_is_quantised_as_in_one(monkeypatch):
     values = weight(37, 64)
     whole = restored(values)
-    monkeypatch.setattr(fp8_copies, "CHUNK", 5 * 64)
+    monkeypatch.setattr(e4m3, "CHUNK", 5 * 64)
     assert restored(values).equal(whole)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused(bad):
-    values = weight(4, 32)
-    values[2, 3] = bad
-    with pytest.raises(SettingsError, match=r"finite.*allowed: shared"):
-        quantise(values)
 
 
 # ---- products -----------------------------------------------------------------------------------------------------
@@ -87,7 +146,11 @@ def vllm(monkeypatch):
 
 def traced(tokens):
     """The product of so many tokens as Inductor is given it."""
-    graph = make_fx(fp8_copies.linear_e4m3, tracing_mode="fake")(weight(tokens, 64), *quantise(weight(32, 64)))
+
+    def product(x, copy, scale):
+        return fp8_kernels.linear(x, {"weight": copy, "scale": scale}, None)
+
+    graph = make_fx(product, tracing_mode="fake")(weight(tokens, 64), *quantise(weight(32, 64)))
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
 
@@ -100,10 +163,11 @@ def test_one_token_is_one_operator_to_a_compiler_and_more_are_operations_that_it
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_product_of_tokens(vllm, compiled):
     values, x = weight(32, 64), weight(5, 64, 1.0)
-    product = torch.compile(fp8_copies.linear_e4m3, backend="aot_eager") if compiled else fp8_copies.linear_e4m3
-    out = product(x, *quantise(values))
+    product = torch.compile(fp8_kernels.linear, backend="aot_eager") if compiled else fp8_kernels.linear
+    bias = weight(1, 32, 1.0)[0]
+    out = product(x, fp8_kernels.prepare(FP8.quantise(values)), bias)
     assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), restored(x) @ restored(values).T, atol=0.01, rtol=0.02)
+    torch.testing.assert_close(out.float(), restored(x) @ restored(values).T + bias, atol=0.02, rtol=0.02)
 
 
 # ---- modules that share everything but their linear weights --------------------------------------------------------
@@ -148,72 +212,57 @@ class Layer(nn.Module):
         return self.call(x)
 
 
-class Copy(nn.Module):
-    """Stands in for a kernel: the same numbers, in plain PyTorch."""
-
-    def __init__(self, values):
-        super().__init__()
-        copy, scale = quantise(values)
-        self.weight = nn.Parameter(copy, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
-
-    def forward(self, x):
-        return F.linear(x, (self.weight.float() * self.weight_scale).to(x.dtype))
+def make_copy(module, name):
+    return copied(FP8, torch.bfloat16, module, name) if isinstance(module, Linear) else None
 
 
-@pytest.fixture(autouse=True)
-def plain_kernel(monkeypatch):
-    monkeypatch.setattr(fp8_copies, "CopiedWeight", Copy)
-
-
-def twin_of(layer):
-    make = lambda module, name: copied(module, name) if isinstance(module, Linear) else None  # noqa: E731
-    return replaced(layer, make, {id(layer.attn)}, "layers.0")
+def on_copies(layer):
+    return with_replaced(layer, make_copy, {id(layer.attn)}, "layers.0")
 
 
 def test_only_linear_layers_are_replaced_and_the_target_is_untouched():
     layer = Layer()
     before = {name: id(part) for name, part in layer.named_modules()}
     state = {name: value.clone() for name, value in layer.state_dict().items()}
-    twin = twin_of(layer)
+    changed = on_copies(layer)
     assert {name: id(part) for name, part in layer.named_modules()} == before
     assert all(value.equal(state[name]) for name, value in layer.state_dict().items())
     assert layer.state_dict().keys() == state.keys()
-    assert type(twin) is Layer and twin is not layer
+    assert type(changed) is Layer and changed is not layer
     for shared in ("norm", "attn"):
-        assert getattr(twin, shared) is getattr(layer, shared)
-    assert twin.mlp[1] is layer.mlp[1]
+        assert getattr(changed, shared) is getattr(layer, shared)
+    assert changed.mlp[1] is layer.mlp[1]
     for place in (0, 2):
-        assert twin.mlp[place].bias is layer.mlp[place].bias
-        assert isinstance(twin.mlp[place].quant_method, CopiedLinear)
-        assert not hasattr(twin.mlp[place], "weight")
+        assert changed.mlp[place].bias is layer.mlp[place].bias
+        assert isinstance(changed.mlp[place].quant_method, CopiedLinear)
+        assert not hasattr(changed.mlp[place], "weight")
 
 
-def test_the_twin_computes_with_the_copies_and_the_layer_with_its_own_weights():
+def test_what_is_changed_computes_with_the_copies_and_the_layer_with_its_own_weights():
     layer = Layer()
     x = weight(3, 64, 1.0)
     before = layer(x)
-    twin = twin_of(layer)
+    changed = on_copies(layer)
     wanted = Layer()
     for place in (0, 2):
         wanted.mlp[place].weight = nn.Parameter(restored(layer.mlp[place].weight).to(torch.bfloat16))
         wanted.mlp[place].bias = layer.mlp[place].bias
-    torch.testing.assert_close(twin(x), wanted(x), atol=0.02, rtol=0.02)
-    assert not twin(x).equal(before)
+    torch.testing.assert_close(changed(x), wanted(x), atol=0.02, rtol=0.02)
+    assert not changed(x).equal(before)
     assert layer(x).equal(before)
-    assert twin.call.__self__ is twin  # not the target's method, which would run the target's weights
+    assert changed.call.__self__ is changed  # not the target's method, which would run the target's weights
 
 
 def test_a_module_without_linear_layers_is_shared_whole():
     norm = nn.Sequential(nn.LayerNorm(4), nn.SiLU())
-    assert replaced(norm, lambda module, name: None) is norm
+    assert with_replaced(norm, lambda module, name: None) is norm
 
 
 class FusedExperts(nn.Module):
     """Named so that it is taken for what it is."""
 
 
-def test_twins_stand_for_the_first_layers_and_experts_are_shared_whole():
+def test_the_first_layers_are_replaced_and_experts_are_shared_whole():
     layers = nn.ModuleList(Layer() for _ in range(3))
     layers[1].moe = nn.Sequential(Linear(64, 64), FusedExperts())
     context = {f"layers.{i}.attn": layer.attn for i, layer in enumerate(layers)}
@@ -222,15 +271,15 @@ def test_twins_stand_for_the_first_layers_and_experts_are_shared_whole():
 
     def make(module, name):
         names.append(name)
-        return copied(module, name) if isinstance(module, Linear) else None
+        return make_copy(module, name)
 
-    twins = twin_layers(layers, 2, config, make)
-    assert len(twins) == 3 and twins[2] is layers[2]
+    changed = replace_in_layers(layers, 2, config, make)
+    assert len(changed) == 3 and changed[2] is layers[2]
     assert {"layers.0.mlp.0", "layers.1.mlp.2"} < set(names)
-    for layer, twin in zip(layers, twins[:2], strict=False):
-        assert twin is not layer and twin.mlp[0] is not layer.mlp[0] and twin.attn is layer.attn
-    assert twins[1].moe is layers[1].moe
-    assert layers[0].mlp[0].quant_method is not twins[0].mlp[0].quant_method
+    for layer, made in zip(layers, changed[:2], strict=False):
+        assert made is not layer and made.mlp[0] is not layer.mlp[0] and made.attn is layer.attn
+    assert changed[1].moe is layers[1].moe
+    assert layers[0].mlp[0].quant_method is not changed[0].mlp[0].quant_method
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
@@ -238,16 +287,36 @@ def test_a_linear_layer_that_is_not_plain_bf16_is_refused_by_name(dtype):
     layer = Layer()
     layer.mlp[2].weight = nn.Parameter(torch.zeros(64, 128, dtype=dtype), requires_grad=False)
     with pytest.raises(SettingsError, match=r"layers\.0\.mlp\.2 .*allowed: shared"):
-        twin_of(layer)
+        on_copies(layer)
 
 
-def test_copies_count_with_their_own_bytes_beside_the_target():
+def test_copies_count_with_their_own_bytes_beside_the_target(monkeypatch):
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda kind, device: fp8_kernels)  # as on CUDA
     layer = Layer()
-    twin = twin_of(layer)
+    changed = on_copies(layer)
     linear = 2 * 64 * 128
-    beside = step_bytes.weight_bytes([layer, twin]) - step_bytes.weight_bytes([layer])
+    beside = step_bytes.weight_bytes([layer, changed]) - step_bytes.weight_bytes([layer])
     assert beside == linear + 4 * (128 + 64)  # a byte a weight, a float32 a row
-    assert step_bytes.weight_bytes([layer]) - step_bytes.weight_bytes([twin]) == linear - 4 * (128 + 64)
+    assert step_bytes.weight_bytes([layer]) - step_bytes.weight_bytes([changed]) == linear - 4 * (128 + 64)
+
+
+class Packed(Linear):
+    """A linear layer as vLLM's CPU build leaves it: the weight is in a buffer of the kernel's, the parameter empty."""
+
+    def __init__(self, values):
+        super().__init__(*values.shape)
+        self.input_size_per_partition, self.cpu_linear = values.shape[1], lambda x: F.linear(x, values)
+        self.weight = nn.Parameter(torch.empty(0, dtype=values.dtype), requires_grad=False)
+        self.quant_method = SimpleNamespace(apply=lambda layer, x, bias: layer.cpu_linear(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_vllm_packed_is_read_back_exactly(dtype, monkeypatch):
+    monkeypatch.setattr(copied_weights, "UNIT_VECTORS", 50)
+    values = weight(32, 128).to(dtype)
+    assert plain_weight(Packed(values)).equal(values)
+    assert plain_weight(nn.Conv2d(1, 1, 3)) is None
+    assert plain_weight(nn.Module()) is None
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------
@@ -270,8 +339,8 @@ def bound(head, draft_weights, target):
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([1, 5, 30])])
 @pytest.mark.parametrize("translator", [False, True])
-def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator):
-    head = Translator(weight(64, 64), vocab_ids=ids) if translator else Lens(ids)
+def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator, monkeypatch):
+    head = translator_head(weight(64, 64), vocab_ids=ids) if translator else lens_head(ids)
     target = Target()
     copied, shared = bound(head, "fp8", target), bound(head, "shared", target)
     x = weight(3, 64, 1.0)
@@ -279,14 +348,16 @@ def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator):
     assert copied.logits(x).shape == (3, rows)
     torch.testing.assert_close(copied.logits(x), shared.logits(x), atol=0.1, rtol=0.1)
     assert not copied.reads_lm_head
-    read = step_bytes.weight_bytes([], [tensor for tensor in copied.tensors if tensor.dtype is not torch.bfloat16])
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda kind, device: fp8_kernels)  # as on CUDA
+    tensors = bound(head, "fp8", target).tensors
+    read = step_bytes.weight_bytes([], [tensor for tensor in tensors if tensor.dtype is not torch.bfloat16])
     assert read == rows * (64 + 4) + (0 if ids is None else 8 * rows)
 
 
 def test_an_lm_head_that_is_not_plain_rows_is_used_as_it_is():
     target = Target()
     target.logits_processor.soft_cap = 30.0
-    head = bound(Lens(), "fp8", target)
+    head = bound(lens_head(), "fp8", target)
     assert head.reads_lm_head
     x = weight(3, 64, 1.0)
     assert head.logits(x).equal(target.compute_logits(x))

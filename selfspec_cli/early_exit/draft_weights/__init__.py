@@ -1,0 +1,25 @@
+"""Kinds of weights that a draft may run on, by the name that users write in `draft_weights=`.
+
+One module a kind, with one object `WEIGHTS` of class `base.DraftWeights`; other packages add theirs by entry points of
+the group "selfspec.draft_weights". Importable without torch.
+"""
+
+from __future__ import annotations
+
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.registry import Registry
+
+DRAFT_WEIGHTS = Registry(
+    "draft_weights", DraftWeights, "selfspec_cli.early_exit.draft_weights", "WEIGHTS", "selfspec.draft_weights"
+)
+
+
+def require_draft_weights(name: str, facts: WeightFacts) -> None:
+    """Raises SettingsError where drafts cannot run on weights of kind `name` with such a target on such a machine."""
+    reason = DRAFT_WEIGHTS[name].reason_against(facts)
+    if reason is not None:
+        possible = [other for other, kind in DRAFT_WEIGHTS.items() if kind.reason_against(facts) is None]
+        raise SettingsError(
+            f"draft_weights {name!r} is not supported here: {reason}; allowed: {', '.join(sorted(possible))}"
+        )

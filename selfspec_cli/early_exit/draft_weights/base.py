@@ -1,0 +1,88 @@
+"""What a kind of draft weights is. Free of torch until a method needs it: settings are checked against kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """What decides whether copies of a target's weights can be made and run. None: not known yet, and not refused.
+
+    device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16". quantization: the method with which
+    the target is quantised ("" for plain weights). capability: of the CUDA device, such as (9, 0). device_name: for
+    messages.
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    is_moe: bool | None = None
+    tensor_parallel_size: int = 1
+    capability: tuple[int, int] | None = None
+    device_name: str | None = None
+
+
+class DraftWeights:
+    """A kind of weights for drafts: how a copy is made of the target's weight, and what multiplies by it.
+
+    Copies are made when an engine starts, beside the target's own weights, which the verify pass keeps: they can change
+    which drafts are proposed and never which tokens are generated. A copy is a dict of tensors by name; their layout is
+    the kind's own. The methods here run anywhere. Where speed counts, a module of kernels takes over.
+
+    name: what users write. help: one line for `--help`. bits: what a copy takes for each weight, scales included;
+    None for the target's own weights. copies: False for a kind that runs on the target's own weights. kernels: module
+    with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels` describes it; None where there are none.
+    """
+
+    name: str
+    help: str
+    bits: float | None = None
+    copies: bool = True
+    kernels: str | None = None
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """The copy of a weight [out, in] of any float type, on the same device.
+
+        Raises SettingsError (`not_finite`) for a value that is NaN or infinite.
+        """
+        raise NotImplementedError
+
+    def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] for which a copy stands."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """x [n, in] times the copy -> [n, out] in x's dtype, in plain PyTorch: what kernels are checked against."""
+        from torch.nn import functional as F
+
+        return F.linear(x, self.dequantise(tensors, x.dtype))
+
+    def reason_against(self, facts: WeightFacts) -> str | None:
+        """Why there can be no such copies for a target and a machine with these facts; None where there can be.
+
+        By default copies are made of plain weights, of dense layers, on one GPU or on the CPU.
+        """
+        if not self.copies:
+            return None
+        if facts.quantization:
+            return f"the target's weights are quantised already ({facts.quantization})"
+        if facts.is_moe:
+            return "mixture-of-experts layers have no copies"
+        if facts.tensor_parallel_size > 1:
+            return f"tensor_parallel_size = {facts.tensor_parallel_size}, and copies are for one GPU"
+        return None
+
+    def not_finite(self) -> SettingsError:
+        """The error for a weight that cannot be copied because a value is NaN or infinite."""
+        return SettingsError(
+            f"draft_weights {self.name!r} needs finite weights: one is NaN or infinite; allowed: shared"
+        )

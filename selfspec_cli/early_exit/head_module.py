@@ -1,0 +1,217 @@
+"""An exit head that runs: its kind, its tensors and an optional draft vocabulary as a module of PyTorch.
+
+A draft vocabulary is `vocab_ids`, int64 [V'] ascending: draft id i stands for token vocab_ids[i].
+Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import HeadError, HeadKind, Shape
+
+LmHead = Callable[[Tensor], Tensor]
+"""The model's own head: [N, hidden] -> [N, V]; may be quantised, scaled or soft-capped."""
+
+
+class ExitHead(nn.Module):
+    """logits = projection(transform(x)), over an optional draft vocabulary.
+
+    kind: a name of HEADS. tensors: its tensors by name (None: there is none), as `HeadKind.shapes` says.
+    Raises HeadError for tensors that are not those of a head of this kind, SettingsError for an unknown kind.
+    """
+
+    vocab_ids: Tensor | None
+
+    def __init__(
+        self, kind: str, tensors: Mapping[str, Tensor | None] | None = None, vocab_ids: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.kind: HeadKind = HEADS[kind]
+        self.register_buffer("vocab_ids", None if vocab_ids is None else check_vocab_ids(vocab_ids))
+        given = {name: tensor for name, tensor in (tensors or {}).items() if tensor is not None}
+        sizes = check_tensors(self.kind, given, {} if vocab_ids is None else {"rows": len(vocab_ids)})
+        self.rank = sizes.get("rank")
+        for name, tensor in given.items():
+            # A Parameter so that .to() and training find it; frozen because only training.py turns gradients on.
+            self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, the draft vocabulary not among them."""
+        return {name: tensor for name, tensor in self._parameters.items() if tensor is not None}
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its own rows take the place of the model's lm_head."""
+        return bool(self.kind.rows)
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What the projection reads, [N, hidden] -> [N, hidden]."""
+        return self.kind.transform(x, self.tensors)
+
+    def logits(self, x: Tensor, lm_head: LmHead | None = None) -> Tensor:
+        """Draft logits through any lm_head, [N, hidden] -> [N, V']; a head with rows of its own needs none.
+
+        With a draft vocabulary this computes all V columns and keeps V' of them: right for every lm_head, but no
+        cheaper. `bind` is the cheap path where the weight is at hand.
+        """
+        if self.has_rows:
+            return self.bind().logits(x)
+        assert lm_head is not None
+        full = lm_head(self.transform(x))
+        return full if self.vocab_ids is None else full.index_select(-1, self.vocab_ids)
+
+    def bind(self, lm_head_weight: Tensor | None = None, lm_head_bias: Tensor | None = None) -> BoundHead:
+        """The head with its projection rows gathered: lm_head_weight [V or more, hidden] -> a `BoundHead`.
+
+        Rows beyond V (padding) must have been cut off by the caller. The gathered rows are a copy, V' * hidden; with
+        no draft vocabulary the model's own tensor is used. Scaling or soft-capping of logits stays with the caller.
+        A head with rows of its own does not use the arguments.
+        """
+        if self.has_rows:
+            weight, *bias = (self.tensors.get(name) for name in self.kind.rows)
+            assert weight is not None
+            return BoundHead(self, weight, bias[0] if bias else None)
+        assert lm_head_weight is not None
+        if self.vocab_ids is None:
+            return BoundHead(self, lm_head_weight, lm_head_bias)
+        check_vocab_ids(self.vocab_ids, lm_head_weight.shape[0])
+        bias_rows = None if lm_head_bias is None else lm_head_bias[self.vocab_ids]
+        return BoundHead(self, lm_head_weight[self.vocab_ids], bias_rows)
+
+    def drop_rows(self) -> None:
+        """Give up the rows of its own, where somebody else keeps them: what is left is `transform` and the ids."""
+        for name in self.kind.rows:
+            self.register_parameter(name, None)
+
+    def to_full_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids (any shape) as ids of the full vocabulary, on the device."""
+        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+    def bytes_per_step(self, hidden: int, vocab_size: int, itemsize: int = 2) -> int:
+        """Bytes of weights that one draft step of this head reads; see `bytes_per_step`."""
+        rows = vocab_size if self.vocab_ids is None else len(self.vocab_ids)
+        return bytes_per_step(self.kind.name, hidden, rows, self.rank, bias="bias" in self.tensors, itemsize=itemsize)
+
+
+@dataclass(frozen=True)
+class BoundHead:
+    """A head with its projection at hand: what a draft loop runs. weight: [V', hidden]; bias: [V'] or None.
+
+    No module, on purpose: the weight may be the model's own, and must not be moved or listed as another parameter.
+    """
+
+    head: ExitHead
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def logits(self, x: Tensor, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear) -> Tensor:
+        """Draft logits, [N, hidden] -> [N, V']. linear: multiplies (input, weight, bias) like PyTorch's."""
+        return linear(self.head.transform(x), self.weight, self.bias)
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------
+
+
+def check_tensors(kind: HeadKind, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes "hidden", "rows" and "rank" that the tensors of a head have, as far as they have them.
+
+    sizes: what is known of them already. Raises HeadError for tensors that are not those of a head of this kind, or
+    whose sizes contradict each other or what is known.
+    """
+    shape_of = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
+    wanted = next((shapes for shapes in possible if shapes.keys() == shape_of.keys()), None)
+    if wanted is None:
+        names = " or ".join(dict.fromkeys(", ".join(shapes) or "none" for shapes in possible))
+        raise HeadError(f"a {kind.name} head has the tensors {names}; here there are {', '.join(shape_of) or 'none'}")
+    found = dict(sizes)
+    for name, shape in wanted.items():
+        got, known = shape_of[name], dict(found)
+        fits = len(got) == len(shape) and all(
+            size == (found.setdefault(want, size) if isinstance(want, str) else want)
+            for want, size in zip(shape, got, strict=True)
+        )
+        if not fits:
+            expected = ", ".join(f"{want} = {known[want]}" if want in known else str(want) for want in shape)
+            raise HeadError(f"{kind.name} {name} has shape {list(got)}; expected [{expected}]")
+    return found
+
+
+def bytes_per_step(
+    kind: str, hidden: int, vocab_size: int, rank: int | None = None, *, bias: bool = False, itemsize: int = 2
+) -> int:
+    """Bytes of weights one draft step of a head reads (batch-independent): the cost model's T_head times bandwidth.
+
+    vocab_size: rows of the projection, V' with a draft vocabulary. rank: None is full. itemsize: bytes a weight (2 for
+    bf16). Raises SettingsError for an unknown kind.
+    """
+    head = HEADS[kind]
+    sizes = {"hidden": hidden, "rows": vocab_size, "rank": rank}
+
+    def count(shape: Shape) -> int:
+        return math.prod(size if isinstance(size, int) else sizes[size] or 0 for size in shape)
+
+    own = sum(count(shape) for shape in head.shapes(rank is not None, bias).values())
+    return (own + (0 if head.rows else vocab_size * hidden)) * itemsize
+
+
+# ---- draft vocabularies ---------------------------------------------------------------------------------------------
+
+
+def scatter_to_full(draft_logits: Tensor, vocab_ids: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits over the full vocabulary, [N, V'] -> [N, V], -inf for tokens outside the draft vocabulary.
+
+    Its softmax is the true draft distribution (zeros outside), which is what rejection sampling needs to stay
+    lossless (Leviathan et al., arXiv:2211.17192, theorem 3.5 holds for any draft distribution).
+    """
+    full = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), float("-inf"))
+    return full.index_copy_(-1, vocab_ids, draft_logits)
+
+
+def check_vocab_ids(vocab_ids: Tensor, vocab_size: int | None = None) -> Tensor:
+    """`vocab_ids` as int64 [V'], checked: one dimension, integers, not empty, strictly ascending, inside [0, V).
+
+    Raises HeadError naming the first offender.
+    """
+    if vocab_ids.dim() != 1 or vocab_ids.dtype.is_floating_point or vocab_ids.dtype == torch.bool:
+        raise HeadError(f"a draft vocabulary is a list of token ids, not {vocab_ids.dtype} {list(vocab_ids.shape)}")
+    if len(vocab_ids) == 0:
+        raise HeadError("the draft vocabulary is empty; at least one token id is needed")
+    if vocab_size is not None and len(vocab_ids) > vocab_size:
+        raise HeadError(f"a draft vocabulary of {len(vocab_ids)} is larger than the vocabulary of {vocab_size}")
+    ids = vocab_ids.to(torch.int64)
+    if (ids[1:] <= ids[:-1]).any():
+        raise HeadError("a draft vocabulary must be in ascending order without repeats")
+    first, last = int(ids[0]), int(ids[-1])
+    if first < 0 or (vocab_size is not None and last >= vocab_size):
+        wrong = first if first < 0 else last
+        raise HeadError(f"draft vocabulary id {wrong} is out of range; allowed: 0 to {(vocab_size or last + 1) - 1}")
+    return ids
+
+
+def most_frequent_ids(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens, counts [V] -> int64 [size] ascending; ties go to the smaller id.
+
+    Raises HeadError for a size outside 1..V.
+    """
+    if not 1 <= size <= len(counts):
+        raise HeadError(f"draft vocabulary size {size} is out of range; allowed: 1 to {len(counts)}, the vocabulary")
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def with_draft_vocabulary(head: ExitHead, vocab_ids: Tensor) -> ExitHead:
+    """The same head over a draft vocabulary; rows of its own are gathered (copied). Raises HeadError if it has one."""
+    if head.vocab_ids is not None:
+        raise HeadError(f"the head has a draft vocabulary of {len(head.vocab_ids)} already")
+    rows = head.tensors[head.kind.rows[0]].shape[0] if head.has_rows else None
+    ids = check_vocab_ids(vocab_ids, rows)
+    return ExitHead(head.kind.name, head.kind.over(head.tensors, ids), ids)

@@ -1,0 +1,74 @@
+"""What a kind of exit head is: from the normed exit hidden state to draft logits. Free of torch until a method runs.
+
+Throughout, x is the exit hidden state after the model's final norm, [N, hidden]; z the same at the last layer; V the
+vocabulary size and V' the size of a draft vocabulary (V' = V without one). A head is a kind and its tensors by name:
+
+    logits = projection(transform(x))
+
+where the projection is the model's own lm_head, or rows that the head brings along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfspec_cli.early_exit.fitting import FitReport, NormalEquations
+
+Shape = tuple[str | int, ...]
+"""Sizes of a tensor: numbers, or "hidden", "rows" (V') and "rank"."""
+
+TARGETS = ("next_token", "argmax", "final_hidden")
+"""What a head can be fitted to, each a regression on x: the next token of the text (one-hot), the full model's own
+argmax (one-hot), and z - x (dense; the ridge shrinks such a head toward f(x) = 0)."""
+
+
+class HeadError(SettingsError):
+    """An exit head that cannot be used; the message says which and why."""
+
+
+class HeadKind:
+    """A kind of exit head. The object has no state: a head's tensors are handed to its methods.
+
+    name: what users write. help: one line for `--help`. colour: in figures, such as "#1f77b4". targets: what it may be
+    fitted to (TARGETS), its default first; empty for a head that needs no fit. ranks, biases: whether there are heads
+    of a lower rank, and heads with a constant term. trains: whether KL training may follow the closed form. rows: names
+    of the weight [rows, hidden] and of the bias [rows] that take the place of the model's lm_head; empty for a head
+    that uses that. examples: short names (`head_spec`) of the heads that `selfspec heads` compares.
+    """
+
+    name: str
+    help: str
+    colour: str = "#7f7f7f"
+    targets: tuple[str, ...] = ()
+    ranks: bool = False
+    biases: bool = False
+    trains: bool = False
+    rows: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
+
+    def shapes(self, low_rank: bool, bias: bool) -> dict[str, Shape]:
+        """Its tensors by name, as they are kept in a file; a draft vocabulary is kept beside them."""
+        return {}
+
+    def transform(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What the projection reads, [N, hidden] -> [N, hidden]; x itself by default."""
+        return x
+
+    def over(self, tensors: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """The tensors of the same head over a draft vocabulary ids [V']: the rows are gathered (copied)."""
+        return {name: tensor[ids] if name in self.rows else tensor for name, tensor in tensors.items()}
+
+    def fit(
+        self, equations: NormalEquations, ridge: float, rank: int | None
+    ) -> tuple[Mapping[str, Tensor | None], FitReport]:
+        """Tensors (None: there is none) from the normal equations of one of `targets`, and how the fit went.
+
+        ridge: relative. rank: None is full. Raises FitError as `NormalEquations.solve`.
+        """
+        raise NotImplementedError

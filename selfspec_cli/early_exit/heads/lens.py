@@ -1,0 +1,17 @@
+"""The model's own final norm and lm_head, read at the exit layer (nostalgebraist's logit lens, 2020)."""
+
+from __future__ import annotations
+
+from selfspec_cli.early_exit.heads.base import HeadKind
+
+
+class Lens(HeadKind):
+    """lm_head(x): nothing to fit, nothing to store."""
+
+    name = "lens"
+    help = "the model's own final norm and lm_head, read at the exit layer: no fit, no extra weights"
+    colour = "#7f7f7f"
+    examples = ("lens",)
+
+
+HEAD = Lens()

@@ -1,0 +1,188 @@
+"""The draft on copies of the target's weights, of any kind (early_exit/draft_weights).
+
+The target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights;
+copies can only change which drafts are proposed. Weights that are loaded anew into a live engine do not reach the
+copies: drafts get worse then, the output does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin.decoder import has_experts
+from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+
+
+class Kernels(Protocol):
+    """The module that `DraftWeights.kernels` names. It is imported where the weights are on a CUDA device, only there.
+
+    COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
+    path for them.
+    """
+
+    COMPILE_SIZES: tuple[int, ...]
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
+
+    def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
+
+        Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
+        an operator of torch with a fake implementation.
+        """
+
+
+def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
+    """The fast products of `kind` for weights on `device`, None where PyTorch multiplies by dequantised copies."""
+    if kind.kernels is None or device.type != "cuda":
+        return None
+    return cast(Kernels, importlib.import_module(kind.kernels))
+
+
+def facts_of(target: ModelConfig, parallel: ParallelConfig) -> WeightFacts:
+    """What `DraftWeights.reason_against` asks of the target that vLLM has configured, and of this machine."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return WeightFacts(
+        device="cuda" if current_platform.is_cuda() else "cpu",
+        dtype=str(target.dtype).removeprefix("torch."),
+        quantization=target.quantization or "",
+        is_moe=target.is_moe,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        capability=None if capability is None else (capability.major, capability.minor),
+        device_name=current_platform.device_name,
+    )
+
+
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+class CopiedWeight(nn.Module):
+    """x [..., in] -> [n, out] on a copy of `weight` [out, in].
+
+    With kernels it keeps the tensors that these read. Without, the copy is dequantised once, to the weight's own dtype,
+    which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
+    """
+
+    def __init__(self, kind: DraftWeights, weight: Tensor) -> None:
+        super().__init__()
+        copy = kind.quantise(weight)
+        self._kernels = kernels_of(kind, weight.device)
+        if self._kernels is None:
+            tensors = {"weight": kind.dequantise(copy, weight.dtype)}
+        else:
+            tensors = self._kernels.prepare(copy)
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._names = tuple(tensors)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x.reshape(-1, x.shape[-1])
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._names}
+        if self._kernels is None:
+            return F.linear(x, tensors["weight"], bias)
+        return self._kernels.linear(x, tensors, bias)
+
+
+class CopiedLinear:
+    """The `quant_method` of a linear layer that multiplies by its copy; vLLM's layers ask nothing else of it."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [n, in] -> [n, out]."""
+        out: Tensor = layer.copy_of_weight(x, bias)
+        return out
+
+
+class CopiedProjection:
+    """x [n, hidden] -> logits [n, rows] on a copy of lm_head rows [rows, hidden]. bias: [rows] or None."""
+
+    def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._copy = CopiedWeight(kind, weight)
+        self.bias = bias
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a call reads, apart from the bias."""
+        return [*self._copy.parameters()]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, rows]."""
+        logits: Tensor = self._copy(x, self.bias)
+        return logits
+
+
+# ---- replacements for the target's linear layers --------------------------------------------------------------------
+
+
+def on_copies(kind: DraftWeights, dtype: torch.dtype) -> Make:
+    """For `replace.with_replaced`: a linear layer on a copy of its weight, None for what is no linear layer.
+
+    dtype: of the target's weights. What is made raises SettingsError for experts, for a linear layer whose weight is
+    not plain and of that dtype, and for weights that are not finite.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    def make(module: nn.Module, name: str) -> nn.Module | None:
+        if has_experts(module):
+            raise _impossible(kind, "mixture-of-experts layers have no copies")
+        return copied(kind, dtype, module, name) if isinstance(module, LinearBase) else None
+
+    return make
+
+
+def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.Module:
+    """`layer` on a copy of its weight, everything else shared."""
+    weight = plain_weight(layer)
+    if weight is None or weight.dtype is not dtype:
+        method = type(getattr(layer, "quant_method", None)).__name__
+        wanted = str(dtype).removeprefix("torch.")
+        raise _impossible(kind, f"{name} ({type(layer).__name__}, {method}) has no plain {wanted} weight to copy")
+    parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
+    modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight)}
+    return shallow_copy(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
+
+
+def plain_weight(layer: Any) -> Tensor | None:
+    """The weight [out, in] of a linear layer that is not quantised, None for another.
+
+    vLLM's CPU build packs linear weights into buffers of its kernels' own and empties the parameter, so the weight is
+    read back: what the layer makes of the unit vectors.
+    """
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+    if weight.numel() or not hasattr(layer, "cpu_linear"):
+        return weight.detach() if weight.dim() == 2 else None
+    return _unpacked(layer, int(layer.input_size_per_partition), weight.dtype)
+
+
+UNIT_VECTORS = 512  # multiplied at once, so that they take little memory beside the weight
+
+
+@torch.inference_mode()
+def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
+    """What vLLM packed, [out, columns]: exact, because every sum has one term that is not zero."""
+    parts = []
+    for start in range(0, columns, UNIT_VECTORS):
+        count = min(UNIT_VECTORS, columns - start)
+        units = torch.zeros(count, columns, dtype=dtype)
+        units[torch.arange(count), torch.arange(start, start + count)] = 1
+        parts.append(layer.quant_method.apply(layer, units, None))
+    return torch.cat(parts).t().contiguous()
+
+
+def _impossible(kind: DraftWeights, reason: str) -> SettingsError:
+    return SettingsError(f"draft_weights {kind.name!r} is not supported here: {reason}; allowed: shared")

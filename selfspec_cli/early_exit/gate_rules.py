@@ -56,8 +56,8 @@ class Calibration:
 
 _RULES = (
     GateRule("none", None, "at_least", None, 0.0, 0.0, "a constant"),
-    GateRule("maxp", "tau", "at_least", 0.5, 0.0, 1.0, "the largest draft probability"),
-    GateRule("varH", "tau_v", "at_most", 4.0, 0.0, math.inf, "the varentropy in squared nats"),
+    GateRule("maxp", "tau", "at_least", 0.35, 0.0, 1.0, "the largest draft probability"),
+    GateRule("varH", "tau_v", "at_most", 5.0, 0.0, math.inf, "the varentropy in squared nats"),
     GateRule("entropy", "threshold", "at_most", 2.0, 0.0, math.inf, "the entropy in nats"),
     GateRule("margin", "tau", "at_least", 0.3, 0.0, 1.0, "the gap between the two largest probabilities"),
     GateRule("adaedl", "tau", "at_least", 0.4, 0.0, 1.0, "AdaEDL's lower bound on acceptance"),

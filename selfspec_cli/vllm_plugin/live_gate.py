@@ -10,7 +10,7 @@ from torch import Tensor
 from selfspec_cli.early_exit import gates
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gate_rules import Calibration
-from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 
 class Drafting(Protocol):

@@ -10,10 +10,10 @@ from typing import Any
 
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.paths import head_folder
-from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, RunConfig, Runner, gate_threshold, head_spec
+from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
     Raises:
         ConfigError: the file is missing or wrong.
     """
-    if cfg.gate.kind is not GateKind.calibrated:
+    if cfg.gate.kind != "calibrated":
         return cfg
     file = cfg.gate.calibration
     if file is None:
@@ -98,13 +98,13 @@ def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
         file = str(path)
     saved = load(file)
     given = gate_threshold(cfg)
-    gate = GateConfig(GateKind.calibrated, file)
+    gate = GateConfig("calibrated", file)
     return replace(cfg, gate=gate, threshold=saved.threshold if given is None else given)
 
 
 def of(cfg: RunConfig) -> dict[str, Any] | None:
     """The map of a settled config in its JSON form; None for other gates."""
-    if cfg.gate.kind is not GateKind.calibrated or cfg.gate.calibration is None:
+    if cfg.gate.kind != "calibrated" or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec_cli.config.paths import REFERENCE, head_folder
-from selfspec_cli.config.schema import ConfigError, HeadKind, RunConfig, head_spec
+from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def full_head(cfg: RunConfig, layer: int) -> Path | None:
         if not path.exists():
             raise ConfigError(f"head.path={cfg.head.path}: there is no such file")
         if path.is_dir():
-            return find_head(path, layer, None if cfg.head.kind is HeadKind.lens else spec)
+            return find_head(path, layer, None if cfg.head.kind == "lens" else spec)
         if path.suffix == ".pt":
             load_head(path, layer=layer)  # refused here and not by a worker, whose errors are wrapped
         return path
-    if cfg.head.kind is HeadKind.lens:
+    if cfg.head.kind == "lens":
         return None
     try:
         return find_head(head_folder(cfg), layer, spec)

@@ -299,7 +299,7 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
     cfgs = compose_runs(None, overrides)
     for cfg in cfgs:
         preflight.check(cfg)
-    found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    found = [preflight.for_this_machine(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
@@ -321,8 +321,8 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     """Plan, measure, show; the exit code says how it went."""
     for cfg in runs:
         preflight.check(cfg)
-    runs = [preflight.settled(cfg) for cfg in runs]
-    asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
+    runs = [preflight.with_calibration(cfg) for cfg in runs]
+    asked, runs = runs, [preflight.for_this_machine(cfg) for cfg in runs]
     doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,6 +28,7 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.validation import validate, validate_command
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.knobs import options
 
 EXPERIMENT = "experiment"
 TUNED = "tuned"  # a file of `selfspec tune`, by the model's name
@@ -192,15 +192,17 @@ def _check_sweep(override: Override) -> None:
 
 
 def _check_key(override: Override) -> None:
-    """Refuse a key that the schema has not, and a word that an enum has not, naming the nearest."""
+    """Refuse a key that the schema has not, and a word that is no choice of the setting, naming the nearest."""
     key = override.key_or_group
     if key in (EXPERIMENT, TUNED):
         return
-    kind = _kind_of(key)
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    _kind_of(key)
+    option = options(RunConfig).get(key)
+    words = option.knob.words() if option else ()
+    if words:
         for value in _values(override):
-            if str(value) not in kind.__members__:
-                raise ConfigError(closest(str(value), kind.__members__, key))
+            if str(value) not in words:
+                raise ConfigError(closest(str(value), words, key))
 
 
 def _kind_of(key: str) -> Any:

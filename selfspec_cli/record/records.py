@@ -166,8 +166,8 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
         record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
         record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None
     if cfg.method is Method.layer_skip:
-        record.draft_weights, record.verification = cfg.draft_weights.value, cfg.verification.value
-        record.gate, record.threshold = cfg.gate.kind.value, gate_threshold(cfg)
+        record.draft_weights, record.verification = cfg.draft_weights, cfg.verification
+        record.gate, record.threshold = cfg.gate.kind, gate_threshold(cfg)
     return record
 
 

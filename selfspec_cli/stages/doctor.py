@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfspec_cli.config import paths
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import provenance
@@ -90,7 +91,7 @@ def _entry_point() -> Check:
 
 def _device(cfg: RunConfig) -> Check:
     device = provenance.device()
-    if cfg.engine.name == "cpu":
+    if device_of(cfg) == "cpu":
         return Check("device", None, device)
     needed, found = cfg.model.tensor_parallel_size, len(provenance.gpus())
     missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), nvidia-smi shows {found}"
@@ -125,7 +126,7 @@ def _settings(cfg: RunConfig) -> Check:
     """What a sweep would refuse before it starts an engine."""
     try:
         preflight.check(cfg)
-        preflight.settled(cfg)
+        preflight.with_calibration(cfg)
     except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     return Check("settings", True, "exit layer, head, draft vocabulary and gate can be had")

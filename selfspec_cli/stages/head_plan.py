@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config import paths
+from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.stages import preflight
 
@@ -55,8 +55,8 @@ def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[Run
     more = [] if "head" in given else [f"head={','.join(COMPARED)}"]
     if not {"layer", "vocab"} <= given:
         model = compose([override for override in overrides if override.startswith("model")])[0]
-        folder = Path(paths.model_path(model.model)).expanduser()
-        layers, tokens = preflight.num_layers(model, folder), preflight.number(model, "vocab_size", folder)
+        facts = model_facts(model)
+        layers, tokens = facts.layers, facts.vocab_size
         if layers is None or tokens is None:
             raise ConfigError("layer= and vocab= must be given for a model that is not a folder")
         exits = sorted({max(1, layers * part // 12) for part in (1, 2, 4, 6)})
@@ -80,7 +80,7 @@ def gather(points: Sequence[RunConfig]) -> HeadPlan:
         if cfg.layer is None:
             raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
     return HeadPlan(
-        preflight.runnable(points[0]),
+        preflight.for_this_machine(points[0]),
         tuple(dict.fromkeys(cfg.layer for cfg in points if cfg.layer is not None)),
         {head_spec(cfg.head).name: cfg.head for cfg in points},
         tuple(dict.fromkeys(cfg.vocab for cfg in points)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.artifacts.calibrations import SavedGate
-from selfspec_cli.config import paths
+from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit import roc as curves
@@ -24,9 +24,10 @@ from selfspec_cli.early_exit.cost_model import break_even
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Costs, Outcome, Setting
+from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import arms, preflight
+from selfspec_cli.stages import arms
 from selfspec_cli.texts import prompts as workload
 
 LONGEST = 12  # tokens a draft while recording
@@ -88,10 +89,10 @@ def default_layers(cfg: RunConfig) -> list[int]:
     Raises:
         ConfigError: nothing here says how many layers the model has.
     """
-    layers = preflight.num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    layers = model_facts(cfg).layers
     if layers is None:
         raise ConfigError(f"model={cfg.model.name}: how many layers it has is not known here; name some: layer=4,8")
-    wanted = [cfg.model.exit_layer, layers // 4, layers // 2]
+    wanted = [cfg.model.exit_layer, layers // 4, default_exit_layer(layers)]
     return sorted({layer for layer in wanted if layer and layer < layers})
 
 

@@ -22,8 +22,9 @@ from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config import paths
+from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, baseline_of, engine_key, run_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig
+from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
@@ -211,7 +212,7 @@ def candidate_layers(cfg: RunConfig) -> list[int]:
     Raises:
         ConfigError: nothing here says how many layers the model has.
     """
-    layers = preflight.num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    layers = model_facts(cfg).layers
     if layers is None:
         return roc.default_layers(cfg)
     wanted = {max(layers // part, 1) for part in (12, 8, 6, 4, 2)} | {cfg.model.exit_layer or 1}
@@ -220,7 +221,7 @@ def candidate_layers(cfg: RunConfig) -> list[int]:
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
     """An exit with each of `heads` that is fitted for its layer and is not its own."""
-    others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind is not HeadKind.lens)
+    others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind != "lens")
     return [other for other in others if _is_fitted(other)]
 
 

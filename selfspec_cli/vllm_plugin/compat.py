@@ -45,6 +45,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin register a speculative method",
     ),
     Patch(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        replacement=f"{_HERE}.spec_config:offer_layer_skip",
+        stage="config",
+        reason="the option --spec-method takes the words of a fixed list",
+        unneeded_when="vLLM lets a plugin register a speculative method",
+    ),
+    Patch(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         replacement=f"{_HERE}.worker:patch_before_device",
         stage="config",

@@ -10,16 +10,21 @@ the rejection sampler and the counters. Our own settings must reach the workers 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.settings import METHODS, USER_KEYS, DraftSettings, warnings_for
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
+from selfspec_cli.early_exit.thresholds import warnings_for
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -40,11 +45,11 @@ VLLM_KEYS = (
 Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "SpeculativeConfig | None"]
 
 
-def settings_of(vllm_config: VllmConfig) -> DraftSettings | None:
+def settings_of(vllm_config: VllmConfig) -> ResolvedSettings | None:
     """The early-exit settings that a worker's configuration carries, None if it has none."""
     spec = vllm_config.speculative_config
     data = _additional(vllm_config).get(SETTINGS_KEY) if spec is None else getattr(spec, SETTINGS_KEY, None)
-    return None if data is None else DraftSettings.from_dict(data)
+    return None if data is None else ResolvedSettings.from_dict(data)
 
 
 def collects(vllm_config: VllmConfig) -> tuple[int, ...]:
@@ -53,13 +58,12 @@ def collects(vllm_config: VllmConfig) -> tuple[int, ...]:
 
 
 def understand_layer_skip(original: Original) -> Original:
-    """Replacement for `EngineArgs.create_speculative_config`."""
+    """Replacement for `EngineArgs.create_speculative_config`. The arguments that it is given stay as they are."""
 
     def create_speculative_config(
         self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
     ) -> SpeculativeConfig | None:
-        # `vllm serve` accepts dashes in the keys of its JSON; so does the original.
-        spec = {key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
+        spec = _spec_of(self)
         if spec.get("method") not in METHODS:
             if "draft_weights" in spec:
                 raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
@@ -67,7 +71,7 @@ def understand_layer_skip(original: Original) -> Original:
             return original(self, target_model_config, target_parallel_config)
         _refuse_engine(self)
         _refuse_keys(spec)
-        settings = DraftSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
+        settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
         if settings.verify:
             _refuse_model(target_model_config)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
@@ -80,15 +84,47 @@ def understand_layer_skip(original: Original) -> Original:
             target_parallel_config.worker_extension_cls = WORKER_EXTENSION
         if not settings.verify:
             self.additional_config = {**(self.additional_config or {}), SETTINGS_KEY: settings.to_dict()}
-            self.speculative_config = None
             return None
-        self.speculative_config = _as_draft_model(spec, settings, target_model_config)
-        config = original(self, target_model_config, target_parallel_config)
+        args = copy.copy(self)  # the original writes what it is given into the arguments
+        args.speculative_config = _as_draft_model(spec, settings, target_model_config)
+        args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
+        config = original(args, _overrides_reach_the_draft(target_model_config), target_parallel_config)
         assert config is not None
+        _refuse_misread(config, target_model_config)
+        config.target_model_config = target_model_config
         object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
         return config
 
     return create_speculative_config
+
+
+def offer_layer_skip(original: Callable[[Any], Any]) -> Any:
+    """Replacement for `EngineArgs.add_cli_args`: `--spec-method` takes our methods too."""
+
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings and action.choices is not None:
+                action.choices = [*action.choices, *METHODS]
+        return parser
+
+    return staticmethod(add_cli_args)
+
+
+def _spec_of(args: EngineArgs) -> dict[str, Any]:
+    """The speculative_config, with what vLLM's options --spec-method, --spec-model and --spec-tokens put into it.
+
+    `vllm serve` accepts dashes in the keys of its JSON; so does the original.
+    """
+    spec = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    given = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
+    ours = (args.spec_method or spec.get("method")) in METHODS
+    for key, value in given.items():
+        if ours and value is not None and key in spec:
+            raise SettingsError(f"{key} = {spec[key]!r} in the speculative_config and {value!r} by an option of the "
+                                "command line mean the same setting; give one")  # fmt: skip
+        spec |= {} if value is None else {key: value}
+    return spec
 
 
 def _additional(vllm_config: VllmConfig) -> Mapping[str, Any]:
@@ -149,7 +185,16 @@ def _refuse_engine(args: EngineArgs) -> None:
         )
 
 
-def _as_draft_model(spec: dict[str, Any], settings: DraftSettings, target: ModelConfig) -> dict[str, Any]:
+def _refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
+    """vLLM guesses a draft's method from the model's name and type, whatever method it was given."""
+    if config.method != "draft_model":
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: as a draft, vLLM takes it for one of method "
+            f"{config.method!r} by its name or its type; a folder of another name may help"
+        )
+
+
+def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: ModelConfig) -> dict[str, Any]:
     """vLLM's own keys, with the target as its own draft model."""
     ours = set(USER_KEYS) - {"method", "num_speculative_tokens"}
     kept = {key: value for key, value in spec.items() if key not in ours}
@@ -157,6 +202,29 @@ def _as_draft_model(spec: dict[str, Any], settings: DraftSettings, target: Model
         **kept,
         "method": "draft_model",
         "model": target.model,
-        "num_speculative_tokens": settings.num_speculative_tokens,
+        "revision": target.revision,
+        "code_revision": target.code_revision,
+        "num_speculative_tokens": settings.k,
         "quantization": target.quantization,
     }
+
+
+def _overrides_reach_the_draft(target: ModelConfig) -> ModelConfig:
+    """`target` with its hf_overrides as a function: vLLM applies functions to the draft's config too, and no dicts."""
+    overrides = target.hf_overrides
+    if not overrides or callable(overrides):
+        return target
+    changed = copy.copy(target)
+    changed.hf_overrides = partial(_override, overrides)
+    return changed
+
+
+def _override(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+    """Set `values` in a model's config, and nested ones in the configs inside it, as vLLM does for the target."""
+    for name, value in values.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+            _override(value, inner)
+        else:
+            setattr(config, name, value)
+    return config

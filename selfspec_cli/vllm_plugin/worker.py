@@ -45,7 +45,7 @@ class EarlyExitWorker:
         drafter: Any = self._early_exit_drafter()
         if not hasattr(drafter, "draft_length"):
             raise SettingsError("this engine does not draft with its own layers, so its draft length is fixed")
-        most = drafter.settings.num_speculative_tokens
+        most = drafter.settings.k
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
         drafter.draft_length = k

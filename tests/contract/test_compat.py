@@ -103,10 +103,10 @@ def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):
     init_device(types.SimpleNamespace(vllm_config=plain))
     assert (asked, len(started)) == ([], 1)
 
-    spec = types.SimpleNamespace(selfspec={"layer": 2})
+    spec = types.SimpleNamespace(selfspec={"layer": 2, "k": 5})
     drafting = types.SimpleNamespace(additional_config={}, speculative_config=spec)
     skipping = types.SimpleNamespace(
-        additional_config={"selfspec": {"layer": 2, "verify": False}}, speculative_config=None
+        additional_config={"selfspec": {"method": "skip", "layer": 2, "k": 5}}, speculative_config=None
     )
     fitting = types.SimpleNamespace(additional_config={"selfspec_collect": [2]}, speculative_config=None)
     for config in (drafting, skipping, fitting):

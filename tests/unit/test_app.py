@@ -85,7 +85,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=8"), "1..7"),
         (("tune", "layer=8"), "1..7"),
         (("bench", "k=0"), "k=0"),
-        (("bench", "tau=1.5"), "[0, 1]"),
+        (("bench", "tau=1.5"), "from 0 to 1"),
         (("bench", "tau_v=-1"), "tau_v=-1"),
         (("bench", "layer=0"), "layer=0"),
         (("bench", "layer=8"), "1..7"),
@@ -117,7 +117,8 @@ def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
 
 
 def test_bad_input_with_json_ends_in_a_document():
-    assert document(call("bench", "k=0", "--json")) == {"error": "k=0: must be at least 1", "exit_code": 2}
+    refusal = {"error": "k=0: out of range; allowed: from 1 to 256", "exit_code": 2}
+    assert document(call("bench", "k=0", "--json")) == refusal
 
 
 def test_debug_shows_the_traceback():

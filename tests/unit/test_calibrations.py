@@ -7,19 +7,15 @@ from selfspec_cli.artifacts.calibrations import SavedGate
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import (
     ConfigError,
-    DraftWeights,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     RunConfig,
     Runner,
-    Verification,
 )
 from selfspec_cli.early_exit.calibration import Calibration
 
 GATE = SavedGate(Calibration("margin", (0.1, 0.5), (0.2, 0.9)), 0.4, {"rounds": 3})
-CALIBRATED = RunConfig(layer=3, gate=GateConfig(GateKind.calibrated))
+CALIBRATED = RunConfig(layer=3, gate=GateConfig("calibrated"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +38,7 @@ def test_the_file_and_its_threshold_are_found_by_model_and_exit():
 
 
 def test_names_of_earlier_files_stay():
-    lsq = HeadConfig(HeadKind.lsq)
+    lsq = HeadConfig("lsq")
     assert calibrations.path_for(CALIBRATED, 3).name == "gate-E3-lens.json"
     assert calibrations.path_for(replace(CALIBRATED, head=lsq, vocab="4096"), 3).name == "gate-E3-lsq-4096.json"
 
@@ -50,8 +46,8 @@ def test_names_of_earlier_files_stay():
 @pytest.mark.parametrize(
     ("change", "ending"),
     [
-        ({"draft_weights": DraftWeights.fp8}, "-fp8"),
-        ({"verification": Verification.adaptive}, "-adaptive"),
+        ({"draft_weights": "fp8"}, "-fp8"),
+        ({"verification": "adaptive"}, "-adaptive"),
         ({"runner": Runner.v1}, "-v1"),
         ({"acceptance_length": 2.5}, "-accept2.5"),
         ({"head": HeadConfig(path="mine.safetensors")}, ""),
@@ -84,7 +80,7 @@ def test_a_threshold_of_the_users_own_wins():
 
 
 def test_other_gates_are_left_alone():
-    cfg = RunConfig(gate=GateConfig(GateKind.margin))
+    cfg = RunConfig(gate=GateConfig("margin"))
     assert calibrations.settled(cfg, None) is cfg
     assert calibrations.of(cfg) is None
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import EngineConfig, GateConfig, GateKind, HeadConfig, HeadKind, ModelConfig, RunConfig
+from selfspec_cli.config.schema import EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
 from selfspec_cli.record import provenance
 from selfspec_cli.stages import doctor, preflight
 
@@ -105,8 +105,8 @@ def test_what_a_sweep_would_refuse_is_a_failure(cfg, versions, tmp_path):
     assert fine and checks["settings"].ok
     for change, word in (
         ({"layer": 99}, "1..7"),
-        ({"layer": 2, "head": HeadConfig(HeadKind.lsq)}, "selfspec fit-lsq --layer 2"),
-        ({"layer": 2, "gate": GateConfig(GateKind.calibrated)}, "selfspec roc layer=2"),
+        ({"layer": 2, "head": HeadConfig("lsq")}, "selfspec fit-lsq --layer 2"),
+        ({"layer": 2, "gate": GateConfig("calibrated")}, "selfspec roc layer=2"),
     ):
         fine, checks = run(replace(cfg, head_dir=str(tmp_path), **change))
         assert not fine
@@ -119,7 +119,7 @@ def test_a_model_that_is_not_there_is_named_once(cfg, versions):
 
 
 def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeypatch):
-    gpu = replace(cfg, engine=EngineConfig(name="h100"))
+    gpu = replace(cfg, engine=EngineConfig(name="h100", device="cuda"))
     two = replace(gpu, model=replace(gpu.model, tensor_parallel_size=2))
     for found, fine in (([], [True, False, False]), (["a GPU"], [True, True, False]), (["a GPU"] * 2, [True] * 3)):
         monkeypatch.setattr(provenance, "gpus", lambda found=found: found)
@@ -134,11 +134,11 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
     monkeypatch.setattr(provenance, "gpus", lambda: gpus)
     assert doctor._compiler(RunConfig()).ok is ok
     assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
-    eager = preflight.runnable(RunConfig())
+    eager = preflight.for_this_machine(RunConfig())
     assert eager.engine.enforce_eager
     assert run_key(eager) != run_key(RunConfig())
 
 
 def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert preflight.runnable(RunConfig()) == RunConfig()
+    assert preflight.for_this_machine(RunConfig()) == RunConfig()

@@ -9,7 +9,7 @@ from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import paths
-from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
 from selfspec_cli.early_exit.errors import SettingsError
@@ -58,7 +58,7 @@ def test_counts_of_the_fitted_text_come_first(cfg):
 @pytest.mark.parametrize("kind", ["lsq", "translator"])
 def test_a_derived_head_keeps_rows_metadata_and_its_place(cfg, kind):
     head = fitted(cfg, kind)
-    small = replace(cfg, head=HeadConfig(kind=HeadKind(kind)), vocab="3")
+    small = replace(cfg, head=HeadConfig(kind=kind), vocab="3")
     path = found(small)
     assert path.name == f"layer3_{kind}_v3.safetensors"
     loaded = load_head(path, layer=LAYER, fingerprint="abc")
@@ -71,7 +71,7 @@ def test_a_derived_head_keeps_rows_metadata_and_its_place(cfg, kind):
 
 def test_a_head_fitted_again_is_derived_again(cfg):
     fitted(cfg)
-    small = replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3")
+    small = replace(cfg, head=HeadConfig(kind="lsq"), vocab="3")
     path = found(small)
     os.utime(path, ns=(1, 1))
     head = fitted(cfg)
@@ -110,13 +110,13 @@ def test_dummy_weights_need_no_text(cfg):
 
 
 def test_a_head_that_is_not_there_says_how_to_fit_it(cfg):
-    argmax = HeadConfig(kind=HeadKind.lsq, target=HeadTarget.argmax)
-    for head, command in ((HeadConfig(kind=HeadKind.lsq), "selfspec fit-lsq --layer 3"),
+    argmax = HeadConfig(kind="lsq", target="argmax")
+    for head, command in ((HeadConfig(kind="lsq"), "selfspec fit-lsq --layer 3"),
                           (argmax, "selfspec fit head=lsq_argmax layer=3")):  # fmt: skip
         with pytest.raises(ConfigError, match=command):
             found(replace(cfg, head=head))
     fitted(cfg)
-    assert found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq))).is_file()
+    assert found(replace(cfg, head=HeadConfig(kind="lsq"))).is_file()
     with pytest.raises(ConfigError, match="lsq at layer 3"):
         found(replace(cfg, head=argmax))
 
@@ -126,19 +126,19 @@ def test_a_folder_of_heads_and_a_legacy_file(cfg, tmp_path):
     folder.mkdir()
     torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "ee_layer3_lsq.pt")
     torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "h5.pt")
-    old = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(folder)))
+    old = replace(cfg, head=HeadConfig(kind="lsq", path=str(folder)))
     assert found(old).name == "ee_layer3_lsq.pt"
     small = found(replace(old, vocab="3"))
     assert small.name == "ee_layer3_lsq_v3.safetensors"
     assert load_head(small).metadata.draft_vocab == "v3"
     torch.save({"weight": torch.nn.Linear(2, 2)}, folder / "h5.pt")
     with pytest.raises(HeadError, match="something other than tensors"):
-        head_files.full_head(replace(old, head=HeadConfig(kind=HeadKind.lsq, path=str(folder / "h5.pt"))), 5)
+        head_files.full_head(replace(old, head=HeadConfig(kind="lsq", path=str(folder / "h5.pt"))), 5)
 
 
 def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
     fitted(cfg)
-    path = found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3"))
-    again = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(path)), vocab="2")
+    path = found(replace(cfg, head=HeadConfig(kind="lsq"), vocab="3"))
+    again = replace(cfg, head=HeadConfig(kind="lsq", path=str(path)), vocab="2")
     with pytest.raises(SettingsError, match="draft vocabulary of 3 already"):
         found(again)

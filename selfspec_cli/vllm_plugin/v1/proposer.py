@@ -71,9 +71,9 @@ class _EarlyExit(DraftModelProposer):
         settings = settings_of(vllm_config)
         assert settings is not None
         self.settings = settings
-        self.gate = LiveGate(settings.gate, settings.threshold, settings.calibration)
-        self.draft_length = settings.num_speculative_tokens  # may be lowered between two rounds, to 0 for no drafts
-        self.counters = DraftCounters(settings.num_speculative_tokens)
+        self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
+        self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
+        self.counters = DraftCounters(settings.k)
         self.recorder: DraftRecorder | None = None  # only while a record is wanted
         self.runner = runner
         self._sampled: list[list[int]] = []

@@ -77,7 +77,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
             self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len,
         )  # fmt: skip
-        self.gate = DeviceGate(self.state, settings.gate, settings.threshold, settings.calibration)
+        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         verify_no_more_than(self.state.lengths)
         self._loop: device_loop.DeviceLoop | None = None

@@ -36,7 +36,7 @@ def exit_name(cfg: RunConfig) -> str:
     A head with a path of its own is named by that too, a vocabulary list by what it holds: `a/v.txt` and `b/v.txt` are
     two vocabularies.
     """
-    parts = [head_spec(cfg.head).name]
+    parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
     if cfg.vocab.isdigit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -59,6 +60,12 @@ def model_path(model: ModelConfig) -> str:
 def head_folder(cfg: RunConfig) -> Path:
     """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
     return Path(cfg.head_dir).expanduser() / cfg.model.name.replace("/", "--")
+
+
+def cache_dir() -> Path:
+    """Where files are kept that can be made again: $XDG_CACHE_HOME/selfspec, or ~/.cache/selfspec."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "selfspec"
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, DraftSettings
@@ -204,13 +206,16 @@ def vocab_size(cfg: RunConfig) -> int | None:
     return int(cfg.vocab) if cfg.vocab.isdigit() else None
 
 
-def head_spec(head: HeadConfig) -> HeadSpec:
-    """Which head a config names.
+def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
+    """Which head a config names; where it names a file, or a folder and a layer, what that holds.
 
     Raises:
         SettingsError: a combination that there is not, such as a lens of rank 15.
     """
-    return HeadSpec(head.kind, head.target, head.rank, head.bias, head.kl)
+    asked = HeadSpec(head.kind, head.target, head.rank, head.bias, head.kl)
+    if head.path is None:
+        return asked
+    return spec_of(Path(head.path).expanduser(), layer) or asked
 
 
 def to_plain(value: Any) -> dict[str, Any]:

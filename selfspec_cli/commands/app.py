@@ -186,10 +186,12 @@ def compare_heads(
         plan = head_plan.to_compare(overrides or [], _several)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
         with only_stderr(), bars() as progress:
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
+        found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
         emit(found.document()) if as_json else output.show_comparison(found)
         raise typer.Exit(found.exit_code)
 

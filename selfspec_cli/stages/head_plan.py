@@ -9,11 +9,8 @@ from typing import Any
 from selfspec_cli.config import paths
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
+from selfspec_cli.early_exit.head_spec import examples
 from selfspec_cli.stages import preflight
-
-COMPARED = ("lens", "lsq", "lsq_argmax", "translator", "translator_bias", "translator_r15", "translator_r64",
-            "translator_kl", "translator_r15_kl")  # fmt: skip
-"""What `selfspec heads` compares where nothing else is asked: choices of the group `head`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[Run
     twelfth, a sixth, a third and half of the depth, and draft vocabularies of all and of a quarter of the tokens.
     """
     given = {override.partition("=")[0] for override in overrides}
-    more = [] if "head" in given else [f"head={','.join(COMPARED)}"]
+    more = [] if "head" in given else [f"head={','.join(examples())}"]
     if not {"layer", "vocab"} <= given:
         model = compose([override for override in overrides if override.startswith("model")])[0]
         facts = model_facts(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config.facts import device_of, exit_layer, model_facts
-from selfspec_cli.config.schema import ConfigError, Method, RunConfig, vocab_size
+from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.thresholds import warnings_for
 
 
@@ -23,8 +23,8 @@ def check(cfg: RunConfig) -> None:
     if cfg.method is Method.baseline:
         return
     layer = exit_layer(cfg)
-    if layer is not None and (cfg.head.kind != "lens" or cfg.head.path is not None):
-        head_file(cfg, layer)
+    if layer is not None and cfg.method in EARLY_EXIT:
+        head_files.check_head(cfg, layer, model_facts(cfg))
 
 
 def head_file(cfg: RunConfig, layer: int) -> Path | None:

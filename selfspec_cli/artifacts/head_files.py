@@ -60,7 +60,7 @@ def check_head(cfg: RunConfig, layer: int, facts: KnownModel) -> None:
 
 
 def full_head(cfg: RunConfig, layer: int) -> Path | None:
-    """The file of the head that `cfg` names at `layer`, over the full vocabulary; None for the lens, which has none.
+    """The file of the head that `cfg` names at `layer`, over the full vocabulary; None for one that needs no fit.
 
     Raises:
         ConfigError: it has not been fitted (says how to), or the path is not there.
@@ -72,7 +72,7 @@ def full_head(cfg: RunConfig, layer: int) -> Path | None:
         if not path.exists():
             raise ConfigError(f"head.path={cfg.head.path}: there is no such file")
         return find_head(path, layer, None if spec == HeadSpec() else spec) if path.is_dir() else path
-    if spec == HeadSpec():
+    if spec.target is None:
         return None
     try:
         return find_head(head_folder(cfg), layer, spec)
@@ -117,35 +117,36 @@ def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: 
         ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that has a draft vocabulary already, or
             is of another layer or another model's shape; a cache that cannot be written to.
     """
-    source = full_head(cfg, layer)
+    source, spec = full_head(cfg, layer), head_spec(cfg.head, layer)
     ids = draft_vocabulary(cfg, vocab_size, counts)
-    if ids is None:
+    if ids is None and (source is not None or spec == HeadSpec()):
         return source
     from selfspec_cli.early_exit.artifact import load_head, save_head
     from selfspec_cli.early_exit.draft_vocab import tag_of
     from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 
     if source is None:
-        head, metadata = ExitHead("lens"), HeadMetadata("lens", layer, hidden, vocab_size)
+        head, metadata = ExitHead(spec.kind), HeadMetadata(spec.kind, layer, hidden, vocab_size)
     else:
         head, metadata = load_head(source, layer=layer, hidden=hidden, vocab_size=vocab_size)
-    metadata = replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
+    if ids is not None:
+        head, metadata = with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
     name = Path(head_filename(metadata.spec, layer, metadata.draft_vocab))
     target = cache_dir() / "heads" / f"{name.stem}-{_digest(source, metadata, ids)}{name.suffix}"
     if _is_whole(target):
         return target
     try:
-        return save_head(target, with_draft_vocabulary(head, ids), metadata)
+        return save_head(target, head, metadata)
     except OSError as error:
         raise ConfigError(
-            f"vocab={cfg.vocab}: the head over it cannot be written to {target.parent} ({error}); set XDG_CACHE_HOME "
+            f"vocab={cfg.vocab}: the head for it cannot be written to {target.parent} ({error}); set XDG_CACHE_HOME "
             "to a folder with room that can be written to"
         ) from error
 
 
-def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor) -> str:
+def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> str:
     """Of what a derived head is made from: the file of the full head, its metadata and the token ids."""
-    digest = hashlib.sha256(f"{metadata}{ids.tolist()}".encode())
+    digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
     if source is not None:
         with open(source, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

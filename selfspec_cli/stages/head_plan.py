@@ -9,7 +9,7 @@ from typing import Any
 from selfspec_cli.config import paths
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
-from selfspec_cli.early_exit.head_spec import examples
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.stages import preflight
 
 
@@ -36,11 +36,12 @@ def to_fit(points: Sequence[RunConfig]) -> HeadPlan:
     """The plan of `selfspec fit`; the lens is always among the heads, to be compared with.
 
     Raises:
-        ConfigError: as `gather`; nothing but a lens over the full vocabulary is asked for.
+        ConfigError: as `gather`; nothing but heads over the full vocabulary that need no fit is asked for.
     """
     plan = gather(points)
-    if set(plan.heads) == {"lens"} and set(plan.vocabularies) == {"full"}:
-        raise ConfigError("head=lens: is not fitted; name what is, such as head=lsq or head=translator_r15")
+    if not any(HeadSpec.from_name(name).target for name in plan.heads) and set(plan.vocabularies) == {"full"}:
+        names = ",".join(plan.heads)
+        raise ConfigError(f"head={names}: is not fitted; name what is, such as head=lsq or head=translator_r15")
     return replace(plan, heads={"lens": HeadConfig(), **plan.heads})
 
 

@@ -74,7 +74,7 @@ class EarlyExitWorker:
         return recorder.plain()
 
     def early_exit_weights(self) -> dict[str, int]:
-        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, 8-bit copies)."""
+        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, copies of weights)."""
         from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()

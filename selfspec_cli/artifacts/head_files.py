@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.paths import REFERENCE, cache_dir, head_folder
 from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
@@ -25,19 +26,7 @@ Counts = Callable[[], "Tensor"]
 """Token counts [V] of a corpus, asked for only when they are needed and no fit has left any."""
 
 
-class KnownModel(Protocol):
-    """What is known of a model before it is loaded; None where that is not known."""
-
-    @property
-    def hidden(self) -> int | None:
-        """Width of a hidden state."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Tokens of the full vocabulary."""
-
-
-def check_head(cfg: RunConfig, layer: int, facts: KnownModel) -> None:
+def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
     """Refuse a head that cannot be used at `layer` of a model with these facts. Reads no more than a file's header.
 
     Raises:

@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
 from selfspec_cli.config import paths
+from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
@@ -181,7 +181,7 @@ def test_a_folder_of_heads_and_a_legacy_file(cfg, tmp_path):
 
 
 def check(cfg, layer=LAYER, hidden=HIDDEN, vocab_size=VOCAB):
-    head_files.check_head(cfg, layer, SimpleNamespace(hidden=hidden, vocab_size=vocab_size))
+    head_files.check_head(cfg, layer, ModelFacts(hidden=hidden, vocab_size=vocab_size))
 
 
 def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):

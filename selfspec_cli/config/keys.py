@@ -84,7 +84,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
         return False
     gate = GATES[cfg.gate.kind]
     used = {
-        "gate.calibration": gate.name == "calibrated",
+        "gate.calibration": gate.needs_calibration,
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
@@ -114,8 +114,8 @@ def engine_key(cfg: RunConfig) -> str:
 
 def run_key(cfg: RunConfig) -> str:
     """Names what `cfg` measures: equal for two configs exactly when no knob that has an effect differs."""
-    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("model", "engine", "workload")}
-    facts |= method_settings(cfg)
+    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("engine", "workload")}
+    facts |= {"model": _model_facts(cfg.model)} | method_settings(cfg)
     if cfg.method is Method.layer_skip:
         facts |= {"gate": cfg.gate.kind, "threshold": gate_threshold(cfg)}
     if cfg.gate.kind == "calibrated":

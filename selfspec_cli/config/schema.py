@@ -9,8 +9,7 @@ up by name and users type the value.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,15 @@ def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
 
 def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
-    return json.loads(json.dumps(asdict(value)))
+    return {name: _plain(getattr(value, name)) for name in type(value).__dataclass_fields__}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)) or value is None:
+        return value.value if isinstance(value, StrEnum) else value
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else to_plain(value)
 
 
 def dump(cfg: RunConfig) -> str:

@@ -7,14 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.knobs import out_of_range
+from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, THRESHOLD_KEYS
 from selfspec_cli.early_exit.thresholds import check_threshold
 
@@ -28,9 +29,7 @@ def validate(cfg: RunConfig) -> None:
         ConfigError: naming the key, the value and what is allowed.
     """
     for option, value in out_of_range(cfg):
-        if option.knob.words():
-            raise ConfigError(closest(str(value), option.knob.words(), option.key))
-        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}")
+        check_value(option, value)
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
@@ -45,9 +44,18 @@ def validate(cfg: RunConfig) -> None:
         raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')
 
 
+def check_value(option: Option, value: Any) -> None:
+    """Refuse a value that the range or the choices of its setting do not admit; raises ConfigError."""
+    if not admits(option, value):
+        if option.knob.words():
+            raise ConfigError(option.knob.wrong_word(value, option.key))
+        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}")
+
+
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
-    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
-    method that no point uses. A value that is the default asks for nothing, and a baseline uses no setting.
+    """Refuse what one point alone does not show: several values of what a command has one of, settings of the method
+    that no point uses, and a threshold beside a gate of the same list that would run at its default. A value that is
+    the default asks for nothing. A baseline uses no setting, which is said only where nothing else is measured.
 
     Args:
         points: all of the command. given: what was typed for each key, such as {"tau_v": "tau_v=4,5,6"}.
@@ -59,13 +67,28 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
         if len(values) > 1:
             raise ConfigError(f"{key}={','.join(values)}: one command takes one value of it")
-    drafting = [cfg for cfg in points if cfg.method is not Method.baseline]
+    drafting = [cfg for cfg in points if cfg.method is not Method.baseline] or points
     for key, typed in given.items():
         if any(uses(cfg, key) for cfg in drafting):
             continue
         idle = [cfg for cfg in drafting if attrgetter(key)(cfg) != attrgetter(key)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
+    for key in ("tau", "tau_v"):
+        if key in given:
+            _refuse_default_beside(key, given[key], drafting)
+
+
+def _refuse_default_beside(key: str, typed: str, points: Sequence[RunConfig]) -> None:
+    """Refuse a threshold that one gate of a list uses where another of them would run at its default unnoticed."""
+    for cfg in points:
+        rule = GATES[cfg.gate.kind]
+        if cfg.method is not Method.layer_skip or rule.key in (None, key) or cfg.threshold is not None:
+            continue
+        if rule.key == "threshold" or getattr(cfg, str(rule.key)) is None:
+            own = f"give that too ({rule.key}={rule.default:g}), or " if rule.key != "threshold" else ""
+            raise ConfigError(f"{typed} is not used by gate {rule.name!r}, which would run at its default "
+                              f"{rule.key}={rule.default:g}; {own}measure that gate by another command")  # fmt: skip
 
 
 def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:

@@ -7,13 +7,13 @@ whose fields are made by `knob`, or are such dataclasses themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
-from numbers import Real
+from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, get_args, get_type_hints
 
-Choices = tuple[str, ...] | Callable[[], Iterable[str]]
+from selfspec_cli.early_exit.errors import closest
 
 _METADATA = "knob"
 
@@ -23,10 +23,10 @@ class Knob:
     """One setting, beside its name, type and default, which are the dataclass field's own.
 
     help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
-    limits: the range in words where it depends on something else; other code checks it. choices: the words allowed, or
-    a function that says them. unset: what None stands for. spec_keys: its keys in a speculative_config, the first being
-    the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed on to it. methods: the methods that
-    use it; empty where all do.
+    limits: the range in words where it depends on something else; other code checks it. choices: the words allowed,
+    such as a registry. unset: what None stands for. spec_keys: its keys in a speculative_config, the first being the
+    one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed on to it. methods: the methods that use
+    it; empty where all do.
     """
 
     help: str
@@ -35,7 +35,7 @@ class Knob:
     above: float | None = None
     high: float | None = None
     limits: str = ""
-    choices: Choices = ()
+    choices: Collection[str] = ()
     unset: str = ""
     spec_keys: tuple[str, ...] = ()
     of_vllm: bool = False
@@ -43,7 +43,12 @@ class Knob:
 
     def words(self) -> tuple[str, ...]:
         """The words allowed; empty where any text or number is."""
-        return tuple(map(str, self.choices() if callable(self.choices) else self.choices))
+        return tuple(map(str, self.choices))
+
+    def wrong_word(self, word: object, noun: str) -> str:
+        """What is said of a word that is no choice: why a registry cannot have it, or the nearest that is one."""
+        broken: Mapping[str, str] = getattr(self.choices, "broken", {})
+        return broken.get(str(word)) or closest(word, self.words(), noun)
 
     def allowed(self) -> str:
         """The range in words; empty where there is none."""
@@ -84,7 +89,7 @@ class Option:
     default: Any
     knob: Knob
 
-    @property
+    @cached_property
     def is_number(self) -> bool:
         """Whether its values are numbers."""
         return bool({int, float} & {self.type, *get_args(self.type)})
@@ -111,15 +116,27 @@ def _options(schema: type, above: str) -> Iterator[Option]:
 
 
 def out_of_range(config: Any) -> Iterator[tuple[Option, Any]]:
-    """Every knob of a config whose value its range or its choices do not admit, with that value."""
-    for key, option in options(type(config)).items():  # type: ignore[arg-type]
-        value = read(config, key)
-        if value is None:
-            continue
-        words = option.knob.words()
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if (words and str(value) not in words) or (number and not option.knob.limits and not option.knob.admits(value)):
+    """Every option of a config whose value it does not admit, with that value."""
+    schema: type = type(config)
+    for option, get in _readers(schema):
+        value = get(config)
+        if value is not None and value != option.default and not admits(option, value):
             yield option, value
+
+
+def admits(option: Option, value: Any) -> bool:
+    """Whether the range and the choices of an option admit a value of its type; a default they always do."""
+    if value is None or value == option.default:
+        return True
+    words = option.knob.words()
+    if words:
+        return str(value) in words
+    return not option.is_number or bool(option.knob.limits) or option.knob.admits(value)
+
+
+@cache
+def _readers(schema: Hashable) -> tuple[tuple[Option, Callable[[Any], Any]], ...]:
+    return tuple((option, attrgetter(key)) for key, option in options(schema).items())
 
 
 def read(config: Any, key: str) -> Any:

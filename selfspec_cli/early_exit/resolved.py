@@ -118,7 +118,7 @@ def _checked(option: Option, key: str, value: Any) -> Any:
         return "adaptive" if value else "full"
     words = about.words()
     if words and value not in words:
-        raise SettingsError(closest(value, words, key))
+        raise SettingsError(about.wrong_word(value, key))
     if int in types and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}")
     if float in types:

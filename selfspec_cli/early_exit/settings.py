@@ -5,7 +5,6 @@ The command line's config inherits `DraftSettings`; `resolved.py` reads a specul
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import TARGETS
 from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.early_exit.thresholds import gate_threshold
 
@@ -31,11 +31,6 @@ LONGEST_DRAFT = 256
 cache, and no model accepts drafts of this length often enough to pay for them."""
 
 THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
-
-
-def head_targets() -> Collection[str]:
-    """What exit heads can be fitted to, of whatever kind."""
-    return dict.fromkeys(target for kind in HEADS.values() for target in kind.targets)
 
 
 def default_exit_layer(num_layers: int) -> int:
@@ -74,11 +69,11 @@ class HeadConfig:
         methods=METHODS,
     )
     target: str | None = knob(
-        None, help="what the head is fitted to", choices=head_targets, unset="the kind's first", methods=METHODS
+        None, help="what the head is fitted to", choices=TARGETS, unset="the first that the kind has", methods=METHODS
     )
-    rank: int | None = knob(None, help="rank of a translator", low=1, unset="full", methods=METHODS)
+    rank: int | None = knob(None, help="rank of a head of low rank", low=1, unset="full", methods=METHODS)
     bias: bool = knob(False, help="fitted with a constant term", methods=METHODS)
-    kl: bool = knob(False, help="a translator trained by KL divergence after its closed form", methods=METHODS)
+    kl: bool = knob(False, help="trained by KL divergence after its closed form", methods=METHODS)
 
 
 @dataclass

@@ -22,7 +22,7 @@ def gate_threshold(settings: DraftSettings) -> float | None:
     if rule.key is None:
         return None
     given = settings.threshold if settings.threshold is not None else getattr(settings, rule.key)
-    if given is None and settings.gate.kind == "calibrated" and not isinstance(settings.gate.calibration, Mapping):
+    if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
         return None
     return rule.default if given is None else given
 
@@ -104,9 +104,7 @@ def number(value: object, key: str) -> float:
 
 
 def _gate(name: object) -> Gate:
-    if not isinstance(name, str) or name not in GATES:
-        raise SettingsError(closest(name, GATES, "gate"))
-    return GATES[name]
+    return GATES[name if isinstance(name, str) else str(name)]
 
 
 def _feature(name: object) -> str:

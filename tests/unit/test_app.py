@@ -117,8 +117,8 @@ def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
 
 
 def test_bad_input_with_json_ends_in_a_document():
-    refusal = {"error": "k=0: out of range; allowed: from 1 to 256", "exit_code": 2}
-    assert document(call("bench", "k=0", "--json")) == refusal
+    error = "k=0: out of range; allowed: from 1 to 256"
+    assert document(call("bench", "k=0", "--json")) == {"error": error, "exit_code": 2}
 
 
 def test_debug_shows_the_traceback():

@@ -23,9 +23,9 @@ from selfspec_cli.config.schema import (
     gate_threshold,
 )
 from selfspec_cli.config.validation import validate
-from selfspec_cli.early_exit.gates import GATES as GATE_RULES
+from selfspec_cli.early_exit.gates import GATES
 
-KINDS = [kind for kind in GATE_RULES if kind not in ("none", "calibrated")]
+KINDS = [kind for kind in GATES if kind not in ("none", "calibrated")]
 VARH = GateConfig(kind="varH")
 MAXP = GateConfig(kind="maxp")
 GPU = EngineConfig(name="h100", device="cuda")
@@ -213,7 +213,7 @@ def test_all_candidates_of_one_workload_share_a_baseline():
 def test_a_threshold_is_read_by_every_gate(kind):
     assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
     own = gate_threshold(RunConfig(gate=GateConfig(kind), tau=0.6, tau_v=3.0))
-    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATE_RULES[kind].default}[GATE_RULES[kind].key]
+    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATES[kind].default}[GATES[kind].key]
     assert gate_threshold(RunConfig(gate=GateConfig(kind))) is not None
 
 

@@ -73,7 +73,7 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V2 runner takes its speculator from a registry",
     ),
     Patch(
-        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
+        target="vllm.v1.worker.gpu.model_runner:RejectionSampler",
         replacement=f"{_HERE}.v2.verdict:with_short_drafts",
         stage="worker",
         reason="the V2 runner verifies k places of every request, and takes what stands there for a draft",

@@ -76,8 +76,9 @@ SIGNATURES = {
     f"{V2_SPECULATOR}._build_uniform_attn_metadata": "batch_desc num_reqs num_query_per_req seq_lens_cpu_upper_bound "
     "step causal dcp_local_seq_lens",
     f"{V2_SPECULATOR}._update_draft_decode_metadata": "attn_metadata num_reqs",
-    f"{V2_FOLDER}.spec_decode.rejection_sampler:gather_draft_sampled": "input_ids positions logits_indices "
-    "expanded_idx_mapping expanded_local_pos prefill_len",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler.__call__": "logits input_batch draft_logits "
+    "invalid_drafts",
+    f"{V2_GRAPHS}.specialize_spec_tokens": "desc num_speculative_tokens",
     f"{V2_GRAPHS}.__init__": "vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode "
     "ubatch_runner",
     f"{V2_GRAPHS}.capture": "forward_fn model_state input_buffers block_tables attn_groups kv_cache_config "
@@ -125,7 +126,7 @@ FIELDS = {
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
-    "num_tokens_after_padding idx_mapping seq_lens seq_lens_cpu_upper_bound",
+    "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
 }
 
@@ -139,6 +140,8 @@ ATTRIBUTES = {
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
     "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
+    f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
 }

@@ -247,13 +247,11 @@ def test_steps_of_no_round_leave_everything_alone():
     assert int(state.step) == 0
 
 
-def test_the_verifier_sees_minus_one_where_nothing_was_drafted():
+def test_what_was_never_drafted_is_no_draft_to_the_verifier():
     lengths = torch.tensor([2, 0, 1], dtype=torch.int32)
     mapping = torch.tensor([2, 2, 2, 2, 0, 0, 0, 0, 1])
     places = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], dtype=torch.int32)
-    tokens = torch.arange(10, 19, dtype=torch.int32)
-    v2_kernels.reject_undrafted(tokens, places, mapping, lengths)
-    assert tokens.tolist() == [10, 11, -1, -1, 14, 15, 16, -1, 18]
+    assert v2_kernels.undrafted(places, mapping, lengths).int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0]
 
 
 # ---- a weight times one token ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The draft loop on vLLM's V2 model runner, which is what runs on CUDA.
 
-The same method as v1_proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
+The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
 newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
 draft step's inputs, and then one CUDA graph for each batch size runs the draft loop: while any request's gate is open,
 a step of slot mapping, attention metadata, first E layers, exit head, gate and next inputs. There is no draft prefill:
@@ -56,9 +56,10 @@ def init_with_early_exit(original: Init) -> Init:
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         if settings_of(vllm_config) is None:
-            verify_no_more_than(None)
             return original(vllm_config, device, req_states)
-        return EarlyExitSpeculator(vllm_config, device)
+        speculator = EarlyExitSpeculator(vllm_config, device)
+        verify_no_more_than(req_states, speculator.state.lengths)
+        return speculator
 
     return init_speculator
 
@@ -79,7 +80,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
-        verify_no_more_than(self.state.lengths)
         self._loop: device_loop.DeviceLoop | None = None
         self._capturing = False
         # The base class feeds hidden states back; nothing does here.
@@ -159,8 +159,18 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.attn_groups,
             self.kv_cache_config,
             progress_bar_desc="Capturing the draft loop",
+            specialize_spec_tokens=self._length_is_captured,
         )
         self._capturing = False
+
+    @property
+    def _length_is_captured(self) -> bool:
+        """Whether a graph is for one draft length, so that vLLM's schedule of lengths by batch size needs one each.
+
+        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
+        """
+        scheduled = self.speculative_config.uses_dynamic_speculative_decoding()
+        return scheduled and self._loop is None and self.supports_decode_metadata_update
 
     def _recorded(self, *arguments: Any, **more: Any) -> None:
         """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
@@ -205,7 +215,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> Tensor:
         """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see v2_verdict.py).
+        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM goes by the batch size.
+
+        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """
         num_reqs = input_batch.num_reqs
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
@@ -225,9 +237,11 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             uniform_token_count=1,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
-            need_eager=is_profile or steps != self.num_speculative_steps,
+            need_eager=is_profile,
             dp_sync_state=dp_sync_state,
         )
+        if self.decode_cudagraph_manager is not None:
+            batch = self.decode_cudagraph_manager.specialize_spec_tokens(batch, steps)
         skip_attention = dummy_run and skip_attn_for_dummy_run
         upper_bound = input_batch.seq_lens_cpu_upper_bound
         if self.supports_decode_metadata_update:

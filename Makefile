@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
-	$(BIN)/selfspec report --results $(RESULTS)
+	$(BIN)/selfspec report results_dir=$(RESULTS)
 
 test: lint
 	$(BIN)/python -m pytest

@@ -40,10 +40,20 @@ def test_the_choices_are_the_registries():
     assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
 
 
+README = Path(__file__).parents[2] / "README.md"
+
+
+def with_table(text: str) -> str:
+    """The README with the table between its two markers written anew."""
+    return re.sub(
+        "(<!-- options -->\n).*(<!-- /options -->)", lambda m: m[1] + options.markdown() + m[2], text, flags=re.S
+    )
+
+
 def test_the_table_of_the_readme_is_that_of_the_schema():
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    between = re.search("<!-- options -->\n(.*)<!-- /options -->", text, re.S)
-    assert between and between[1] == options.markdown(), "write it anew: selfspec options --markdown"
+    text = README.read_text(encoding="utf-8")
+    assert "<!-- options -->" in text
+    assert text == with_table(text), f"write it anew: python {Path(__file__).name} (it needs no pytest)"
 
 
 def test_options_shows_what_has_to_do_with_a_word():
@@ -63,3 +73,7 @@ def test_the_help_of_a_command_lists_the_draft_settings(command):
     shown = call(command, "--help").stdout
     for key in OPTIONS:
         assert key in shown
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

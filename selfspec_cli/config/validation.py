@@ -30,6 +30,9 @@ def validate(cfg: RunConfig) -> None:
     """
     for option, value in out_of_range(cfg):
         check_value(option, value)
+    for key in ("results_dir", "head_dir"):
+        if not getattr(cfg, key).strip():
+            raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
@@ -49,7 +52,8 @@ def check_value(option: Option, value: Any) -> None:
     if not admits(option, value):
         if option.knob.words():
             raise ConfigError(option.knob.wrong_word(value, option.key))
-        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}")
+        because = f", because {option.knob.because}" if option.knob.because else ""
+        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}{because}")
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:

@@ -23,10 +23,10 @@ class Knob:
     """One setting, beside its name, type and default, which are the dataclass field's own.
 
     help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
-    limits: the range in words where it depends on something else; other code checks it. choices: the words allowed,
-    such as a registry. unset: what None stands for. spec_keys: its keys in a speculative_config, the first being the
-    one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed on to it. methods: the methods that use
-    it; empty where all do.
+    because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
+    choices: the words allowed, such as a registry. unset: what None stands for. spec_keys: its keys in a
+    speculative_config, the first being the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed
+    on to it. methods: the methods that use it; empty where all do.
     """
 
     help: str
@@ -34,6 +34,7 @@ class Knob:
     low: float | None = None
     above: float | None = None
     high: float | None = None
+    because: str = ""
     limits: str = ""
     choices: Collection[str] = ()
     unset: str = ""

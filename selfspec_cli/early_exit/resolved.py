@@ -128,7 +128,8 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     if str in types and not (isinstance(value, str) and value):
         raise SettingsError(f"{key} = {value!r} must be a path or a word")
     if option.is_number and option.key not in THRESHOLD_KEYS and not about.admits(value):
-        raise SettingsError(f"{key} = {value!r} is out of range; allowed: {about.allowed()}")
+        because = f", because {about.because}" if about.because else ""
+        raise SettingsError(f"{key} = {value!r} is out of range; allowed: {about.allowed()}{because}")
     return value
 
 

@@ -26,10 +26,6 @@ vLLM's own."""
 DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
-LONGEST_DRAFT = 256
-"""The largest k. Each draft token costs a step of the draft loop, a place in the verify pass and a slot of the KV
-cache, and no model accepts drafts of this length often enough to pay for them."""
-
 THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
 
 
@@ -94,7 +90,9 @@ class DraftSettings:
         help="draft length: at most so many tokens a round",
         unit="tokens",
         low=1,
-        high=LONGEST_DRAFT,
+        high=256,
+        because="each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
+        "that length is never accepted often enough to pay for itself",
         unset=f"model.draft_length, or {DRAFT_LENGTH}",
         spec_keys=("num_speculative_tokens",),
         methods=SPECULATIVE,

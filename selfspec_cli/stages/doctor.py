@@ -90,6 +90,10 @@ def _entry_point() -> Check:
 
 
 def _device(cfg: RunConfig) -> Check:
+    try:
+        preflight.check_device(cfg)
+    except ConfigError as error:
+        return Check("device", False, str(error))
     device = provenance.device()
     if device_of(cfg) == "cpu":
         return Check("device", None, device)

@@ -88,9 +88,7 @@ def check_lengths(cfg: RunConfig) -> None:
 
 
 def check_folder(name: str) -> None:
-    """Refuse a results folder without a name, and one that cannot be made or written in; raises ConfigError."""
-    if not name.strip():
-        raise ConfigError("results_dir=: it must name a folder, such as results_dir=results")
+    """Refuse a results folder that cannot be made or written in; raises ConfigError."""
     folder = Path(name).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():

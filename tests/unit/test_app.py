@@ -108,7 +108,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("fit-lsq", "--layer", "8"), "1..7"),
         (("sweep", "workload.input_len=5000"), "together they must fit the 1024 tokens of model"),
         (("sweep", "workload.input_len=5000", "--dry-run"), "together they must fit the 1024 tokens of model"),
-        (("sweep", "k=99999999"), "k=99999999: out of range; allowed: from 1 to 256"),
+        (("sweep", "k=99999999"), "k=99999999: out of range; allowed: from 1 to 256, because each draft"),
         (("sweep", "results_dir=", "--dry-run"), "results_dir=: it must name a folder"),
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
@@ -126,8 +126,8 @@ def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
 
 
 def test_bad_input_with_json_ends_in_a_document():
-    error = "k=0: out of range; allowed: from 1 to 256"
-    assert document(call("bench", "k=0", "--json")) == {"error": error, "exit_code": 2}
+    error = "repeats=0: out of range; allowed: 3 or more"
+    assert document(call("bench", "repeats=0", "--json")) == {"error": error, "exit_code": 2}
 
 
 def test_debug_shows_the_traceback():

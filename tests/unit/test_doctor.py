@@ -120,6 +120,9 @@ def test_a_model_that_is_not_there_is_named_once(cfg, versions):
 
 def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeypatch):
     gpu = replace(cfg, engine=EngineConfig(name="h100", device="cuda"))
+    monkeypatch.setattr(preflight, "installed_device", lambda: "cpu")
+    assert "the vLLM that is installed here is built for cpu" in run(gpu)[1]["device"].detail
+    monkeypatch.setattr(preflight, "installed_device", lambda: None)
     two = replace(gpu, model=replace(gpu.model, tensor_parallel_size=2))
     for found, fine in (([], [True, False, False]), (["a GPU"], [True, True, False]), (["a GPU"] * 2, [True] * 3)):
         monkeypatch.setattr(provenance, "gpus", lambda found=found: found)

@@ -92,7 +92,7 @@ def _known_for(stamp: tuple[Any, ...]) -> dict[tuple[str, ...], Composed]:
 
 def _stamp() -> tuple[Any, ...]:
     """Changes when a file of choices does."""
-    files = sorted(file for folder in conf_dirs() for file in folder.glob("*/*.yaml"))
+    files = sorted(file for folder in conf_dirs() for group in GROUPS for file in (folder / group).glob("*.yaml"))
     return tuple((str(file), (found := file.stat()).st_mtime_ns, found.st_size) for file in files)
 
 

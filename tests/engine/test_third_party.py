@@ -3,12 +3,17 @@ and swept in vLLM, with no edit of selfspec."""
 
 from __future__ import annotations
 
+import csv
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import layer_skip, live
-from models import LAYERS
+from models import LAYERS, save_tokenizer
 from test_fit_heads import config
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -56,6 +61,34 @@ def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp
             counts = engine.counts()
             counts.require_both_verdicts()
             assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
+
+
+def selfspec(*words: str) -> str:
+    """What a command prints in a process in which the package is installed."""
+    path = os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "selfspec_cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_sweep_over_a_gate_and_a_head_of_another_package(expected, tmp_path):
+    model = tmp_path / "tiny"
+    shutil.copytree(expected("llama").path, model)
+    save_tokenizer(model)
+    given = [f"model={model}", "engine.enforce_eager=true", "engine.kv_cache_gib=0.0625", f"head_dir={tmp_path}/heads"]
+    given += ["workload.prompts=random", "workload.input_len=24", "workload.output_len=32", "workload.num_prompts=4"]
+    grid = ["gate=ratio", f"layer={EXIT}", "k=3", "perplexity_tokens=0", "repeats=3", "warmup=0"]
+    selfspec("fit", "head=one_direction", f"layer={EXIT}", *given, "--pairs", "1000", "--corpus", "random")
+    results = tmp_path / "results"
+    selfspec("sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}")
+    with open(results / "summary.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == "layer_skip"]
+    assert {(row["head"], row["gate"], float(row["threshold"])) for row in rows} == {
+        (head, "ratio", threshold) for head in ("lens", "one_direction") for threshold in (0.3, 0.9)
+    }
+    assert all(row["status"] == "ok" for row in rows)
 
 
 def test_without_the_package_its_heads_are_unknown(expected, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import TARGETS
 from selfspec_cli.early_exit.knobs import knob
@@ -30,7 +31,6 @@ LONGEST_DRAFT = 256
 """The largest k. Each draft token costs a step of the draft loop, a place in the verify pass and a slot of the KV
 cache, and no model accepts drafts of this length often enough to pay for them."""
 
-THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
 
 
 def default_exit_layer(num_layers: int) -> int:

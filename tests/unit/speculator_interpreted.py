@@ -5,6 +5,7 @@ Run by test_v2_kernels.py in a process of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -198,3 +201,13 @@ def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):
     propose(drafting, 2, num_speculative_tokens=1)
     assert len(ran) == 1
     assert not manager.replayed
+
+
+# ---- gates that cannot run here --------------------------------------------------------------------------------------
+
+
+def test_a_gate_without_a_device_expression_is_refused_on_cuda_before_the_model_is_loaded(make, monkeypatch):
+    monkeypatch.setitem(GATES._found, "cpu_only", replace(GATES["margin"], name="cpu_only", device=None))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
+        make(gate="cpu_only", tau=0.2)

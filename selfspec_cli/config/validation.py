@@ -15,8 +15,9 @@ from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfi
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
-from selfspec_cli.early_exit.settings import DRAFT_LENGTH, THRESHOLD_KEYS
+from selfspec_cli.early_exit.settings import DRAFT_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 
 

@@ -11,11 +11,11 @@ from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.settings import (
     DRAFT_LENGTH,
     OPTIONS,
-    THRESHOLD_KEYS,
     USER_KEYS,
     DraftSettings,
     GateConfig,

@@ -11,6 +11,7 @@ from typing import Any
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import TARGETS
 from selfspec_cli.early_exit.knobs import knob
@@ -26,7 +27,6 @@ vLLM's own."""
 DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
-THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
 
 
 def default_exit_layer(num_layers: int) -> int:

@@ -8,10 +8,11 @@ weights/          what a draft step multiplies by: replace.py puts other parts i
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind, fp8.py
                   the kernels for one of them; sharded.py splits a head over ranks, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
-v1_proposer.py    the draft loop on the V1 model runner (CPU); v1_round.py: a round's requests and KV slots
-v2_speculator.py  the draft loop on the V2 model runner (CUDA); v2_state.py: what it keeps on the device
-v2_kernels.py     what happens there between two forward passes; v2_verdict.py: how short drafts are verified, recorded
-device_loop.py    a loop inside a CUDA graph
+v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots
+v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
+                  kernels.py: what happens there between two forward passes; statistics.py: the gates' part of it,
+                  written from their expressions; verdict.py: how short drafts are verified and recorded;
+                  device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker

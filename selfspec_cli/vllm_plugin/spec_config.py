@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
@@ -74,6 +75,7 @@ def understand_layer_skip(original: Original) -> Original:
         settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
         if settings.verify:
             _refuse_model(target_model_config)
+            _refuse_gate(settings)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
@@ -163,6 +165,14 @@ def _refuse_model(target: ModelConfig) -> None:
             f"model {target.model} is not supported with early exit: its positions have several dimensions (M-RoPE), "
             "and drafts are made at plain positions"
         )
+
+
+def _refuse_gate(settings: ResolvedSettings) -> None:
+    """A gate of another package may have no expression for CUDA; before the model is loaded is the time to say so."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        require_device(GATES[settings.gate.kind].rule(settings.threshold, settings.calibration))
 
 
 def _refuse_engine(args: EngineArgs) -> None:

@@ -147,7 +147,7 @@ def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monke
     gate = DeviceGate(state, "maxp", 0.3, None)
     cpu_only = replace(GATES["margin"], name="cpu_only", device=None)
     monkeypatch.setitem(GATES._found, "cpu_only", cpu_only)
-    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed: none, adaedl"):
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
         gate.set("cpu_only", 0.2)
     assert gate.kind == "maxp"
     assert state.features[int(state.gate_feature)] == "maxp"

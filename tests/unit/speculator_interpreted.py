@@ -5,6 +5,7 @@ Run by test_v2_kernels.py in a process of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
@@ -27,30 +30,41 @@ BY_BATCH_SIZE = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def config(tmp_path_factory):
+    """vLLM's configuration of an engine with early exit, by the keys of its speculative_config."""
     register()
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
         architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=32, intermediate_size=32,
         num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=128,
     ).save_pretrained(folder)  # fmt: skip
-    return folder
 
-
-@pytest.fixture
-def make(folder):
-    """Makes the speculator of another engine, as vLLM does, with the engine's request state."""
-
-    def speculator(**spec):
+    def create(**spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
-        config = EngineArgs(
+        return EngineArgs(
             str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=REQUESTS, speculative_config=spec
         ).create_engine_config()
-        requests = SimpleNamespace()
-        original = pytest.fail  # vLLM's own speculators are for engines without early exit
-        return v2.init_with_early_exit(original)(config, torch.device("cpu"), requests), requests
 
-    return speculator
+    return create
+
+
+@pytest.fixture(scope="module")
+def plain(config):
+    """One length for every batch size."""
+    return config()
+
+
+@pytest.fixture(scope="module")
+def scheduled(config):
+    """A length for each batch size."""
+    return config(num_speculative_tokens_per_batch_size=BY_BATCH_SIZE)
+
+
+def start(config):
+    """The speculator of another engine, made as vLLM makes it, and the engine's request state."""
+    requests = SimpleNamespace()
+    original = pytest.fail  # vLLM's own speculators are for engines without early exit
+    return v2.init_with_early_exit(original)(config, torch.device("cpu"), requests), requests
 
 
 # ---- what the verifier is told --------------------------------------------------------------------------------------
@@ -76,21 +90,21 @@ def verified(requests, invalid=None):
     return None if told is None else told.int().tolist()
 
 
-def test_two_engines_in_one_process_verify_their_own_drafts(make):
-    (one, its_requests), (other, other_requests) = make(), make()
+def test_two_engines_in_one_process_verify_their_own_drafts(plain):
+    (one, its_requests), (other, other_requests) = start(plain), start(plain)
     one.state.lengths[:] = torch.tensor([2, 0, 0])
     other.state.lengths[:] = torch.tensor([0, 1, 0])
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
     assert verified(other_requests) == [0, 1, 1, 0, 0, 1]
     # An engine without early exit, started last, changes nothing for them and is told nothing.
     v2.init_with_early_exit(lambda *arguments: None)(SimpleNamespace(speculative_config=None, additional_config={}),
-                                                     None, plain := SimpleNamespace())  # fmt: skip
-    assert verified(plain) is None
+                                                     None, without := SimpleNamespace())  # fmt: skip
+    assert verified(without) is None
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
 
 
-def test_drafts_that_a_grammar_forbids_stay_forbidden(make):
-    speculator, requests = make()
+def test_drafts_that_a_grammar_forbids_stay_forbidden(plain):
+    speculator, requests = start(plain)
     speculator.state.lengths[:] = torch.tensor([2, 1, 0])
     forbidden = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool)
     assert verified(requests, forbidden) == [0, 1, 1, 0, 0, 1]
@@ -119,9 +133,9 @@ class Graphs:
 
 
 @pytest.fixture
-def drafting(make, monkeypatch):
+def drafting(scheduled, monkeypatch):
     """A speculator whose graphs are captured, with a loop that ends on the device."""
-    speculator, _ = make(num_speculative_tokens_per_batch_size=BY_BATCH_SIZE)
+    speculator, _ = start(scheduled)
     speculator.decode_cudagraph_manager = Graphs(speculator)
     speculator.supports_decode_metadata_update, speculator._loop = True, object()
     speculator._warm, speculator.attn_groups = True, []
@@ -178,15 +192,15 @@ def test_a_live_draft_length_holds_beside_it(drafting):
     assert drafting.state.lengths.tolist() == [3, 3, 0]
 
 
-def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, make):
+def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):
     assert not drafting._length_is_captured
     drafting._loop = None
     assert drafting._length_is_captured
     drafting.supports_decode_metadata_update = False  # a graph of one step, replayed as often as there are drafts
     assert not drafting._length_is_captured
-    plain, _ = make()
-    plain.supports_decode_metadata_update = True
-    assert not plain._length_is_captured
+    unscheduled, _ = start(plain)
+    unscheduled.supports_decode_metadata_update = True
+    assert not unscheduled._length_is_captured
 
 
 def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):
@@ -198,3 +212,13 @@ def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):
     propose(drafting, 2, num_speculative_tokens=1)
     assert len(ran) == 1
     assert not manager.replayed
+
+
+# ---- gates that cannot run here --------------------------------------------------------------------------------------
+
+
+def test_a_gate_without_a_device_expression_is_refused_on_cuda_before_the_model_is_loaded(config, monkeypatch):
+    monkeypatch.setitem(GATES._found, "cpu_only", replace(GATES["margin"], name="cpu_only", device=None))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
+        config(gate="cpu_only", tau=0.2)

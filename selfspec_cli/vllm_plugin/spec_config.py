@@ -22,14 +22,13 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
+from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-SETTINGS_KEY = "selfspec"
-COLLECT_KEY = "selfspec_collect"
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
 VLLM_KEYS = (
@@ -96,19 +95,6 @@ def understand_layer_skip(original: Original) -> Original:
         return config
 
     return create_speculative_config
-
-
-def offer_layer_skip(original: Callable[[Any], Any]) -> Any:
-    """Replacement for `EngineArgs.add_cli_args`: `--spec-method` takes our methods too."""
-
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
-        for action in parser._actions:
-            if "--spec-method" in action.option_strings and action.choices is not None:
-                action.choices = [*action.choices, *METHODS]
-        return parser
-
-    return staticmethod(add_cli_args)
 
 
 def _spec_of(args: EngineArgs) -> dict[str, Any]:

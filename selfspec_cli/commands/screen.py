@@ -18,6 +18,7 @@ from rich.text import Text
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.extras import remedy
 from selfspec_cli.record.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
@@ -65,6 +66,8 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
     except KeyboardInterrupt as error:
         _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (missing := remedy(error)):
+            _fail(error, missing, BAD_INPUT, as_json, debug)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = "" if debug else "\nThe same command with --debug shows the traceback."
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)

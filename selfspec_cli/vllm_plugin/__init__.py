@@ -22,7 +22,7 @@ worker.py         calls from the driver into live workers: thresholds, counters,
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice, and catches nothing.
+    """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
 
     It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
     raises: beside a vLLM that selfspec does not know it logs one line, and only a request for early exit is refused.

@@ -141,7 +141,7 @@ def _answer_requests(reason: str) -> None:
     if entrance is not None:
         setattr(owner, entrance, hooks.refuse_on_request(getattr(owner, entrance), reason))
     _applied.add(_ENGINE_ARGS)
-    _logger().info("no early exit here: %s", reason)
+    _logger().warning("no early exit here: %s", reason)  # vLLM sets up its own log later, and would lose less
 
 
 def apply(stage: Stage, imported_only: bool = False) -> None:

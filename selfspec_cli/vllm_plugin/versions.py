@@ -1,7 +1,7 @@
-"""Which vLLM this package is written for, what was tried on each, and what differs between them. Imports nothing heavy.
+"""Which vLLM this package is written for, what was tried on each, and what differs between them.
 
-A release that is not listed here is unknown, patch releases too: vLLM moves the internals that early exit needs in those
-as well. Beside an unknown vLLM the plugin does nothing (see `selfspec_cli.vllm_plugin.register`).
+A release that is not listed here is unknown, patch releases too: vLLM moves the internals that early exit needs in
+those as well. Beside an unknown vLLM the plugin does nothing (see `selfspec_cli.vllm_plugin.register`).
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ FIELDS = {
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
-    "offload_backend",
+    "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config",
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes",

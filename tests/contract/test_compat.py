@@ -43,8 +43,9 @@ def engine_args(monkeypatch):
     """A class in the place of vLLM's EngineArgs, which is left as it is."""
 
     class EngineArgs:
-        def __init__(self, speculative_config=None, additional_config=None):
+        def __init__(self, speculative_config=None, additional_config=None, spec_method=None):
             self.speculative_config, self.additional_config = speculative_config, additional_config
+            self.spec_method = spec_method
 
         def create_engine_config(self, usage_context=None, headless=False):
             return "vLLM's own", usage_context, headless
@@ -121,6 +122,7 @@ def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine
         engine_args(EARLY_EXIT),
         engine_args('{"method": "skip", "layer-skip": 2}'),
         engine_args(None, {"selfspec_collect": [2]}),
+        engine_args({"layer_skip": 2}, spec_method="layer_skip"),
     )
     for asks in asking:
         with pytest.raises(RuntimeError) as refused:

@@ -17,6 +17,7 @@ from vllm_source import VARIABLE, Source, assigned_on_self, folder_of, sources
 
 import selfspec_cli
 from selfspec_cli.vllm_plugin import compat, versions
+from selfspec_cli.vllm_plugin.spec_config import VLLM_KEYS
 
 pytestmark = pytest.mark.contract
 
@@ -59,6 +60,15 @@ def test_fields_and_attributes(vllm):
         assert set(names.split()) <= set(vllm.fields(target)), target
     for target, names in ATTRIBUTES.items():
         assert set(names.split()) <= vllm.attributes(target), target
+
+
+def test_keys_of_a_speculative_config_are_those_of_the_release(vllm, release):
+    """A key that another release alone has would be passed on to a vLLM that does not know it."""
+    there = set(vllm.fields("vllm.config:SpeculativeConfig"))
+    assert set(VLLM_KEYS) <= there
+    for each in versions.KNOWN:
+        expected = set(each.speculative_keys) if each.release == release else set()
+        assert there & set(each.speculative_keys) == expected
 
 
 def test_every_name_that_we_import_is_there(vllm):

@@ -13,10 +13,11 @@ pytestmark = pytest.mark.engine
 
 SCRIPT = """
 import sys
-from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 
 if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+
     tiny = dict(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
                 max_num_seqs=2, max_model_len=64, kv_cache_memory_bytes=2**26)
     llm = LLM(**tiny)

@@ -1,4 +1,4 @@
-"""Which extra of this package brings a module that is not installed. `pip install selfspec` brings what serving needs."""
+"""Which extra of this package brings a module; `pip install selfspec` alone brings what serving needs."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def _answer_requests(reason: str) -> None:
     if entrance is not None:
         setattr(owner, entrance, hooks.refuse_on_request(getattr(owner, entrance), reason))
     _applied.add(_ENGINE_ARGS)
-    _logger().warning("no early exit here: %s", reason)  # vLLM sets up its own log later, and would lose less
+    # vLLM loads its plugins before it sets up its log, and Python drops what is less than a warning until then.
+    _logger().warning("no early exit here: %s", reason)
 
 
 def apply(stage: Stage, imported_only: bool = False) -> None:

@@ -182,9 +182,7 @@ def _refuse_engine(args: EngineArgs) -> None:
     for name, (reason, instead) in ONE_ONLY.items():
         value = getattr(args, name)
         if value > 1:
-            raise SettingsError(
-                f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}"
-            )
+            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
     if args.enable_lora:
         raise SettingsError(
             "enable_lora = True is not supported with early exit: the draft would not see the adapter; allowed: False, "

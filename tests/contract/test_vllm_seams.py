@@ -27,6 +27,7 @@ pytestmark = pytest.mark.contract
 INSTALLED = versions.known((versions.installed() or ("vllm", "none"))[1])
 SIGNATURES = signatures(INSTALLED.release if INSTALLED else "0.32.0")
 
+
 @pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
     found = {target: there for target, there, _ in compat.check()}

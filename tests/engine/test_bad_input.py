@@ -40,7 +40,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 # Arguments of vllm.LLM -> what the message says.
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 .*allowed: 1; tensor_parallel_size"),
+    "pipeline parallelism": (
+        {"pipeline_parallel_size": 2},
+        "pipeline_parallel_size = 2 .*allowed: 1; tensor_parallel_size",
+    ),
     "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 .*allowed: 1; start one server"),
     "LoRA": ({"enable_lora": True}, "enable_lora = True .*allowed: False, with the adapter merged"),
     "decode context parallelism": (

@@ -176,12 +176,15 @@ def test_workers_learn_a_shorter_context_before_the_kv_cache_is_made(vllm):
 
 
 def test_verification_refuses_a_place_that_holds_no_token(vllm):
-    """Places that were not drafted are -1 when the rejection sampler compares (v2/verdict.py)."""
-    kernels = f"{V2_RUNNER.rpartition('.')[0]}.spec_decode.rejection_sampler_utils"
-    assert "is_valid_draft = draft_sampled >= 0" in vllm.text(kernels)
-    assert "accepted &= is_valid_draft" in vllm.text(kernels)
-    sampler = f"{V2_RUNNER.rpartition('.')[0]}.spec_decode.rejection_sampler"
-    assert [len(call.args) for call in calls(vllm, sampler, "gather_draft_sampled")] == [6]
+    """Places that were not drafted are invalid drafts to the rejection sampler, which makes them -1 (v2/verdict.py)."""
+    folder = V2_RUNNER.rpartition(".")[0]
+    kernels = vllm.text(f"{folder}.spec_decode.rejection_sampler_utils")
+    assert "is_valid_draft = draft_sampled >= 0" in kernels
+    assert "accepted &= is_valid_draft" in kernels
+    sampler = vllm.segment(f"{folder}.spec_decode.rejection_sampler:RejectionSampler.__call__")
+    assert "masked_fill(invalid_drafts, -1)" in sampler
+    (call,) = calls(vllm, V2_RUNNER, "self.rejection_sampler")
+    assert len(call.args) == 4 and ast.unparse(call.args[3]) == "invalid_drafts"
 
 
 def test_plugins_are_loaded_where_the_names_are_that_register_replaces(vllm):

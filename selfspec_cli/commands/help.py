@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import click
+from typing import Any
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -15,7 +16,7 @@ from selfspec_cli.config import options
 class TakesSettings(TyperCommand):
     """A command whose arguments are KEY=VALUE."""
 
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; Typer prints its part by itself too."""
         super().format_help(ctx, formatter)
         table = Table.grid(padding=(0, 2))

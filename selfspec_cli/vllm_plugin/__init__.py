@@ -1,6 +1,8 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-compat.py         which vLLM, which of its names are replaced, and why (data)
+versions.py       which vLLM is known, what was tried on it, and what differs between releases
+hooks.py          what runs in a plain engine too: is early exit asked for?
+compat.py         which names of vLLM are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
@@ -23,8 +25,14 @@ worker.py         calls from the driver into live workers: thresholds, counters,
 def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
 
-    Replaces nothing that acts before a user asks for early exit. Raises RuntimeError on another vLLM version.
+    It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
+    raises: beside a vLLM that selfspec does not know it logs one line, and only a request for early exit is refused.
     """
-    from selfspec_cli.vllm_plugin import compat
+    try:
+        from selfspec_cli.vllm_plugin import compat
 
-    compat.apply("config")
+        compat.register()
+    except Exception as error:  # a damaged installation of selfspec must not take vLLM down
+        import logging
+
+        logging.getLogger("vllm.selfspec").warning("selfspec could not be loaded and does nothing: %s", error)

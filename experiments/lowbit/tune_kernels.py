@@ -1,8 +1,10 @@
-"""How fast products with integer copies run, tile by tile, on the GPU at hand: python experiments/lowbit/tune_kernels.py.
+"""How fast a few tokens times integer copies are, tile by tile, on the GPU at hand.
 
-Every weight of a step is read from memory, so each product rotates over more copies than the cache holds, inside a CUDA
-graph. Figures: median microseconds a product, bytes read a second, and their share of the card's own copy rate (bytes
-read plus bytes written).
+    python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 4 --out kernels.json
+
+Shapes are those of Llama 3 8B. Each product rotates over more copies than the cache holds, inside a CUDA graph, as a
+draft step reads every weight from memory. Figures: median microseconds a product, and bytes read as a share of the
+card's own copy rate (bytes read plus bytes written). The ceiling is a share of about 1.2: reading alone is faster.
 """
 
 from __future__ import annotations
@@ -10,30 +12,38 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights.integers import dequantise, quantise
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.weights import lowbit
-from selfspec_cli.vllm_plugin.weights.gemv import gemv as plain_gemv
+from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
-SHAPES = {"o": (4096, 4096), "qkv": (6144, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)}
-CACHE = 200 * 2**20
+SHAPES = {
+    "o": (4096, 4096),
+    "qkv": (6144, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "lm_head": (128256, 4096),
+}
+TILES = {
+    1: [(8, 16, 4), (16, 16, 4), (8, 32, 4), (16, 8, 4), (8, 16, 2), (16, 8, 2), (8, 8, 2), (4, 32, 4), (4, 16, 2)],
+    2: [(8, 16, 4), (4, 16, 4), (8, 8, 4), (8, 8, 2)],
+    4: [(8, 8, 4), (8, 4, 2), (8, 16, 8), (4, 8, 2)],
+    8: [(4, 8, 4), (4, 16, 8), (8, 4, 4), (4, 4, 2)],
+}  # rows, groups, warps
+CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
+REPLAYS = 7
 
-FEW = {
-    1: [(8, 16, 4), (8, 16, 2), (16, 16, 4), (16, 8, 4), (16, 8, 2), (8, 8, 2), (4, 16, 2), (4, 16, 4), (8, 32, 4), (4, 32, 4), (16, 4, 2), (4, 8, 1)],
-    2: [(8, 16, 4), (4, 16, 4), (8, 8, 4), (8, 8, 2), (4, 16, 2), (16, 8, 4)],
-    4: [(4, 16, 4), (8, 8, 4), (4, 8, 2), (8, 16, 8), (4, 8, 4), (8, 4, 2)],
-    8: [(4, 8, 4), (4, 16, 8), (2, 16, 4), (4, 4, 2)],
-}  # fmt: skip
-MANY = [(64, 8, 4, 3), (64, 4, 4, 3), (128, 8, 8, 3), (128, 4, 4, 3), (64, 8, 4, 2), (32, 8, 4, 3), (64, 16, 4, 2), (128, 4, 8, 4), (64, 4, 4, 5)]
 
-
-def timed(calls: list[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`, which are replayed in turn as one CUDA graph."""
+def timed(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one of `calls`, replayed in turn as one CUDA graph."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -42,81 +52,75 @@ def timed(calls: list[Callable[[], object]]) -> float:
         for call in calls:
             call()
     samples = []
-    for _ in range(7):
+    for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(samples[1:])
+    return statistics.median(samples[1:])  # the first replay uploads the graph
 
 
 def copy_rate() -> float:
-    a = torch.empty(2**32, dtype=torch.uint8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() / timed([lambda: b.copy_(a)] * 4) * 1e6
+    """Bytes a second, read plus written, of a large copy on the device."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / timed([lambda: target.copy_(source)] * 4) * 1e6
+
+
+def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
+    """Copies of `tensors` that together exceed the cache, and the bytes of one."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    more = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(CACHE // size)]
+    return [tensors, *more], size
+
+
+def rows(shape: str, bits: Sequence[int], tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Every product of one shape: bf16 by cuBLAS and by our kernel, then each kind of copy by each tile."""
+    out, inner = SHAPES[shape]
+    weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for n in tokens:
+        x = torch.randn(n, inner, device="cuda", dtype=torch.bfloat16)
+        plain, size = several({"weight": weight})
+        for name, product in (("cublas", F.linear), *([("gemv", gemv)] if n == 1 else [])):
+            us = timed([partial(product, x, one["weight"]) for one in plain])
+            found.append({"shape": shape, "tokens": n, "kind": name, "us": us, "bytes": size})
+        del plain
+        for width in bits:
+            kind = DRAFT_WEIGHTS[f"int{width}"]
+            copies, size = several(kind.quantise(weight))
+            wanted = x.float() @ kind.dequantise(copies[0], torch.float32).T
+            for tile in TILES[n]:
+                calls = [partial(lowbit.product, x, c["words"], c.get("more"), c["scales"], tile=tile) for c in copies]
+                error = float((calls[0]().float() - wanted).norm() / wanted.norm())
+                row = {"shape": shape, "tokens": n, "kind": kind.name, "tile": tile, "error": error}
+                found.append({**row, "us": timed(calls), "bytes": size})
+    return found
 
 
 def main() -> None:
+    """Measure, print the best tile of each product, and write everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
-    parser.add_argument("--seconds", type=float, default=200)
-    parser.add_argument("--bits", type=int, nargs="+", default=[4])
-    parser.add_argument("--groups", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16])
+    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], choices=tuple(TILES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     arguments = parser.parse_args()
-    began, rows = time.time(), []
     rate = copy_rate()
-    print(f"{torch.cuda.get_device_name()}: copy rate {rate / 1e12:.2f} TB/s", flush=True)
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def note(**row: object) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": rows}, indent=1))
-
-    for name in arguments.shapes:
-        out, inner = SHAPES[name]
-        weight = torch.randn(out, inner, device="cuda", generator=generator, dtype=torch.bfloat16)
-        x = torch.randn(1, inner, device="cuda", generator=generator, dtype=torch.bfloat16)
-        several = [weight] + [weight.clone() for _ in range(max(0, CACHE // (weight.numel() * 2)))]
-        for kind, call in (("cublas", torch.nn.functional.linear), ("gemv", plain_gemv)):
-            taken = timed([lambda w=w, call=call: call(x, w) for w in several])
-            note(shape=name, kind=kind, bits=16, us=taken, share=weight.numel() * 2 / taken * 1e6 / rate)
-        del several
-        for bits in arguments.bits:
-            for group in arguments.groups:
-                if time.time() - began > arguments.seconds:
-                    return
-                tensors = quantise(weight, bits, group)
-                exact = dequantise(tensors, bits, group)
-                size = sum(t.numel() * t.element_size() for t in tensors.values())
-                copies = [tensors] + [{k: v.clone() for k, v in tensors.items()} for _ in range(CACHE // size)]
-                for n in arguments.tokens:
-                    xs = torch.randn(n, inner, device="cuda", generator=generator, dtype=torch.bfloat16)
-                    ref = xs.double() @ exact.double().T if name != "lm_head" else (xs @ exact.to(xs.dtype).T).double()
-                    if n > 1 and group == arguments.groups[0]:
-                        weights = [weight] + [weight.clone() for _ in range(max(0, CACHE // (weight.numel() * 2)))]
-                        taken = timed([lambda w=w: torch.nn.functional.linear(xs, w) for w in weights])
-                        note(shape=name, kind="cublas", tokens=n, us=taken, share=weight.numel() * 2 / taken * 1e6 / rate)
-                        del weights
-                    tries = [("few", tile) for tile in FEW.get(n, [])] + [("many", tile) for tile in MANY if n >= 4 and bits < 8]
-                    for kind, tile in tries:
-                        if time.time() - began > arguments.seconds:
-                            return
-                        more = {"tokens_tile": max(16, min(n, 64))} if kind == "many" else {}
-                        call = getattr(lowbit, kind)
-                        try:
-                            calls = [lambda c=c: call(xs, c["words"], c.get("more"), c["scales"], bits, group, tile=tile, **more) for c in copies]
-                            got = calls[0]().double()
-                            taken = timed(calls)
-                            note(shape=name, kind=kind, tokens=n, bits=bits, group=group, tile=tile, us=taken, share=size / taken * 1e6 / rate, error=float((got - ref).norm() / ref.norm()))
-                        except Exception as problem:
-                            note(shape=name, kind=kind, tokens=n, bits=bits, group=group, tile=tile, problem=str(problem)[-300:])
+    found: list[dict[str, Any]] = []
+    print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
+    for shape in arguments.shapes:
+        found += [{**row, "share": row["bytes"] / row["us"] * 1e6 / rate} for row in rows(shape, arguments.bits, arguments.tokens)]  # fmt: skip
+        document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        names = dict.fromkeys((row["tokens"], row["kind"]) for row in found if row["shape"] == shape)
+        for n, kind in names:
+            mine = [row for row in found if (row["shape"], row["tokens"], row["kind"]) == (shape, n, kind)]
+            best = min(mine, key=lambda row: row["us"])
+            print(f"{shape:<8} {n} tokens {kind:<7} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
     main()
-    print("\n".join(sorted(map(str, ["done"]))))

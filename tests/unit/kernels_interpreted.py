@@ -299,6 +299,7 @@ def test_a_few_tokens_times_an_integer_copy(name, tokens, rows, columns):
     want = x.double() @ kind.dequantise(copy, torch.float64).T + bias
     # The kernel rounds tokens to 8 bits, which is all that it adds.
     assert (got - want).norm() / (want - bias).norm() < 0.015
-    exact = lowbit.product(x.round().clamp(-1, 1) * 127, copy["words"], copy.get("more"), copy["scales"], tile=(4, 4, 4), asm=False)  # fmt: skip
-    want = (x.round().clamp(-1, 1) * 127).double() @ kind.dequantise(copy, torch.float64).T
+    whole = x.round().clamp(-1, 1) * 127  # 8 bits hold these tokens exactly
+    exact = lowbit.product(whole, copy["words"], copy.get("more"), copy["scales"], tile=(4, 4, 4), asm=False)
+    want = whole.double() @ kind.dequantise(copy, torch.float64).T
     assert (exact - want).norm() / want.norm() < 1e-5

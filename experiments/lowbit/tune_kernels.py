@@ -112,14 +112,16 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
-        found += [{**row, "share": row["bytes"] / row["us"] * 1e6 / rate} for row in rows(shape, arguments.bits, arguments.tokens)]  # fmt: skip
+        for row in rows(shape, arguments.bits, arguments.tokens):
+            found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
         document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
         names = dict.fromkeys((row["tokens"], row["kind"]) for row in found if row["shape"] == shape)
         for n, kind in names:
             mine = [row for row in found if (row["shape"], row["tokens"], row["kind"]) == (shape, n, kind)]
             best = min(mine, key=lambda row: row["us"])
-            print(f"{shape:<8} {n} tokens {kind:<7} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)  # fmt: skip
+            what = f"{shape:<8} {n} tokens {kind:<7}"
+            print(f"{what} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config.facts import device_of, exit_layer, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig, vocab_size
+from selfspec_cli.early_exit.settings import deepest_exit_layer
 from selfspec_cli.early_exit.thresholds import warnings_for
 
 
@@ -42,8 +43,9 @@ def check_model(cfg: RunConfig) -> None:
     layers, tokens = facts.layers, facts.vocab_size
     if cfg.method is Method.baseline:
         return
-    if layers is not None and cfg.layer is not None and cfg.layer >= layers:
-        raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
+    deepest = None if layers is None else deepest_exit_layer(layers, cfg.draft_weights)
+    if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
+        raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{deepest}")
     if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
 

@@ -117,7 +117,11 @@ def test_points_that_measure_the_same_are_one():
         ),
         (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
         (["threshold=0.5"], "threshold=0.5 is not used by gate 'none'", "entropy, margin, maxp, survival, varH"),
-        (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "margin, maxp, survival"),
+        (
+            ["gate=entropy", "tau=0.2"],
+            "tau=0.2 is not used by gate 'entropy', which takes threshold;",
+            "margin, maxp, survival",
+        ),
         (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
         (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
         (["gate=maxp", "gate.calibration=file.json"], "is not used by gate 'maxp'", "gate.calibration: calibrated"),

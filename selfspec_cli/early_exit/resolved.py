@@ -19,6 +19,7 @@ from selfspec_cli.early_exit.settings import (
     USER_KEYS,
     DraftSettings,
     GateConfig,
+    deepest_exit_layer,
     default_exit_layer,
 )
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
@@ -93,7 +94,7 @@ class ResolvedSettings(DraftSettings):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
                                         f"allowed: {idle}")  # fmt: skip
-        self.layer = _exit_layer(spec.get("layer_skip"), num_layers)
+        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights)
         self.k = DRAFT_LENGTH if self.k is None else self.k
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
@@ -142,15 +143,16 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _exit_layer(value: object, num_layers: int) -> int:
+def _exit_layer(value: object, num_layers: int, draft_weights: str) -> int:
     if num_layers < 2:
         raise SettingsError(f"a model of {num_layers} layer(s) has no exit layer; at least 2 layers are needed")
     if value is None:
         return default_exit_layer(num_layers)
-    inside = f"allowed: 1 to {num_layers - 1} (the model has {num_layers} layers)"
+    deepest = deepest_exit_layer(num_layers, draft_weights)
+    inside = f"allowed: 1 to {deepest} (the model has {num_layers} layers)"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SettingsError(f"layer_skip = {value!r} must be an integer, not {type(value).__name__}; {inside}")
-    if not 1 <= int(value) < num_layers:
+    if not 1 <= int(value) <= deepest:
         raise SettingsError(f"layer_skip = {value!r} is out of range; {inside}")
     return int(value)
 

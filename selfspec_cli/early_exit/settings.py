@@ -29,6 +29,11 @@ DRAFT_LENGTH = 5
 
 
 
+def deepest_exit_layer(num_layers: int, draft_weights: str) -> int:
+    """The last exit layer that can draft: all layers on copies of their weights, all but one on the target's own."""
+    return num_layers if DRAFT_WEIGHTS[draft_weights].copies else num_layers - 1
+
+
 def default_exit_layer(num_layers: int) -> int:
     """The exit layer where nobody says: half of the model's layers."""
     return num_layers // 2

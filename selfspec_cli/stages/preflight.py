@@ -13,6 +13,7 @@ from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
+from selfspec_cli.early_exit.settings import deepest_exit_layer
 from selfspec_cli.early_exit.thresholds import warnings_for
 
 
@@ -60,8 +61,9 @@ def check_model(cfg: RunConfig) -> None:
     facts, name = model_facts(cfg), cfg.model.name
     if cfg.method is Method.baseline:
         return
-    if facts.layers is not None and cfg.layer is not None and cfg.layer >= facts.layers:
-        raise ConfigError(f"layer={cfg.layer}: {name} has {facts.layers} layers; must be in 1..{facts.layers - 1}")
+    deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights)
+    if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
+        raise ConfigError(f"layer={cfg.layer}: {name} has {facts.layers} layers; must be in 1..{deepest}")
     if cfg.vocab.isdigit() and facts.vocab_size is not None and int(cfg.vocab) > facts.vocab_size:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{facts.vocab_size}, or full")
     if cfg.method is Method.layer_skip and facts.hybrid:

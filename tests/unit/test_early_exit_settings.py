@@ -43,8 +43,8 @@ def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
     settings = ResolvedSettings.from_user({"draft_weights": "fp8"}, 4)
     assert settings.draft_weights == "fp8"
     assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    with pytest.raises(SettingsError, match="draft_weights 'int4'"):
-        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int4"})
+    with pytest.raises(SettingsError, match="draft_weights 'int3'"):
+        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
 
 
 def test_skip_does_not_verify():
@@ -220,3 +220,14 @@ def test_closest_says_nothing_when_nothing_is_near():
 def test_settings_do_not_import_torch():
     code = "import sys, selfspec_cli.early_exit.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("weights", "layer", "fine"), [("shared", 12, False), ("int4", 12, True), ("int4", 13, False)])
+def test_copies_may_draft_with_all_layers(weights, layer, fine):
+    spec = {"method": "layer_skip", "layer_skip": layer, "draft_weights": weights}
+    if fine:
+        assert ResolvedSettings.from_user(spec, 12).layer == layer
+        return
+    deepest = 11 + (weights != "shared")
+    with pytest.raises(SettingsError, match=f"layer_skip = {layer} is out of range; allowed: 1 to {deepest}"):
+        ResolvedSettings.from_user(spec, 12)

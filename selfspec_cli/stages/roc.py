@@ -27,7 +27,7 @@ from selfspec_cli.early_exit.replay import Costs, Outcome, Setting
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import arms
+from selfspec_cli.stages import measure
 from selfspec_cli.texts import prompts as workload
 
 LONGEST = 12  # tokens a draft while recording
@@ -135,7 +135,7 @@ def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
         ConfigError: nothing was drafted.
     """
     other = replace(cfg, seed=cfg.seed + 1, workload=replace(cfg.workload, num_prompts=prompts))
-    arms.apply(engine, Setting("none", None, int(cfg.k or 0)))
+    measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
         engine.generate(
             workload.prompts(other, engine),
@@ -154,9 +154,9 @@ def time_steps(engine: Engine, cfg: RunConfig, longest: int) -> Costs:
     """What plain, draft and verify steps cost on this engine, at the workload's batch size."""
     few = replace(cfg, workload=replace(cfg.workload, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
     lengths = sorted({1, (longest + 1) // 2, longest})
-    settings = [arms.PLAIN, *(Setting("none", None, k) for k in lengths)]
-    plain, *drafting = arms.measure(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
-    return arms.costs(plain, drafting)
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
+    plain, *drafting = measure.run(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
+    return measure.costs(plain, drafting)
 
 
 def judge(cfg: RunConfig, log: DraftLog, costs: Costs) -> Exit:

@@ -32,7 +32,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.replay import Costs, Outcome
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import arms, preflight, roc, search
+from selfspec_cli.stages import measure, preflight, roc, search
 from selfspec_cli.texts import prompts as workload
 
 LONGEST = 12  # tokens a draft, at most
@@ -316,8 +316,8 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
     while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
         asked = search.ask(study, found.log, min(BATCH, budget.trials - done))
         before = budget.spent
-        plain, *measured = arms.measure(
-            engine, found.cfg, prompts, [arms.PLAIN, *asked.values()], repeats=1, warmup=warmup
+        plain, *measured = measure.run(
+            engine, found.cfg, prompts, [measure.PLAIN, *asked.values()], repeats=1, warmup=warmup
         )
         slowest, warmup = max(slowest, budget.spent - before), 0
         search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
@@ -334,11 +334,11 @@ def _final(
     study = search.open_study(folder / "trials.journal", found.study, found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
     prompts = workload.prompts(found.cfg, engine)
-    plain, *measured = arms.measure(
+    plain, *measured = measure.run(
         engine,
         found.cfg,
         prompts,
-        [arms.PLAIN, *settings],
+        [measure.PLAIN, *settings],
         repeats=FINAL_REPEATS,
         another=lambda seconds: budget.left - seconds > until,
         progress=progress,

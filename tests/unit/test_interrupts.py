@@ -1,0 +1,138 @@
+# ruff: noqa: PT012  (what is raised after an interrupt is raised somewhere in the block: that is the point)
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+import pytest
+
+from selfspec_cli import interrupts
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_a_safe_place_and_is_not_lost_in_a_callback(capfd):
+    """Without `deferred` the KeyboardInterrupt is raised inside the callback, printed and dropped."""
+
+    class Thing:
+        pass
+
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        thing = Thing()
+        watched = weakref.ref(thing, lambda _: interrupt())
+        del thing
+        assert watched() is None
+        reached.append("after the callback")
+        interrupts.check()
+        reached.append("after the check")
+    assert reached == ["after the callback"]
+    told = capfd.readouterr().err
+    assert "press Ctrl-C again" in told
+    assert "Exception ignored" not in told
+    interrupts.check()  # it has ended the block, once
+
+
+def test_one_that_is_swallowed_comes_back_at_the_next_safe_place():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        with suppress(KeyboardInterrupt):
+            interrupts.check()
+        interrupts.check()
+        pytest.fail("the interrupt was lost")
+
+
+def test_one_that_comes_last_still_ends_the_command():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+
+
+def test_a_second_one_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        interrupt()
+        pytest.fail("the second interrupt waited")
+
+
+def test_blocks_may_nest_and_leave_the_handler_as_it_was():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        with interrupts.deferred():
+            interrupt()
+        pytest.fail("the inner block ended without raising")
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts.deferred():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_fails_because_of_an_interrupt_is_the_interrupt():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        raise RuntimeError("the engine core is dead")
+    with pytest.raises(RuntimeError), interrupts.deferred():
+        raise RuntimeError("of itself")
+
+
+def test_outside_the_main_thread_nothing_changes():
+    seen = []
+
+    def work():
+        with interrupts.deferred():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert seen == [before]
+
+
+def test_a_sweep_ends_after_one_interrupt_wherever_it_comes(tmp_path):
+    """A process that sweeps over fake engines and spends its time in weak references' callbacks."""
+    code = f"""
+import sys, time, weakref
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from contextlib import nullcontext
+from points import measured
+from selfspec_cli.config.schema import GateConfig, RunConfig
+from selfspec_cli.stages import sweep
+from selfspec_cli import interrupts
+
+class Engine:
+    def set_gate(self, *words): pass
+
+class Thing: pass
+
+def bench(cfg, engine, progress):
+    for _ in range(20):
+        thing = Thing()
+        ref = weakref.ref(thing, lambda _: time.sleep(0.01))
+        del thing
+        interrupts.check()
+    print(cfg.threshold, flush=True)
+    return measured(100.0, 101.0, 99.0)
+
+cfgs = [RunConfig(gate=GateConfig("varH"), threshold=t / 10, results_dir={str(tmp_path)!r}) for t in range(60)]
+try:
+    sweep.run(cfgs, open_engine=lambda cfg: nullcontext(Engine()), bench=bench)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment) as other:  # fmt: skip
+        assert other.stdout.readline()  # the baseline
+        other.stdout.readline()
+        time.sleep(0.05)
+        other.send_signal(signal.SIGINT)
+        rest = other.stdout.read().split()
+        assert rest[-1] == "interrupted"
+        assert len(rest) <= 2  # at most the point that was in hand when the signal came
+        assert "Exception ignored" not in other.stderr.read()

@@ -110,7 +110,7 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, tuple[Any, str]] = {}
+        self._parts: dict[tuple[str, str], str] = {}
         self._digests: dict[str, dict[str, str]] = {}
         self._devices: dict[str, str] = {}
         self._versions = _deciding_versions()
@@ -167,12 +167,13 @@ class Keys:
     def _part(self, cfg: RunConfig, name: str) -> str:
         """Digest of a group of settings, worked out once for all configs in which the group is the same."""
         part = getattr(cfg, name)
-        if id(part) not in self._parts:  # points of one grid share the groups in which they are the same
+        text = (name, repr(vars(part)))
+        if text not in self._parts:
             facts = to_plain(part)
             for decided_elsewhere in NOT_IN_A_KEY.get(name, ()):
                 del facts[decided_elsewhere]
-            self._parts[id(part)] = (part, _digest(facts))  # the group is kept, so that no other takes its id
-        return self._parts[id(part)][1]
+            self._parts[text] = _digest(facts)
+        return self._parts[text]
 
 
 def _deciding_versions() -> dict[str, str]:

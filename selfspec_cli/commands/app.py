@@ -380,7 +380,7 @@ def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]
         overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
     cfgs = _several(overrides)
     preflight.check_all(cfgs)
-    found = [preflight.for_this_machine(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    found = preflight.for_this_machine({engine_key(cfg): cfg for cfg in cfgs}.values())
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
@@ -403,7 +403,7 @@ def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_jso
     """Plan, measure, show; the exit code says how it went."""
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
-    asked, runs = runs, [preflight.for_this_machine(cfg) for cfg in runs]
+    asked, runs = runs, preflight.for_this_machine(runs)
     doubts = preflight.warnings(runs)
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)

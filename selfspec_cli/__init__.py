@@ -1,16 +1,16 @@
 """selfspec: early-exit self-speculative decoding inside vLLM, and the bench on which it is measured.
 
-One line per room, in the order in which imports may run:
+The rooms, in the order in which imports may run:
 
-    app.py         Typer commands: words in, exit codes out            output.py     tables, JSON, error messages
-    compose.py     Hydra: (experiment, overrides) -> [RunConfig]
-    stages/        one verb a file: sweep, bench, fit, report, doctor
-    report/        pure: rows in; table, chart and page out
-    tracking.py    Weights & Biases, or nothing                        provenance.py what produced a row
-    engine.py      the only construction of vllm.LLM
+    commands/      the command line: words in, exit codes out
+    stages/        one verb a file: sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop
+    report/        points in; tables, figures and the page out
+    engine/        the only construction of vllm.LLM, and what stages ask of it
+    artifacts/     files that commands make for a model: heads, calibrations, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers
-    records.py     a row, and how it gets to disk                      corpus.py     held-out text
-    config.py      the schema and every default                        paths.py      where packaged files are
+    texts/         prompts, and text to fit and to score on
+    record/        a measured point as one file, and the tables made of points
+    config/        the schema and every default; keys say which points are equal
     early_exit/    the method; needs torch alone
 """
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import RunConfig
-from selfspec_cli.early_exit import cost_model, counters
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import provenance, records
@@ -120,9 +121,8 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
         return record
     assert record.input_len is not None and record.output_len is not None and record.batch is not None
     tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
-    full, draft = (read[step] + tokens * read[f"{step}_kv_token"] for step in ("full", "draft"))
-    predicted = record.mean_accepted_len * full / cost_model.round_cost(full, draft, 0, record.drafted_per_round)
-    return replace(record, predicted=predicted, efficiency=cost_model.efficiency(record.speedup, predicted))
+    predicted = Costs.from_bytes(read, tokens).speedup(record.mean_accepted_len, record.drafted_per_round)
+    return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))
 
 
 def reset_peak_memory() -> None:

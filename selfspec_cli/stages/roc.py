@@ -20,10 +20,10 @@ from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfi
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
-from selfspec_cli.early_exit.cost_model import break_even
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.replay import Costs, Outcome, Setting
+from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import arms, preflight
@@ -178,7 +178,7 @@ def judge(cfg: RunConfig, log: DraftLog, costs: Costs) -> Exit:
 
 
 def break_even_tau(log: DraftLog, costs: Costs, calibration: Calibration) -> float:
-    """The calibrated acceptance at which one more draft step just pays (`cost_model.break_even`).
+    """The calibrated acceptance at which one more draft step just pays (`Costs.break_even`).
 
     A step pays if its own token is taken, and the gate knows only the token before it, so the probability asked of that
     one is larger by the acceptance of one token given all before it. The speedup in the formula is the one that the
@@ -188,7 +188,7 @@ def break_even_tau(log: DraftLog, costs: Costs, calibration: Calibration) -> flo
     following = sum(rates) / len(rates) if rates else 1.0
     speedup, tau = 1.0, 1.0
     for _ in range(8):
-        share = break_even(costs.plain, costs.draft + costs.verify_token, 0.0, speedup)
+        share = costs.break_even(speedup)
         tau = round(min(share / following, 1.0), 4) if following else 1.0
         speedup = max(replay.replay(log, Setting("calibrated", tau, log.k), costs, calibration).speedup, 1.0)
     return tau

@@ -25,10 +25,11 @@ from selfspec_cli.config import paths
 from selfspec_cli.config.keys import KEY_LENGTH, baseline_of, engine_key, run_key
 from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig
 from selfspec_cli.early_exit import replay
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.replay import Costs, Outcome
+from selfspec_cli.early_exit.replay import Outcome
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import arms, preflight, roc, search

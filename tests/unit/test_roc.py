@@ -9,6 +9,7 @@ from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import DraftWeights, GateConfig, GateKind, RunConfig
 from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.report import roc as figure
@@ -112,5 +113,5 @@ def test_break_even_rises_with_the_price_of_a_draft():
     log = make(400)
     drafted = log.was_drafted
     calibration = fit_calibration("maxp", log.feature("maxp")[drafted], log.was_accepted[drafted])
-    cheap, dear = (roc.break_even_tau(log, roc.Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
+    cheap, dear = (roc.break_even_tau(log, Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
     assert cheap < dear

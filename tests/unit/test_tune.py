@@ -24,9 +24,10 @@ from selfspec_cli.config.schema import (
     WorkloadConfig,
 )
 from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
-from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
+from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import DraftCounts, Generation
 from selfspec_cli.stages import arms, search, tune
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfspec_cli.config.paths import REFERENCE, head_folder
+from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.paths import REFERENCE
 from selfspec_cli.config.schema import ConfigError, HeadKind, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 

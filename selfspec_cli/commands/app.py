@@ -18,8 +18,8 @@ from selfspec_cli import __version__
 from selfspec_cli.artifacts.calibrations import exit_name
 from selfspec_cli.commands import screen as output
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
-from selfspec_cli.config import paths
 from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import HeadConfig, RunConfig
 from selfspec_cli.progress import bars
 from selfspec_cli.record import records
@@ -137,7 +137,7 @@ def fit_lsq(
             cfg = _one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
             preflight.check(cfg)
         if dry_run:
-            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(paths.head_folder(cfg))}
+            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(head_folder(cfg))}
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
         from selfspec_cli.stages import fit
 
@@ -321,7 +321,7 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     """Plan, measure, show; the exit code says how it went."""
     for cfg in runs:
         preflight.check(cfg)
-    runs = [preflight.settled(cfg) for cfg in runs]
+    runs = [preflight.with_saved_gate(cfg) for cfg in runs]
     asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
     doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
     doubts += [NO_COMPILER] if asked != runs else []

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -196,7 +195,7 @@ def show_tuned(document: dict[str, Any]) -> None:
         say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
     say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, found in "
         f"{document['seconds']:.0f} s and {document['trials']} trials", "bold")  # fmt: skip
-    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
+    say(f"written to {document['file']}; use it with: selfspec sweep tuned={document['tuned']}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

@@ -24,14 +24,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from selfspec_cli.config import paths
+from selfspec_cli.config import paths, tuned_files
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.validation import validate, validate_command
 from selfspec_cli.early_exit.errors import closest
 
 EXPERIMENT = "experiment"
-TUNED = "tuned"  # a file of `selfspec tune`, by the model's name
+TUNED = "tuned"  # what `selfspec tune` found, by the model's name
 _ROOT = "selfspec_run"
 
 
@@ -69,8 +69,8 @@ def compose_runs(
     points: list[tuple[str, ...]] = []
     names = [experiment] if experiment else names
     grids = [_parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
-    found = [_parse(grid) for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
-    for grid, best in itertools.product(grids, found):
+    for grid, name in itertools.product(grids, tuned or [""]):
+        best = _tuned_overrides(name, [*grid, *users], base) if name else []
         points += _expand([*grid, *best, *users], sweep)
     composed = []
     for cfg in _compose_points(points, base):
@@ -121,17 +121,18 @@ def experiment_overrides(name: str) -> list[list[str]]:
     return _overrides_in(files[name])
 
 
-def tuned_overrides(model: str) -> list[list[str]]:
-    """The overrides that `selfspec tune` wrote for a model; the user's ./conf/tuned wins over the packaged one.
+def _tuned_overrides(name: str, others: list[Override], base: RunConfig | None) -> list[Override]:
+    """What `selfspec tune` found for the model of this command. others: the overrides that say which model it is.
 
     Raises:
-        ConfigError: that model was not tuned, or a file of another shape.
+        ConfigError: no model of that name was tuned, or another one was.
     """
-    known = choices(TUNED)
-    if model not in known:
-        which = closest(model, known, TUNED) if known else f"tuned={model}: no model was tuned yet"
-        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
-    return next(_overrides_in(file) for folder in _conf_dirs() if (file := folder / TUNED / f"{model}.yaml").is_file())
+    matches = []
+    for file in tuned_files.find(name, _conf_dirs()):
+        words = [*_parse(file.overrides), *others]
+        model = [word for word in words if re.fullmatch(r"model(\..*)?|seed", word.key_or_group)]
+        matches.append((file, list(_compose_points(_expand(model, sweep=True), base))))
+    return _parse(tuned_files.choose(name, matches).overrides)
 
 
 def _overrides_in(file: Path) -> list[list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from selfspec_cli.config import paths
 from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
 
 LENGTH = 16  # hex digits of a fingerprint
+SHORT = 8  # of them, how many stand in the names of folders and files
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 BLOCK = 4096  # bytes of one sample
 SAMPLES = 16  # blocks of one tensor, evenly spaced; a tensor no larger than all of them is read whole
@@ -52,6 +54,29 @@ def model_fingerprint(cfg: RunConfig) -> str:
         facts["folder"] = _of_folder(str(folder.resolve()), _listed(folder, weights=not dummy))
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+
+
+def safe_name(name: str) -> str:
+    """A model's name as part of a file's: org/M -> org--M, and no letter that a shell or a file system minds."""
+    return re.sub(r"[^\w.-]", "-", name.replace("/", "--"))
+
+
+def folder_name(cfg: RunConfig) -> str:
+    """What files and folders that belong to one model are called: its name, for people, and a part of its fingerprint.
+
+    Raises:
+        ConfigError: as `model_fingerprint`.
+    """
+    return f"{safe_name(cfg.model.name)}-{model_fingerprint(cfg)[:SHORT]}"
+
+
+def head_folder(cfg: RunConfig) -> Path:
+    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind.
+
+    Raises:
+        ConfigError: as `model_fingerprint`.
+    """
+    return Path(cfg.head_dir).expanduser() / folder_name(cfg)
 
 
 def snapshot(model: ModelConfig) -> str | None:
@@ -89,7 +114,7 @@ def _of_folder(folder: str, files: Files) -> str:
                 continue
             digest.update(f"{size} ".encode())
             with path.open("rb") as file:
-                for offset, length in _pieces(file, path, size):
+                for offset, length in _pieces(file, path.suffix, size):
                     file.seek(offset)
                     digest.update(file.read(length))
         except OSError as error:
@@ -99,32 +124,41 @@ def _of_folder(folder: str, files: Files) -> str:
 
 def _config(path: Path) -> bytes:
     """config.json in one spelling, without what says where the file came from."""
+    raw = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error})") from error
+        content = json.loads(raw)
+    except ValueError:
+        return raw  # a name for what is there, right or wrong; who loads the model says what is wrong with it
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in _ABOUT_THE_FILE}
     return json.dumps(content, sort_keys=True).encode()
 
 
-def _pieces(file: BinaryIO, path: Path, size: int) -> Iterator[tuple[int, int]]:
+def _pieces(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
     """(offset, length) of the bytes that stand for a weight file."""
-    if path.suffix != ".safetensors":
+    try:
+        header, tensors = _safetensors(file, size) if suffix == ".safetensors" else (0, [])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        header, tensors = 0, []  # not in that format after all
+    if not tensors:
         yield from _spread(0, size, FILE_SAMPLES)
         return
-    # The format: eight bytes with the header's length, the header in JSON, then the tensors back to back.
+    yield 0, header
+    for start, end in tensors:
+        yield from _spread(header + start, end - start, SAMPLES)
+
+
+def _safetensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes before the first tensor, and where each tensor begins and ends after them.
+
+    The format: eight bytes with the header's length, the header in JSON, then the tensors back to back.
+    """
     length = int.from_bytes(file.read(8), "little")
-    try:
-        if length > size:
-            raise ValueError("it is cut short")
-        tensors = json.loads(file.read(length))
-        places = sorted(facts["data_offsets"] for name, facts in tensors.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a safetensors file ({error})") from error
-    yield 8, length
-    for start, end in places:
-        yield from _spread(8 + length + start, end - start, SAMPLES)
+    if length > size:
+        raise ValueError("longer than the file")
+    header = json.loads(file.read(length))
+    places = [facts["data_offsets"] for name, facts in header.items() if name != "__metadata__"]
+    return 8 + length, sorted((int(start), int(end)) for start, end in places)
 
 
 def _spread(start: int, size: int, samples: int) -> Iterator[tuple[int, int]]:

@@ -71,7 +71,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method is Method.layer_skip:
         spec["draft_weights"] = cfg.draft_weights.value
         spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
-        spec["calibration"] = calibrations.of(cfg)
+        spec["calibration"] = calibrations.map_of(cfg)
         if cfg.verification is Verification.adaptive:
             spec["enable_adaptive_verification"] = True
     if cfg.method is Method.draft_model:

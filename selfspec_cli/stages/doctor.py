@@ -125,7 +125,7 @@ def _settings(cfg: RunConfig) -> Check:
     """What a sweep would refuse before it starts an engine."""
     try:
         preflight.check(cfg)
-        preflight.settled(cfg)
+        preflight.with_saved_gate(cfg)
     except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     return Check("settings", True, "exit layer, head, draft vocabulary and gate can be had")

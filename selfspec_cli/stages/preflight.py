@@ -50,9 +50,9 @@ def check_model(cfg: RunConfig) -> None:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
 
 
-def settled(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.settled`; raises ConfigError."""
-    return calibrations.settled(cfg, exit_layer(cfg))
+def with_saved_gate(cfg: RunConfig) -> RunConfig:
+    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.with_saved_gate`; raises ConfigError."""
+    return calibrations.with_saved_gate(cfg, exit_layer(cfg))
 
 
 def exit_layer(cfg: RunConfig) -> int | None:
@@ -67,7 +67,7 @@ def warnings(cfg: RunConfig) -> list[str]:
     """Settings that are allowed but do nothing: a threshold that the gate can never pass, or never fail."""
     if cfg.method is not Method.layer_skip:
         return []
-    document = calibrations.of(cfg)
+    document = calibrations.map_of(cfg)
     calibration = None if document is None else calibration_from_dict(document)
     settings = DraftSettings(1, gate=cfg.gate.kind.value, threshold=gate_threshold(cfg), calibration=calibration)
     vocabulary = int(cfg.vocab) if cfg.vocab.isdigit() else number(cfg, "vocab_size")

@@ -16,6 +16,7 @@ from typing import Any
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.artifacts.calibrations import SavedGate
 from selfspec_cli.config import paths
+from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit import roc as curves
@@ -123,7 +124,7 @@ def run(
         progress("exits", number + 1, len(cfgs))
     rows = [row for found in exits for row in table(found)]
     result = RocResult(rows, exits)
-    result.files = write(result, Path(cfgs[0].results_dir) / "roc" / cfgs[0].model.name.replace("/", "--"))
+    result.files = write(result, Path(cfgs[0].results_dir) / "roc" / folder_name(cfgs[0]))
     return result
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config import paths
 from selfspec_cli.config.keys import KEY_LENGTH, baseline_of, engine_key, run_key
+from selfspec_cli.config.model_digest import head_folder, safe_name
 from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, HeadKind, Method, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.cost_model import Costs
@@ -132,7 +133,7 @@ def run(
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> TuneResult:
-    """Choose among `cfgs`, which differ in exit layer or head; writes conf/tuned/<model>.yaml.
+    """Choose among `cfgs`, which differ in exit layer or head; writes the file that `tuned=MODEL` reads.
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
@@ -142,7 +143,7 @@ def run(
         ConfigError: nothing was drafted.
     """
     first = cfgs[0]
-    folder = Path(first.results_dir) / "tune" / f"{first.model.name.replace('/', '--')}-{run_key(baseline_of(first))}"
+    folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
     exits = survey(cfgs, folder, open_engine, budget, progress)
     for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
@@ -164,7 +165,7 @@ def run(
     choice = max(finalists, key=lambda finalist: finalist.speedup)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
-    file = tuned.write(conf, first.model.name, words, about)
+    file = tuned.write(conf, first, words, about)
     expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in level(exits)]
     result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
     (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
@@ -177,9 +178,17 @@ def document(result: TuneResult) -> dict[str, Any]:
         {"E": finalist.cfg.layer, "head": calibrations.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
     ]
-    return {"overrides": result.overrides, "file": result.file, "speedup": result.choice.speedup,
-            "seconds": result.seconds, "trials": result.trials, "finalists": finalists,
-            "expected": result.expected, "warnings": result.warnings}  # fmt: skip
+    return {
+        "overrides": result.overrides,
+        "file": result.file,
+        "tuned": safe_name(result.choice.cfg.model.name),
+        "speedup": result.choice.speedup,
+        "seconds": result.seconds,
+        "trials": result.trials,
+        "finalists": finalists,
+        "expected": result.expected,
+        "warnings": result.warnings,
+    }
 
 
 def doubts(finalists: Sequence[Finalist]) -> list[str]:
@@ -357,7 +366,7 @@ def _draft_files(cfg: RunConfig) -> list[Path]:
     """The head, and what its draft vocabulary comes from: a list, or the token counts that a fit left."""
     files = [preflight.head_file(cfg, int(cfg.layer or 0))]
     if cfg.vocab != "full":
-        files.append(paths.head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
+        files.append(head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
     return [file for file in files if file is not None and file.is_file()]
 
 

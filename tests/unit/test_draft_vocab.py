@@ -8,7 +8,7 @@ import torch
 from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
-from selfspec_cli.config import paths
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
@@ -29,7 +29,7 @@ def fitted(cfg, kind="lsq", **more):
     weight = torch.randn(VOCAB if kind == "lsq" else HIDDEN, HIDDEN)
     head = lsq_head(weight) if kind == "lsq" else translator_head(weight)
     metadata = HeadMetadata(kind, LAYER, HIDDEN, VOCAB, fingerprint="abc", **more)
-    save_head(paths.head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
+    save_head(head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
     return head
 
 
@@ -48,11 +48,11 @@ def test_a_lens_over_the_most_frequent_tokens(cfg):
 
 
 def test_counts_of_the_fitted_text_come_first(cfg):
-    draft_vocab.save_counts(paths.head_folder(cfg), COUNTS.flip(0), "a text")
+    draft_vocab.save_counts(head_folder(cfg), COUNTS.flip(0), "a text")
     assert load_head(found(replace(cfg, vocab="2"))).head.vocab_ids.tolist() == [2, 6]
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "another") is None
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB + 1) is None
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "another") is None
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB + 1) is None
 
 
 @pytest.mark.parametrize("kind", ["lsq", "translator"])

@@ -62,8 +62,18 @@ def test_a_model_of_the_hub_is_its_commit(tmp_path, monkeypatch):
     assert len({unknown, known, pinned}) == 3
 
 
-def test_a_file_that_is_not_safetensors_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 100, b"version https://git-lfs.github.com/spec/v1", b"\x02" + b"\0" * 7 + b"[]"]
+)
+def test_what_is_no_safetensors_file_still_has_a_name(tmp_path, content):
     cfg = model(tmp_path / "M")
-    (tmp_path / "M" / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a safetensors file"):
-        model_fingerprint(cfg)
+    (tmp_path / "M" / "model.safetensors").write_bytes(content)
+    (tmp_path / "M" / "config.json").write_text("{")
+    before = model_fingerprint(cfg)
+    (tmp_path / "M" / "model.safetensors").write_bytes(content + b"1")
+    assert model_fingerprint(cfg) != before
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="no folder /not/there"):
+        model_fingerprint(RunConfig(model=ModelConfig(name="M", path="/not/there")))

@@ -88,10 +88,10 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     assert words[0] == "layer=3"
     assert any(word.startswith("gate=") for word in words)
     # What was saved is what gate=calibrated reads, with its threshold.
-    settled = calibrations.settled(RunConfig(layer=3, gate=GateConfig(GateKind.calibrated)), 3)
-    assert settled.threshold == found.tau
-    calibration = calibrations.of(settled)
-    DraftSettings.from_user({"gate": "calibrated", "tau": settled.threshold, "calibration": calibration}, 24)
+    calibrated = calibrations.with_saved_gate(RunConfig(layer=3, gate=GateConfig(GateKind.calibrated)), 3)
+    assert calibrated.threshold == found.tau
+    calibration = calibrations.map_of(calibrated)
+    DraftSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
 
 
 def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkey
     assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
     for exit_ in (found, other):
         asked = replace(exit_.cfg, gate=GateConfig(GateKind.calibrated))
-        assert calibrations.settled(asked, 3).threshold == exit_.tau
+        assert calibrations.with_saved_gate(asked, 3).threshold == exit_.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
 

@@ -11,7 +11,7 @@ from exit_heads import lsq_head
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli.artifacts import tuned
-from selfspec_cli.config import paths
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import (
     DraftWeights,
     GateConfig,
@@ -137,7 +137,8 @@ def test_the_choice_is_near_the_best_of_a_full_grid(lab):
 
 def test_the_choice_is_written_and_composes(lab, monkeypatch):
     result = lab.run()
-    written = yaml.safe_load((lab.folder / "conf" / "tuned" / "reference.yaml").read_text())
+    (file,) = (lab.folder / "conf" / "tuned").glob("reference-*.yaml")
+    written = yaml.safe_load(file.read_text())
     assert written["overrides"] == result.overrides
     assert written["overrides"][0] == "model=m"
     assert f"layer={result.choice.cfg.layer}" in written["overrides"]
@@ -187,7 +188,7 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     keys.append(tune.draft_key(listed))
     counted = replace(listed, vocab="4096")
     keys.append(tune.draft_key(counted))
-    counts = paths.head_folder(counted) / COUNTS_FILE
+    counts = head_folder(counted) / COUNTS_FILE
     counts.parent.mkdir()
     counts.write_text("of another text")
     keys.append(tune.draft_key(counted))
@@ -200,10 +201,10 @@ def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
     keys = []
     for value in (1.0, 2.0):
         head = lsq_head(torch.full((8, 4), value))
-        save_head(paths.head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+        save_head(head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
         keys.append(tune.draft_key(cfg))
     elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))
-    save_head(paths.head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+    save_head(head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
     assert len({*keys, tune.draft_key(elsewhere)}) == 3
 
 

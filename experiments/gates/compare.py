@@ -29,7 +29,7 @@ from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.record import provenance
-from selfspec_cli.stages import arms, roc
+from selfspec_cli.stages import arms, exits
 from selfspec_cli.texts import prompts as workload
 
 LONGEST, REPEATS = 12, 5
@@ -89,7 +89,7 @@ def recording(engine: Engine, cfg: RunConfig) -> float:
 
 def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     """Screen every point, then race the best ones with the settings named."""
-    log = roc.record(engine, cfg, 16)
+    log = exits.record(engine, cfg, 16)
     points = [Setting("none", None, k) for k in range(1, 9)]
     points += [Setting(gate, limit, k) for gate in log.features for k in GRID_LENGTHS
                for limit in replay.thresholds(log, gate, GRID_THRESHOLDS)]  # fmt: skip

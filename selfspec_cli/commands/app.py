@@ -6,7 +6,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +15,9 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.artifacts.calibrations import exit_name
 from selfspec_cli.commands import screen as output
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
-from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import HeadConfig, RunConfig
 from selfspec_cli.progress import bars
@@ -208,9 +207,9 @@ def roc(
         from selfspec_cli.report import roc as roc_figure
         from selfspec_cli.stages import roc as roc_stage
 
-        cfgs = _exits(overrides or [], roc_stage.default_layers)
+        cfgs = _exits(overrides or [], roc_stage.LAYER_PARTS)
         if dry_run:
-            plan = {"model": cfgs[0].model.path, "layers": [cfg.layer for cfg in cfgs], "prompts": prompts}
+            plan = roc_stage.facts(cfgs, longest, prompts)
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
         with only_stderr(), bars() as progress:
             result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
@@ -235,11 +234,11 @@ def tune(
         from selfspec_cli.stages import tune as tune_stage
 
         words = overrides or []
-        cfgs = _exits(words, tune_stage.candidate_layers)
+        cfgs = _exits(words, tune_stage.LAYER_PARTS)
+        heads = [] if any(re.match(r"head[.=]", word) for word in words) else _known_heads()
         if dry_run:
-            plan = {"model": cfgs[0].model.path, "exits": [f"E={c.layer} {exit_name(c)}" for c in cfgs]}
+            plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
-        named = any(re.match(r"head[.=]", word) for word in words)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
             result = tune_stage.run(
@@ -247,7 +246,7 @@ def tune(
                 open_engine=_open_engine,
                 budget=tune_stage.Budget(minutes, trials),
                 conf=Path("conf"),
-                heads=[] if named else _known_heads(),
+                heads=heads,
                 model_words=model,
                 progress=progress,
             )
@@ -287,19 +286,21 @@ def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
     return compose_runs(None, overrides or [], sweep=False, config=config)[0]
 
 
-def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]]) -> list[RunConfig]:
-    """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
+def _exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
+    """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
+    choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
     from selfspec_cli.config.compose import compose_runs
+    from selfspec_cli.stages.exits import candidate_layers
 
     idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
     warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
     if not any(word.partition("=")[0] == "layer" for word in overrides):
         first = compose_runs(None, overrides)[0]
-        overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
+        overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
     cfgs = compose_runs(None, overrides)
     for cfg in cfgs:
         preflight.check(cfg)
-    found = [preflight.runnable(cfg) for cfg in {engine_key(cfg): cfg for cfg in cfgs}.values()]
+    found = [preflight.runnable(cfg) for cfg in cfgs]
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 

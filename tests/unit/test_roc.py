@@ -14,6 +14,7 @@ from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.settings import DraftSettings
 from selfspec_cli.report import roc as figure
 from selfspec_cli.stages import roc
+from selfspec_cli.stages.exits import Exit
 
 
 @pytest.mark.parametrize("gate", features())
@@ -50,7 +51,7 @@ def test_a_curve_runs_from_corner_to_corner():
 
 
 def judged(seed=0):
-    return roc.judge(RunConfig(layer=3, k=5), make(400, seed), COSTS)
+    return roc.judge(Exit(RunConfig(layer=3, k=5), make(400, seed), COSTS))
 
 
 def test_every_gate_has_a_row_and_a_setting():
@@ -61,7 +62,7 @@ def test_every_gate_has_a_row_and_a_setting():
         assert row.best_fixed_speedup == rows[0].expected_speedup
         assert (row.threshold is None) == (row.gate == "none")
         assert row.expected_speedup <= found.oracle.speedup + 1e-9
-    assert found.choice.speedup == max(row.expected_speedup for row in rows)
+    assert found.exit.best.speedup == max(row.expected_speedup for row in rows)
 
 
 def test_the_calibrated_gate_is_as_good_as_its_feature_and_breaks_even_below_certainty():
@@ -97,14 +98,15 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
 def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = judged()
-    other = replace(found, cfg=replace(found.cfg, draft_weights=DraftWeights.fp8), tau=0.123)
+    fp8 = replace(found.exit.cfg, draft_weights=DraftWeights.fp8)
+    other = replace(found, exit=replace(found.exit, cfg=fp8), tau=0.123)
     result = roc.RocResult([*roc.table(found), *roc.table(other)], [found, other])
     assert {row.head for row in result.rows} == {"lens", "lens-fp8"}
     files = roc.write(result, tmp_path / "roc")
     assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
-    for exit_ in (found, other):
-        asked = replace(exit_.cfg, gate=GateConfig(GateKind.calibrated))
-        assert calibrations.with_saved_gate(asked, 3).threshold == exit_.tau
+    for one in (found, other):
+        asked = replace(one.exit.cfg, gate=GateConfig(GateKind.calibrated))
+        assert calibrations.with_saved_gate(asked, 3).threshold == one.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
 

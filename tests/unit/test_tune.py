@@ -27,9 +27,10 @@ from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
+from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import DraftCounts, Generation
-from selfspec_cli.stages import arms, search, tune
+from selfspec_cli.stages import arms, exits, search, tune
 
 OPENING = 30.0  # seconds until an engine is there
 
@@ -45,7 +46,7 @@ class FakeEngine:
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
         self.log = replace(log, accepted=torch.where(worse, 0, log.accepted))
-        self.setting, self.generated = Setting("none", None, cfg.k), 0
+        self.setting, self.generated, self.recorded = Setting("none", None, cfg.k), 0, False
 
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
@@ -55,6 +56,7 @@ class FakeEngine:
 
     @contextmanager
     def recording(self):
+        self.recorded = True
         yield lambda: self.log
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
@@ -183,17 +185,17 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
         file.parent.mkdir()
         file.write_text(text)
     listed = RunConfig(layer=3, vocab=str(first), head_dir=str(tmp_path))
-    keys = [tune.draft_key(listed), tune.draft_key(replace(listed, vocab=str(again)))]
+    keys = [exits.draft_key(listed), exits.draft_key(replace(listed, vocab=str(again)))]
     first.write_text("1 2 3 4")
-    keys.append(tune.draft_key(listed))
+    keys.append(exits.draft_key(listed))
     counted = replace(listed, vocab="4096")
-    keys.append(tune.draft_key(counted))
+    keys.append(exits.draft_key(counted))
     counts = head_folder(counted) / COUNTS_FILE
     counts.parent.mkdir()
     counts.write_text("of another text")
-    keys.append(tune.draft_key(counted))
+    keys.append(exits.draft_key(counted))
     assert len(set(keys)) == 5
-    assert tune.draft_key(replace(counted, gate=GateConfig(GateKind.maxp), tau=0.2)) == keys[-1]
+    assert exits.draft_key(replace(counted, gate=GateConfig(GateKind.maxp), tau=0.2)) == keys[-1]
 
 
 def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
@@ -202,10 +204,10 @@ def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
     for value in (1.0, 2.0):
         head = lsq_head(torch.full((8, 4), value))
         save_head(head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-        keys.append(tune.draft_key(cfg))
+        keys.append(exits.draft_key(cfg))
     elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))
     save_head(head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-    assert len({*keys, tune.draft_key(elsewhere)}) == 3
+    assert len({*keys, exits.draft_key(elsewhere)}) == 3
 
 
 def test_what_is_written_names_who_drafts_and_where_its_head_is():
@@ -243,6 +245,24 @@ def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch
     assert {round(one["plain_tok_s"], 3) for one in told["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
     assert len(told["warnings"]) == 1
     assert "changed by 100%" in told["warnings"][0]
+
+
+def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
+    """`tune k=3,5` names one exit twice."""
+    cfg = lab.cfgs[1]
+    named = [replace(cfg, k=k, gate=gate) for k in (3, 5) for gate in (GateConfig(), GateConfig(GateKind.maxp))]
+    lab.run(chosen=named, trials=1)
+    surveys = [engine for engine in lab.opened if engine.recorded]
+    assert len(surveys) == 1
+    assert len(list((lab.folder / "results" / "tune").glob("*/drafts-*.pt"))) == 1
+
+
+def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
+    told = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14, trials=18)
+    assert told["exits"] == ["E3-lens"]
+    assert told["gates"] == ["none", *features()]
+    assert told["lengths"] == "1 to 5 tokens a draft"  # LONGEST, as it is here
+    assert (told["minutes"], told["trials"]) == (14, "at most 18 on each of 1 engine(s)")
 
 
 def test_two_exits_that_expect_less_end_the_survey(lab):
@@ -316,13 +336,13 @@ def test_a_stall_in_one_repeat_does_not_enter_the_costs():
 
 def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
     log, setting = make(), Setting("none", None, 3)
-    exits = []
+    found = []
     for layer, costs in ((3, COSTS), (4, replace(COSTS, plain=1.4 * COSTS.plain, draft=1.3 * COSTS.draft))):
         cfg = RunConfig(layer=layer, k=10)
-        exits.append(tune.Exit(cfg, "", log, costs, [replay(log, setting, costs)], seconds=1.0))
-    exits.append(replace(exits[0], cfg=RunConfig(layer=6, k=10)))
-    assert exits[1].outcomes[0].speedup > exits[0].outcomes[0].speedup
-    assert tune.promising(exits)[0].cfg.layer == 3
+        found.append(exits.Exit(cfg, log, costs, (replay(log, setting, costs),)))
+    found.append(replace(found[0], cfg=RunConfig(layer=6, k=10)))
+    assert found[1].best.speedup > found[0].best.speedup
+    assert tune.promising(found)[0].cfg.layer == 3
 
 
 def test_a_threshold_survives_the_way_through_its_share(lab):

@@ -1,0 +1,198 @@
+"""What `roc` and `tune` look at first: the exits that are asked for, what is drafted there and what its steps cost.
+
+An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted. The gate and the
+draft length are no part of it: a log of long ungated drafts tells what every gate and every shorter draft would do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.config import paths
+from selfspec_cli.config.keys import KEY_LENGTH, engine_key
+from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.early_exit.cost_model import Costs
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
+from selfspec_cli.early_exit.replay import Outcome, Setting
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.stages import arms, preflight
+from selfspec_cli.texts import prompts as workload
+
+TIMED_PROMPTS, TIMED_REPEATS = 4, 2
+OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One exit, the log of what it drafts, and the costs of its steps.
+
+    cfg: without a gate, k the longest draft of the log. outcomes: what settings are worth here; empty until somebody
+    has asked. seconds: what logging and timing took.
+    """
+
+    cfg: RunConfig
+    log: DraftLog
+    costs: Costs
+    outcomes: tuple[Outcome, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def layer(self) -> int:
+        """E: layers 0..E-1 draft."""
+        return int(self.cfg.layer or 0)
+
+    @property
+    def head(self) -> str:
+        """The head and whatever else of the drafts is not the default, as file names say it."""
+        return calibrations.exit_name(self.cfg)
+
+    @property
+    def vocabulary(self) -> str:
+        """The draft vocabulary, as users write it."""
+        return self.cfg.vocab
+
+    @property
+    def name(self) -> str:
+        """For people, and for files."""
+        return name_of(self.cfg)
+
+    @property
+    def best(self) -> Outcome:
+        """The outcome of greatest expected speedup."""
+        return max(self.outcomes, key=lambda outcome: outcome.speedup)
+
+
+def name_of(cfg: RunConfig) -> str:
+    """What an exit is called: its layer and what drafts there."""
+    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
+
+
+def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
+    """The exits that `cfgs` name, each once: configs that differ in gate, threshold or draft length name one exit.
+
+    longest: tokens a draft, at most, in every one of them.
+    """
+    exits: dict[str, RunConfig] = {}
+    for cfg in cfgs:
+        bare = replace(
+            cfg, k=longest, gate=GateConfig(), tau=None, tau_v=None, threshold=None, method=Method.layer_skip
+        )
+        exits.setdefault(engine_key(bare), bare)
+    return list(exits.values())
+
+
+def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
+    """Exit layers where the user names none: the model's own choice, and the layers divided by each of `parts`.
+
+    Raises:
+        ConfigError: nothing here says how many layers the model has, nor which exit it has measured best.
+    """
+    layers = preflight.num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
+    wanted = {cfg.model.exit_layer} | ({max(layers // part, 1) for part in parts} if layers else set())
+    found = sorted(layer for layer in wanted if layer and (layers is None or layer < layers))
+    if not found:
+        raise ConfigError(f"model={cfg.model.name}: how many layers it has is not known here; name some: layer=4,8")
+    return found
+
+
+def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int) -> Exit:
+    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged."""
+    with open_engine(cfg) as engine:
+        log = record(engine, cfg, prompts)
+        return Exit(replace(cfg, layer=engine.layer), log, time_steps(engine, cfg))
+
+
+def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
+    """Draft without a gate and log it, on other prompts than the workload's own, which stay unseen.
+
+    prompts: requests logged; where the batch is larger, as many as fill it, for steps are timed at that size.
+
+    Raises:
+        ConfigError: nothing was drafted.
+    """
+    work = cfg.workload
+    other = replace(cfg, seed=cfg.seed + 1, workload=replace(work, num_prompts=max(prompts, work.batch)))
+    arms.apply(engine, Setting("none", None, int(cfg.k or 0)))
+    with engine.recording() as read:
+        engine.generate(
+            workload.prompts(other, engine),
+            work.output_len,
+            batch=work.batch,
+            temperature=work.temperature,
+            seed=other.seed,
+        )
+        log = read()
+    if not len(log.drafted):
+        raise ConfigError(f"workload.output_len={work.output_len}: nothing was drafted; generate more tokens")
+    return log
+
+
+def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
+    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k."""
+    few = replace(cfg, workload=replace(cfg.workload, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
+    longest = int(cfg.k or 0)
+    lengths = sorted({1, (longest + 1) // 2, longest})
+    settings = [arms.PLAIN, *(Setting("none", None, k) for k in lengths)]
+    plain, *drafting = arms.measure(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
+    return arms.costs(plain, drafting)
+
+
+def level(exits: Sequence[Exit]) -> list[Exit]:
+    """The exits as if plain decoding had taken the same time on every engine, the median.
+
+    Plain decoding knows nothing of exits; where the machine stalled under it, that exit would look fast.
+    """
+    plain = statistics.median(found.costs.plain for found in exits)
+    return [
+        replace(
+            found,
+            costs=replace(found.costs, plain=plain),
+            outcomes=tuple(replace(one, speedup=one.speedup * plain / found.costs.plain) for one in found.outcomes),
+        )
+        for found in exits
+    ]
+
+
+def draft_key(cfg: RunConfig) -> str:
+    """Names what an exit drafts: another for every setting that matters, and for a head or a vocabulary whose file
+    holds something else now."""
+    digest = hashlib.sha256(engine_key(cfg).encode())
+    for path in _draft_files(cfg):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:KEY_LENGTH]
+
+
+def save(found: Exit, file: Path) -> None:
+    """Write the log and the costs of an exit, whole or not at all; `load` reads them back."""
+    import torch
+
+    part = file.with_suffix(".part")
+    log = {name: getattr(found.log, name) for name in DraftLog.__annotations__}
+    torch.save({"log": log, "costs": asdict(found.costs)}, part)
+    part.replace(file)
+
+
+def load(cfg: RunConfig, file: Path) -> Exit:
+    """The exit `cfg` with the log and the costs that `save` wrote."""
+    import torch
+
+    saved: dict[str, Any] = torch.load(file, weights_only=True)
+    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]))
+
+
+def _draft_files(cfg: RunConfig) -> list[Path]:
+    """The head, and what its draft vocabulary comes from: a list, or the token counts that a fit left."""
+    files = [preflight.head_file(cfg, int(cfg.layer or 0))]
+    if cfg.vocab != "full":
+        files.append(head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
+    return [file for file in files if file is not None and file.is_file()]

@@ -26,6 +26,7 @@ from selfspec_cli.report import make as report_stage
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.stages import sweep as sweep_stage
+from selfspec_cli.texts import corpora
 
 app = typer.Typer(
     name="selfspec",
@@ -117,7 +118,12 @@ def sweep(
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
 Corpus = Annotated[
-    str, typer.Option("--corpus", help="stdlib, a ShareGPT .json, a text file, hf:NAME[:SPLIT[:COLUMN]], or random.")
+    str,
+    typer.Option(
+        "--corpus",
+        help="stdlib, a text file, a .json, .jsonl or .parquet (ShareGPT, or FILE:COLUMN), "
+        "hf:NAME\\[@CONFIG][:SPLIT[:COLUMN]] such as hf:org/set@en:train[:1%]:text, or random.",
+    ),
 ]
 
 
@@ -160,6 +166,7 @@ def fit_heads(
     """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
     with guard(as_json, debug):
         plan = head_plan.to_fit(_several(overrides))
+        corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
         from selfspec_cli.stages import fit
@@ -183,6 +190,7 @@ def compare_heads(
     best ones."""
     with guard(as_json, debug, ROWS_KEPT):
         plan = head_plan.to_compare(overrides or [], _several)
+        corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
         from selfspec_cli.stages import heads as compare

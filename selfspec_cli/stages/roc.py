@@ -84,6 +84,7 @@ def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROM
     plan = exits.distinct(cfgs, longest)
     return {
         "model": plan[0].model.path,
+        "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
         "gates": list(GATES),
         "lengths": f"1 to {longest} tokens a draft",

@@ -108,6 +108,7 @@ def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequenc
     more = {exits.name_of(other): None for cfg in plan for other in with_heads(cfg, heads)}
     return {
         "model": plan[0].model.path,
+        "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
         "also": list(more),  # tried at the exits that look promising
         "gates": list(search.gates(features())),

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from selfspec_cli import interrupts
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
@@ -56,7 +57,8 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
     then: GOES_ON, or whatever else is true after an interrupt.
     """
     try:
-        yield
+        with interrupts.watched():
+            yield
     except typer.Exit:
         raise
     except (ConfigError, SettingsError) as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from selfspec_cli import interrupts
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.draft_log import DraftLog
@@ -155,6 +156,7 @@ class Engine:
         for _ in range(min(batch, len(waiting))):
             submit()
         while core.has_unfinished_requests():
+            interrupts.check()
             for output in core.step():
                 if output.finished:
                     finished[numbers[output.request_id]] = output
@@ -245,6 +247,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     from vllm import LLM
 
     llm = None
+    interrupts.check()
     try:
         with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
@@ -256,6 +259,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         draft = sum(share["draft"] for share in weights) / MIB
         yield Engine(llm, cfg, layers, target + draft, draft)
     except Exception as error:
+        interrupts.check()  # Ctrl-C reaches vLLM's own processes too, and an engine that died of it has not failed
         raise _as_bad_input(error) from error
     finally:
         if llm is not None:

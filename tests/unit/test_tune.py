@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -64,17 +65,22 @@ class FakeEngine:
         self.clock.now += generation.seconds
         return generation
 
+    @cache  # noqa: B019 - engines live as long as a test
+    def replayed(self, setting):
+        """What the log makes of a setting: its outcome, and the length of each draft."""
+        return replay(self.log, setting, self.costs), draft_lengths(self.log, setting).tolist()
+
     def answer(self, prompts, output_len):
         self.generated += 1
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
         if not self.setting.k:
             return Generation(outputs, tokens * COSTS.plain, [1.0], [1.0], DraftCounts(0, 0, 0, []), counters_of([]))
-        outcome = replay(self.log, self.setting, self.costs)
+        outcome, lengths = self.replayed(self.setting)
         share = tokens / (outcome.rounds + outcome.accepted)
         seconds = tokens * self.costs.plain / outcome.speedup
         counts = DraftCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
-        own = counters_of(draft_lengths(self.log, self.setting).tolist())
+        own = counters_of(lengths)
         own["seconds"] = outcome.drafted * self.costs.draft * share
         for name in ("rounds", "steps", "drafted"):
             own[name] *= share

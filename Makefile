@@ -26,7 +26,7 @@ summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
-	$(BIN)/selfspec report --results $(RESULTS)
+	$(BIN)/selfspec report results_dir=$(RESULTS)
 
 quick: $(INSTALLED)
 	@rm -f $(TIMES)

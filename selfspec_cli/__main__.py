@@ -14,8 +14,16 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM's to mend, nothing to tell a user
     reserve_stdout()
-    from selfspec_cli.commands.app import app
+    try:
+        from selfspec_cli.commands.app import app
+    except ModuleNotFoundError as error:
+        from selfspec_cli.extras import remedy
 
+        message = remedy(error)
+        if message is None:
+            raise
+        print(f"selfspec: the command line measures and fits; serving needs only vLLM. {message}", file=sys.stderr)
+        sys.exit(2)
     app(prog_name="selfspec")
 
 

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # vLLM's engine in the test's own process: one process fewer, and errors keep their type.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -11,3 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 # One thread: tiny models gain nothing from two, and two threads on cores that are shared wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def heads_are_derived_into_a_folder_of_the_tests(monkeypatch, tmp_path_factory):
+    """Not into the cache of whoever runs them."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setattr("selfspec_cli.artifacts.head_files.cache_dir", lambda: folder)

@@ -10,10 +10,10 @@ from typing import Any
 
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, RunConfig, Runner, gate_threshold, head_spec
+from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def exit_name(cfg: RunConfig) -> str:
     A head with a path of its own is named by that too, a vocabulary list by what it holds: `a/v.txt` and `b/v.txt` are
     two vocabularies.
     """
-    parts = [head_spec(cfg.head).name]
+    parts = [head_spec(cfg.head, cfg.layer).name]
     if cfg.head.path is not None:
         parts.append(_digest(bytes(Path(cfg.head.path).expanduser().resolve())))
     if cfg.vocab.isdigit():
@@ -75,7 +75,7 @@ def load(path: str | Path) -> SavedGate:
         raise ConfigError(f"gate.calibration={path}: {reason}") from error
 
 
-def with_saved_gate(cfg: RunConfig, layer: int | None) -> RunConfig:
+def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
     """`cfg` with the file that gate `calibrated` reads, and with that file's threshold where none is given.
 
     layer: the exit layer in force. Other gates come back as they are.
@@ -83,7 +83,7 @@ def with_saved_gate(cfg: RunConfig, layer: int | None) -> RunConfig:
     Raises:
         ConfigError: the file is missing or wrong.
     """
-    if cfg.gate.kind is not GateKind.calibrated:
+    if cfg.gate.kind != "calibrated":
         return cfg
     file = cfg.gate.calibration
     if file is None:
@@ -98,13 +98,13 @@ def with_saved_gate(cfg: RunConfig, layer: int | None) -> RunConfig:
         file = str(path)
     saved = load(file)
     given = gate_threshold(cfg)
-    gate = GateConfig(GateKind.calibrated, file)
+    gate = GateConfig("calibrated", file)
     return replace(cfg, gate=gate, threshold=saved.threshold if given is None else given)
 
 
 def map_of(cfg: RunConfig) -> dict[str, Any] | None:
-    """The map of gate `calibrated` in its JSON form, after `with_saved_gate` found the file; None for other gates."""
-    if cfg.gate.kind is not GateKind.calibrated or cfg.gate.calibration is None:
+    """The map of gate `calibrated` in its JSON form, after `with_calibration` found the file; None for other gates."""
+    if cfg.gate.kind != "calibrated" or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()
 

@@ -1,20 +1,24 @@
 """From a config to the file of its exit head: looked up, or gathered from the full one for a draft vocabulary.
 
 A head over a draft vocabulary has the rows, or the translator, of the same head over all tokens, so it is derived from
-that one (as `make` would: again whenever its source is newer) and is a file of its own, which any vLLM can be given.
+that one and is a file of its own, which any vLLM can be given.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.paths import REFERENCE
-from selfspec_cli.config.schema import ConfigError, HeadKind, RunConfig, head_spec
+from selfspec_cli.config.paths import REFERENCE, cache_dir
+from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata, require_model
+from selfspec_cli.early_exit.head_spec import HeadSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,26 +27,42 @@ Counts = Callable[[], "Tensor"]
 """Token counts [V] of a corpus, asked for only when they are needed and no fit has left any."""
 
 
+def check_head(cfg: RunConfig, layer: int, facts: ModelFacts) -> None:
+    """Refuse a head that cannot be used at `layer` of a model with these facts. Reads no more than a file's header.
+
+    Raises:
+        ConfigError, HeadError: it is not there, damaged, of another layer or of another model's shape; the file holds
+            another head than the one that is asked for beside it.
+    """
+    file = full_head(cfg, layer)
+    if file is None:
+        return
+    if file.suffix == ".pt":
+        from selfspec_cli.early_exit.artifact import load_head  # imports torch, which alone can read it
+
+        metadata = load_head(file).metadata
+    else:
+        metadata = read_metadata(file)
+    require_model(file, metadata, layer=layer, hidden=facts.hidden, vocab_size=facts.vocab_size)
+    asked = head_spec(replace(cfg.head, path=None))
+    if asked not in (HeadSpec(), metadata.spec):
+        raise ConfigError(f"head={asked.name} with head.path={cfg.head.path}: the file holds {metadata.spec.name}")
+
+
 def full_head(cfg: RunConfig, layer: int) -> Path | None:
-    """The file of the head that `cfg` names at `layer`, over the full vocabulary; None for the lens, which has none.
+    """The file of the head that `cfg` names at `layer`, over the full vocabulary; None for one that needs no fit.
 
     Raises:
         ConfigError: it has not been fitted (says how to), or the path is not there.
-        HeadError: a .pt file that holds anything but tensors.
+        HeadError: a folder has no such head, or several.
     """
-    spec = head_spec(cfg.head)
-    from selfspec_cli.early_exit.artifact import find_head, load_head  # imports torch
-
+    spec = head_spec(replace(cfg.head, path=None))
     if cfg.head.path is not None:
         path = Path(cfg.head.path).expanduser()
         if not path.exists():
             raise ConfigError(f"head.path={cfg.head.path}: there is no such file")
-        if path.is_dir():
-            return find_head(path, layer, None if cfg.head.kind is HeadKind.lens else spec)
-        if path.suffix == ".pt":
-            load_head(path, layer=layer)  # refused here and not by a worker, whose errors are wrapped
-        return path
-    if cfg.head.kind is HeadKind.lens:
+        return find_head(path, layer, None if spec == HeadSpec() else spec) if path.is_dir() else path
+    if spec.target is None:
         return None
     try:
         return find_head(head_folder(cfg), layer, spec)
@@ -78,41 +98,54 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
 def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: Counts) -> Path | None:
     """The file to draft with at `layer`; None for the lens over the full vocabulary. A derived file is made if needed.
 
+    Derived files lie in a cache (`paths.cache_dir`), named by the content of the head and of the draft vocabulary.
+
     Args:
         hidden, vocab_size: of the model.
 
     Raises:
-        ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that has a draft vocabulary already.
+        ConfigError, HeadError: as `full_head` and `draft_vocabulary`; a head that has a draft vocabulary already, or
+            is of another layer or another model's shape; a cache that cannot be written to.
     """
-    source = full_head(cfg, layer)
+    source, spec = full_head(cfg, layer), head_spec(cfg.head, layer)
     ids = draft_vocabulary(cfg, vocab_size, counts)
-    if ids is None:
+    if ids is None and (source is not None or spec == HeadSpec()):
         return source
-    from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
+    from selfspec_cli.early_exit.artifact import load_head, save_head
     from selfspec_cli.early_exit.draft_vocab import tag_of
     from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 
-    tag = tag_of(cfg.vocab, ids)
     if source is None:
-        lens = HeadMetadata("lens", layer, hidden, vocab_size, draft_vocab=tag)
-        folder = head_folder(cfg)
-        return save_head(
-            folder / head_filename(lens.spec, layer, tag), ExitHead("lens", vocab_ids=ids), lens
-        )  # a list: cheap to write anew
-    target = source.parent / f"{source.stem}_{tag}.safetensors"
-    if target.is_file() and target.stat().st_mtime_ns >= source.stat().st_mtime_ns and _is_over(target, ids):
+        head, metadata = ExitHead(spec.kind), HeadMetadata(spec.kind, layer, hidden, vocab_size)
+    else:
+        head, metadata = load_head(source, layer=layer, hidden=hidden, vocab_size=vocab_size)
+    if ids is not None:
+        head, metadata = with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag_of(cfg.vocab, ids))
+    name = Path(head_filename(metadata.spec, layer, metadata.draft_vocab))
+    target = cache_dir() / "heads" / f"{name.stem}-{_digest(source, metadata, ids)}{name.suffix}"
+    if _is_whole(target):
         return target
-    head, metadata = load_head(source, layer=layer, hidden=hidden, vocab_size=vocab_size)
-    return save_head(target, with_draft_vocabulary(head, ids), replace(metadata, draft_vocab=tag))
-
-
-def _is_over(path: Path, ids: Tensor) -> bool:
-    """Whether the head in a file is over exactly this draft vocabulary."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="pt") as opened:
-            found = opened.get_tensor("vocab_ids")
-    except (SafetensorError, OSError):
+        return save_head(target, head, metadata)
+    except OSError as error:
+        raise ConfigError(
+            f"vocab={cfg.vocab}: the head for it cannot be written to {target.parent} ({error}); set XDG_CACHE_HOME "
+            "to a folder with room that can be written to"
+        ) from error
+
+
+def _digest(source: Path | None, metadata: HeadMetadata, ids: Tensor | None) -> str:
+    """Of what a derived head is made from: the file of the full head, its metadata and the token ids."""
+    digest = hashlib.sha256(f"{metadata}{None if ids is None else ids.tolist()}".encode())
+    if source is not None:
+        with open(source, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_metadata(path)
+    except SettingsError:
         return False
-    return found.shape == ids.shape and bool((found == ids).all())
+    return True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
-from selfspec_cli.config.schema import GateConfig, GateKind, HeadConfig, RunConfig, gate_threshold, to_plain
+from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_threshold, to_plain
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 
@@ -17,7 +17,7 @@ _MORE = ("head_dir", "runner")  # where the head is found, and who drafts with i
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
     """`cfg` with a tuned gate, threshold and draft length."""
-    gate = GateConfig(GateKind(setting.gate), cfg.gate.calibration)
+    gate = GateConfig(setting.gate, cfg.gate.calibration)
     return replace(cfg, gate=gate, threshold=setting.threshold, k=setting.k)
 
 
@@ -27,7 +27,7 @@ def overrides(cfg: RunConfig) -> list[str]:
     words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
     words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
     words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
-    words += [f"gate={cfg.gate.kind.value}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
+    words += [f"gate={cfg.gate.kind}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 
 
@@ -53,4 +53,4 @@ def _head(head: HeadConfig) -> list[str]:
     """The kind, and every field in which the head is not that kind's own."""
     own = to_plain(HeadConfig(head.kind))
     more = [f"head.{name}={value}" for name, value in to_plain(head).items() if value != own[name]]
-    return [f"head={head.kind.value}", *more]
+    return [f"head={head.kind}", *more]

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from selfspec_cli import __version__
 from selfspec_cli.commands import screen as output
+from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
+from selfspec_cli.config import options
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import HeadConfig, RunConfig
@@ -41,7 +43,7 @@ app = typer.Typer(
 NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=4"),
+    typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=1,4"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run; start no engine.")]
@@ -66,7 +68,7 @@ def main(version: Version = False) -> None:
     """Early-exit self-speculative decoding inside vLLM, measured."""
 
 
-@app.command(epilog="Example: selfspec doctor model=/models/llama3")
+@app.command(epilog="Example: selfspec doctor model=/models/llama3", cls=TakesSettings)
 def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     with guard(as_json, debug):
@@ -82,7 +84,29 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
         raise typer.Exit(0 if fine else 1)
 
 
-@app.command(epilog="Examples: selfspec bench gate=maxp tau=0.35 layer=4 k=5   ·   selfspec bench experiment=gpu_8b")
+@app.command("options", epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json")
+def show_options(
+    word: Annotated[
+        str, typer.Argument(metavar="[WORD]", help="Only settings and choices that have to do with it.")
+    ] = "",
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As the table of the documentation.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
+    with guard(as_json, debug):
+        if markdown:
+            return print(options.markdown(), end="")
+        rows, choices = options.rows(word), options.choices(word)
+        if as_json:
+            return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
+        output.show_options(rows, choices)
+
+
+@app.command(
+    epilog="Examples: selfspec bench gate=maxp tau=0.35 layer=4 k=5   ·   selfspec bench experiment=gpu_8b",
+    cls=TakesSettings,
+)
 def bench(
     overrides: Overrides = None,
     config: Config = None,
@@ -92,14 +116,15 @@ def bench(
 ) -> None:
     """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
     with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
-        from selfspec_cli.config.compose import compose_runs
-
         whole = any(override.startswith("experiment=") for override in overrides or [])
-        runs = compose_runs(None, overrides or [], sweep=whole, config=config)
+        runs = _several(overrides, sweep=whole, config=config)
         _measure(runs, again=True, as_json=as_json, dry_run=dry_run)
 
 
-@app.command(epilog="Examples: selfspec sweep gate=varH tau_v=4,5,6   ·   selfspec sweep experiment=m3_maxp layer=4")
+@app.command(
+    epilog="Examples: selfspec sweep gate=varH tau_v=4,5,6   ·   selfspec sweep experiment=m3_maxp layer=4",
+    cls=TakesSettings,
+)
 def sweep(
     overrides: Overrides = None,
     config: Config = None,
@@ -110,9 +135,7 @@ def sweep(
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
     with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
-        from selfspec_cli.config.compose import compose_runs
-
-        runs = compose_runs(None, overrides or [], config=config)
+        runs = _several(overrides, config=config)
         _measure(runs, again=again, as_json=as_json, dry_run=dry_run)
 
 
@@ -127,7 +150,11 @@ Corpus = Annotated[
 ]
 
 
-@app.command("fit-lsq", epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12")
+@app.command(
+    "fit-lsq",
+    epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12",
+    cls=TakesSettings,
+)
 def fit_lsq(
     layer: Annotated[list[int], typer.Option("--layer", help="Exit layer E, after which the head reads; repeatable.")],
     overrides: Overrides = None,
@@ -151,7 +178,11 @@ def fit_lsq(
         emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
 
 
-@app.command("fit", epilog="Example: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096")
+@app.command(
+    "fit",
+    epilog="Example: selfspec fit head=lsq,lsq_argmax,translator_r15 layer=4,8,12 vocab=full,4096",
+    cls=TakesSettings,
+)
 def fit_heads(
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
@@ -176,7 +207,7 @@ def fit_heads(
         emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
 
 
-@app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024")
+@app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024", cls=TakesSettings)
 def compare_heads(
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
@@ -193,15 +224,19 @@ def compare_heads(
         corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+        from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
         with only_stderr(), bars() as progress:
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
+        found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
         emit(found.document()) if as_json else output.show_comparison(found)
         raise typer.Exit(found.exit_code)
 
 
-@app.command(epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64")
+@app.command(
+    epilog="Examples: selfspec roc   ·   selfspec roc layer=4,8 head=lens,translator --prompts 64", cls=TakesSettings
+)
 def roc(
     overrides: Overrides = None,
     longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 12,
@@ -228,7 +263,10 @@ def roc(
             output.show_roc(result.rows, result.choice(), result.files)
 
 
-@app.command(epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b")
+@app.command(
+    epilog="Examples: selfspec tune model=llama3_8b layer=4,8   and then: selfspec sweep tuned=llama3_8b",
+    cls=TakesSettings,
+)
 def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
@@ -262,15 +300,18 @@ def tune(
         emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
 
 
-@app.command(epilog="Example: selfspec report --results results --out results")
+@app.command(epilog="Example: selfspec report results_dir=results --out results")
 def report(
-    results: Annotated[Path, typer.Option("--results", help="Folder that holds summary.csv.")] = Path("results"),
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; --results.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[results_dir=FOLDER]", help="The folder that holds the results.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; results_dir.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
     with guard(as_json, debug):
+        results = Path(_one(overrides, None).results_dir if overrides else RunConfig().results_dir)
         made = report_stage.run(results, out or results)
         warn(made.warnings)
         if as_json:
@@ -282,42 +323,44 @@ def report(
         say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
 
 
-def _several(overrides: list[str] | None) -> list[RunConfig]:
+def _several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
+    """The points that a user's words span, and a warning for what in ./conf nobody reads."""
+    from selfspec_cli.config.choices import unread_files
     from selfspec_cli.config.compose import compose_runs
 
-    return compose_runs(None, overrides or [])
+    runs = compose_runs(None, overrides or [], sweep=sweep, config=config)
+    warn(unread_files())
+    return runs
 
 
 def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
-    from selfspec_cli.config.compose import compose_runs
-
-    return compose_runs(None, overrides or [], sweep=False, config=config)[0]
+    return _several(overrides, sweep=False, config=config)[0]
 
 
 def _exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
     """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
     choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
-    from selfspec_cli.config.compose import compose_runs
-    from selfspec_cli.stages.exits import candidate_layers
-
     idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
     warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
     if not any(word.partition("=")[0] == "layer" for word in overrides):
+        from selfspec_cli.config.compose import compose_runs
+        from selfspec_cli.stages.exits import candidate_layers
+
         first = compose_runs(None, overrides)[0]
         overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
-    cfgs = compose_runs(None, overrides)
-    for cfg in cfgs:
-        preflight.check(cfg)
-    found = [preflight.runnable(cfg) for cfg in cfgs]
+    cfgs = _several(overrides)
+    preflight.check_all(cfgs)
+    found = [preflight.for_this_machine(cfg) for cfg in cfgs]
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
 
 def _known_heads() -> list[HeadConfig]:
-    """Every head that conf/head names."""
-    from selfspec_cli.config.compose import choices, compose_runs
+    """The heads of every kind that are worth comparing, and those that ./conf/head names."""
+    from selfspec_cli.config.choices import choices
+    from selfspec_cli.config.compose import compose_runs
 
-    return [cfg.head for name in choices("head") for cfg in compose_runs(None, [f"head={name}"], sweep=False)]
+    return [cfg.head for cfg in compose_runs(None, [f"head={','.join(choices('head'))}"])]
 
 
 def _patches() -> list[tuple[str, bool, str]]:
@@ -328,18 +371,19 @@ def _patches() -> list[tuple[str, bool, str]]:
 
 def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool) -> None:
     """Plan, measure, show; the exit code says how it went."""
-    for cfg in runs:
-        preflight.check(cfg)
-    runs = [preflight.with_saved_gate(cfg) for cfg in runs]
-    asked, runs = runs, [preflight.runnable(cfg) for cfg in runs]
-    doubts = list(dict.fromkeys(warning for cfg in runs for warning in preflight.warnings(cfg)))
+    preflight.check_all(runs)
+    runs = [preflight.with_calibration(cfg) for cfg in runs]
+    asked, runs = runs, [preflight.for_this_machine(cfg) for cfg in runs]
+    doubts = preflight.warnings(runs)
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)
     folder = Path(sweep_stage.results_dir(runs))
     summary = folder / records.SUMMARY
+    plan = sweep_stage.plan(runs, () if again else records.finished(summary))
     if dry_run:
-        plan = sweep_stage.plan(runs, () if again else records.finished(summary))
         return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
+    preflight.check_device(runs[0])
+    output.begin(plan)
     result = _sweep(runs, again)
     wanted = {run_key(cfg) for cfg in runs} | {run_key(baseline_of(cfg)) for cfg in runs}
     rows = [row for row in records.read(summary, records.Record)[0] if row.key in wanted]

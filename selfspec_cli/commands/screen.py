@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -16,8 +17,10 @@ from rich.text import Text
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.extras import remedy
 from selfspec_cli.record.records import Record, identity
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
@@ -66,9 +69,23 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
     except KeyboardInterrupt as error:
         _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
+        told = _of_disk(error) if isinstance(error, OSError) else None
+        told = remedy(error) if isinstance(error, ModuleNotFoundError) else told
+        if told:
+            _fail(error, told, BAD_INPUT, as_json, debug)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = "" if debug else "\nThe same command with --debug shows the traceback."
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
+
+
+def _of_disk(error: OSError) -> str | None:
+    """What to do about a folder that cannot be written, or a full disk; None for any other error."""
+    place = error.filename or "a file"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{place}: {error.strerror}; choose another folder (results_dir=, head_dir=), or make this one writable"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{place}: {error.strerror}; free some space, or choose a folder on another disk (results_dir=)"
+    return None
 
 
 def _shortened(text: str, lines: int = 12, width: int = 2000) -> str:
@@ -123,18 +140,53 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return {"dry_run": True, "engines": engines, "skipped": [point(cfg) for cfg in plan.skipped]}
 
 
-def show_plan(plan: Plan) -> None:
-    """A plan for people."""
-    groups = [group for family in plan.families for group in [family.baselines, *family.groups]]
+def _groups(plan: Plan) -> list[list[RunConfig]]:
+    return [group for family in plan.families for group in [family.baselines, *family.groups]]
+
+
+def counts(plan: Plan) -> str:
+    """How much a plan is, in a line."""
+    groups = _groups(plan)
     points = sum(map(len, groups))
-    apart = told_apart([cfg for group in groups for cfg in group])
-    say(f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped", "bold")
+    return f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped"
+
+
+def begin(plan: Plan) -> None:
+    """Says before the first engine starts how much there is to do, on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(counts(plan), style="bold"))
+
+
+def show_plan(plan: Plan) -> None:
+    """A plan for people: what would be measured, on which engine, and what would be skipped."""
+    groups = _groups(plan)
+    apart = told_apart([*(cfg for group in groups for cfg in group), *plan.skipped])
+
+    def line(cfg: RunConfig) -> str:
+        row, key = identity(cfg, run_id=""), run_key(cfg)
+        return f"  {label(row):<40} {group_title(row)}{f'  {apart[key]}' if apart[key] else ''}  [{key}]"
+
+    say(counts(plan), "bold")
     for number, group in enumerate(groups, start=1):
-        say(f"engine {number}: {group[0].model.path} on {group[0].engine.name}")
-        for cfg in group:
-            row = identity(cfg, run_id="")
-            told = f"  {apart[run_key(cfg)]}" if apart[run_key(cfg)] else ""
-            say(f"  {label(row):<40} {group_title(row)}{told}  [{run_key(cfg)}]")
+        heading = f"engine {number}: {group[0].model.path} on {group[0].engine.name}"
+        say("\n".join([heading, *map(line, group)]))
+    if plan.skipped:
+        say("\n".join(["finished before, and skipped:", *map(line, plan.skipped)]))
+
+
+def show_options(rows: list[Row], choices: list[Choice]) -> None:
+    """Settings, then the choices of those that name an object of a registry."""
+    for row in rows:
+        about = ", ".join(part for part in (row.unit or row.type, row.allowed) if part)
+        spec = f"; in a speculative_config: {row.spec_key}" if row.spec_key else ""
+        head = Text.assemble((row.key, "bold"), f" = {row.default}", (f"  ({about}{spec})", "dim"))
+        Console(soft_wrap=True).print(head)
+        say(f"    {row.help}")
+    for one in choices:
+        default = f"  (threshold: {one.default} if none is given)" if one.default else ""
+        Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
+        say(f"    {one.help}")
+    if not rows and not choices:
+        say("no setting has to do with that word")
 
 
 def show_checks(checks: list[Check]) -> None:

@@ -11,9 +11,7 @@ from selfspec_cli.config.schema import (
     EARLY_EXIT,
     SPECULATIVE,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     Method,
     ModelConfig,
     RunConfig,
@@ -22,6 +20,7 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.settings import OPTIONS
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 
@@ -51,7 +50,7 @@ def draft_options(cfg: RunConfig) -> dict[str, str]:
     """What of `draft_weights` and `verification` is not the default; they came later, and keys of earlier runs stay."""
     default = RunConfig()
     names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(default, name)]
-    return {name: getattr(cfg, name).value for name in names}
+    return {name: getattr(cfg, name) for name in names}
 
 
 def method_settings(cfg: RunConfig) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method in EARLY_EXIT:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
-            settings["head_dir"] = cfg.head_dir if cfg.head.kind is not HeadKind.lens else None
+            settings["head_dir"] = cfg.head_dir if cfg.head.kind != "lens" else None
     if cfg.method is Method.layer_skip:
         settings |= draft_options(cfg)
     if cfg.method in SPECULATIVE:
@@ -74,22 +73,23 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def uses(cfg: RunConfig, key: str) -> bool:
-    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either."""
-    gate = GATES[cfg.gate.kind.value if cfg.method is Method.layer_skip else "none"]
-    drafts = cfg.method in SPECULATIVE
+    """Whether the method and the gate of `cfg` look at `key` at all; True for what is no setting of either.
+
+    key: of a setting, or of a group of them such as gate.
+    """
+    about = [option.knob for name, option in OPTIONS.items() if name == key or name.startswith(f"{key}.")]
+    if not about or not any(knob.methods for knob in about):
+        return True
+    if not any(cfg.method in knob.methods for knob in about):
+        return False
+    gate = GATES[cfg.gate.kind]
     used = {
-        "layer": cfg.method in (*EARLY_EXIT, Method.draft_model),
-        "head": cfg.method in EARLY_EXIT,
-        "vocab": cfg.method in EARLY_EXIT,
-        "k": drafts,
-        "acceptance_length": drafts,
-        "gate": cfg.method is Method.layer_skip,
-        "gate.calibration": gate.name == "calibrated",
+        "gate.calibration": gate.needs_calibration,
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
     }
-    return used.get(key, used.get(key.partition(".")[0], True))
+    return used.get(key, True)
 
 
 def _head_facts(head: HeadConfig) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def engine_key(cfg: RunConfig) -> str:
 
 def run_key(cfg: RunConfig) -> str:
     """Names what `cfg` measures: equal for two configs exactly when no knob that has an effect differs."""
-    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("model", "engine", "workload")}
-    facts |= method_settings(cfg)
+    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("engine", "workload")}
+    facts |= {"model": _model_facts(cfg.model)} | method_settings(cfg)
     if cfg.method is Method.layer_skip:
-        facts |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
-    if cfg.gate.kind is GateKind.calibrated:
+        facts |= {"gate": cfg.gate.kind, "threshold": gate_threshold(cfg)}
+    if cfg.gate.kind == "calibrated":
         facts["calibration"] = cfg.gate.calibration
     measuring = ("seed", "repeats", "warmup", "perplexity_tokens")
     return _digest(facts | {name: getattr(cfg, name) for name in measuring})

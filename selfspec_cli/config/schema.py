@@ -1,24 +1,26 @@
-"""The schema of one run: every knob that a user can turn, its unit and its only default.
+"""The schema of one run: `DraftSettings` and the rest that a user can set, each with unit, range, help and one default.
 
 Plain dataclasses, importable in milliseconds and without Hydra: compose.py registers them as Hydra's schema, and
-everything past compose.py gets real instances of them. Rules that keep OmegaConf able to read them: not frozen, `Enum`
-instead of `Literal`, `str` for paths. An enum's member is named like its value, because OmegaConf looks members up
-by name and users type the value.
+everything past compose.py gets real instances of them. Rules that keep OmegaConf able to read them: not frozen, `str`
+for paths, `Enum` instead of `Literal`. An enum is for words between which this code decides, a `str` with `choices` for
+names of a registry and for words of vLLM's. An enum's member is named like its value, because OmegaConf looks members
+up by name and users type the value.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
-
-MAXP_TAU = 0.35  # threshold of gate maxp where the user gives none
-VARH_TAU_V = 5.0  # likewise of gate varH
-DRAFT_LENGTH = 5  # k where neither the user nor the model says
+from selfspec_cli.early_exit.knobs import knob
+from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, DraftSettings
+from selfspec_cli.early_exit.settings import GateConfig as GateConfig
+from selfspec_cli.early_exit.settings import HeadConfig as HeadConfig
+from selfspec_cli.early_exit.thresholds import gate_threshold as gate_threshold
 
 
 class ConfigError(ValueError):
@@ -36,7 +38,7 @@ class Method(StrEnum):
 
 
 SPECULATIVE = (Method.layer_skip, Method.draft_model, Method.ngram)
-EARLY_EXIT = (Method.layer_skip, Method.skip)
+EARLY_EXIT = tuple(Method(name) for name in METHODS)
 
 
 class Runner(StrEnum):
@@ -47,163 +49,136 @@ class Runner(StrEnum):
     v2 = "v2"
 
 
-class DraftWeights(StrEnum):
-    """What the draft runs on: the target's own weights, or 8-bit (e4m3) copies of them beside it (CUDA only)."""
-
-    shared = "shared"
-    fp8 = "fp8"
-
-
-class Verification(StrEnum):
-    """What a verify pass looks at: all k places of each request, or as many of the batch's likeliest drafts as pay by
-    vLLM's cost curves (CUDA graphs only)."""
-
-    full = "full"
-    adaptive = "adaptive"
-
-
-class GateKind(StrEnum):
-    """When to stop drafting (`early_exit.gates` says how). `none` never stops before k."""
-
-    none = "none"
-    maxp = "maxp"
-    varH = "varH"
-    entropy = "entropy"
-    margin = "margin"
-    adaedl = "adaedl"
-    survival = "survival"
-    calibrated = "calibrated"
-
-
-class HeadKind(StrEnum):
-    """What turns the exit layer's hidden state into logits."""
-
-    lens = "lens"
-    lsq = "lsq"
-    translator = "translator"
-
-
-class HeadTarget(StrEnum):
-    """What an lsq head is fitted to: the next token of the text, or the full model's own argmax."""
-
-    next_token = "next_token"
-    argmax = "argmax"
-
-
 class TrackerKind(StrEnum):
-    """Where rows go besides results/summary.csv."""
+    """Where rows go besides the results folder."""
 
     none = "none"
     wandb = "wandb"
+
+
+# What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
+LOAD_FORMATS = (
+    "auto",
+    "dummy",
+    "safetensors",
+    "pt",
+    "hf",
+    "npcache",
+    "mistral",
+    "fastsafetensors",
+    "instanttensor",
+    "ipc_cache",
+    "modelexpress",
+    "runai_streamer",
+    "runai_streamer_sharded",
+    "sharded_state",
+    "tensorizer",
+)
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass
 class ModelConfig:
     """Which weights, and how vLLM loads them."""
 
-    name: str = "reference"  # what the rows and the figures call it
-    path: str = "reference"  # a folder or a Hugging Face id; "reference" is the embedded model
-    tokenizer: str | None = None  # None: the one beside the weights
-    revision: str | None = None
-    dtype: str = "float32"  # auto, float32, bfloat16, float16; on a CPU float32 is what makes two outputs comparable
-    quantization: str | None = None
-    load_format: str = "auto"  # "dummy" measures speed without the weights
-    max_model_len: int | None = None  # tokens; None: the model's own limit
-    trust_remote_code: bool = False
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    tensor_parallel_size: int = 1
-    exit_layer: int | None = 3  # E where `layer` is not given: what measured best for this model; None: half of it
-    draft_length: int | None = 4  # likewise k; None: 5
-    pipeline_parallel_size: int = 1  # only 1 is accepted: the draft's layers and the target's must share a worker
-
-
-@dataclass
-class GateConfig:
-    """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold` of the run."""
-
-    kind: GateKind = GateKind.none
-    calibration: str | None = None  # file of gate `calibrated`; None: what `selfspec roc` saved for this exit
-
-
-@dataclass
-class HeadConfig:
-    """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here."""
-
-    kind: HeadKind = HeadKind.lens
-    path: str | None = None  # a head file, or a folder that holds one head a layer
-    target: HeadTarget = HeadTarget.next_token  # of an lsq
-    rank: int | None = None  # of a translator; None: full
-    bias: bool = False  # fitted with a constant term
-    kl: bool = False  # a translator trained by KL divergence after its closed form
+    name: str = knob("reference", help="what the rows and the figures call the model")
+    path: str = knob("reference", help='a folder or a Hugging Face id; "reference" is the embedded model')
+    tokenizer: str | None = knob(None, help="a folder or a Hugging Face id", unset="the one beside the weights")
+    revision: str | None = knob(None, help="branch, tag or commit on the Hub", unset="the newest")
+    dtype: str = knob(
+        "float32", help="of weights and activations; on a CPU float32 makes two outputs comparable", choices=DTYPES
+    )
+    quantization: str | None = knob(None, help="how the weights are quantised", unset="what the checkpoint says")
+    load_format: str = knob(
+        "auto", help='how weights are read; "dummy" measures speed without them', choices=LOAD_FORMATS
+    )
+    max_model_len: int | None = knob(
+        None, help="tokens of prompt and output together", unit="tokens", low=1, unset="the model's own limit"
+    )
+    trust_remote_code: bool = knob(False, help="run the model's own Python code")
+    hf_overrides: dict[str, Any] = knob(factory=dict, help="keys that replace those of the model's config.json")
+    tensor_parallel_size: int = knob(1, help="GPUs that share each layer", low=1)
+    exit_layer: int | None = knob(
+        3, help="E where `layer` is not given: what measured best for this model", low=1, unset="half of its layers"
+    )
+    draft_length: int | None = knob(4, help="likewise k", unit="tokens", low=1, unset=f"{DRAFT_LENGTH}")
+    pipeline_parallel_size: int = knob(
+        1, help="GPUs that split the layers; the draft's and the target's must share a worker", limits="1"
+    )
 
 
 @dataclass
 class WorkloadConfig:
     """What is generated. Every request has exactly these lengths, so that rows compare."""
 
-    name: str = "headline"
-    input_len: int = 32  # prompt tokens a request
-    output_len: int = 128  # generated tokens a request, end-of-text ignored
-    num_prompts: int = 8  # requests a repeat
-    batch: int = 1  # requests in flight at once
-    temperature: float = 0.0  # 0 is greedy
-    prompts: str = "heldout"  # "heldout" (library code not trained on), "random" (token ids), or a text file
+    name: str = knob("headline", help="what the rows call the workload")
+    input_len: int = knob(32, help="length of a request's prompt", unit="tokens", low=1)
+    output_len: int = knob(128, help="generated by a request; end-of-text is ignored", unit="tokens", low=1)
+    num_prompts: int = knob(8, help="requests a repeat", unit="requests", low=1)
+    batch: int = knob(1, help="requests in flight at once", unit="requests", low=1)
+    temperature: float = knob(0.0, help="of sampling; 0 is greedy", low=0)
+    prompts: str = knob("heldout", help="heldout (library code not trained on), random (token ids), or a text file")
 
 
 @dataclass
 class EngineConfig:
     """vLLM's engine, apart from the model and the method."""
 
-    name: str = "cpu"
-    enforce_eager: bool = False  # True: no torch.compile, no CUDA graphs
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None  # fraction of GPU memory
-    kv_cache_gib: float | None = 1.0  # GiB of KV cache on the CPU; None: vLLM decides
-    enable_prefix_caching: bool = False  # off: a repeat must not be served from the one before
-    enable_chunked_prefill: bool | None = None
-    async_scheduling: bool | None = None
-    nvtx: bool = False  # named ranges around verify, sample, draft and head, for Nsight Systems
-    extra: dict[str, Any] = field(default_factory=dict)  # any other argument of vllm.LLM, by its name
+    name: str = knob("cpu", help="what plans and the doctor call the engine")
+    device: str = knob(
+        "auto", help="what the engine runs on; auto: that of the installed vLLM distribution", choices=DEVICES
+    )
+    enforce_eager: bool = knob(False, help="no torch.compile, no CUDA graphs")
+    max_num_seqs: int = knob(32, help="requests that the engine runs at once", unit="requests", low=1)
+    max_num_batched_tokens: int | None = knob(
+        None, help="tokens that a step processes", unit="tokens", low=1, unset="vLLM decides"
+    )
+    gpu_memory_utilization: float | None = knob(
+        None, help="share of the GPU's memory", unit="fraction", above=0, high=1, unset="vLLM decides"
+    )
+    kv_cache_gib: float | None = knob(1.0, help="size of the KV cache", unit="GiB", above=0, unset="vLLM decides")
+    enable_prefix_caching: bool = knob(False, help="off: a repeat must not be served from the one before")
+    enable_chunked_prefill: bool | None = knob(None, help="split long prompts", unset="vLLM decides")
+    async_scheduling: bool | None = knob(None, help="plan a step while the last one runs", unset="vLLM decides")
+    nvtx: bool = knob(False, help="named ranges around verify, sample, draft and head, for Nsight Systems")
+    extra: dict[str, Any] = knob(factory=dict, help="any other argument of vllm.LLM, by its name")
 
 
 @dataclass
 class TrackerConfig:
     """An experiment tracker; Weights & Biases runs offline where there is no key."""
 
-    kind: TrackerKind = TrackerKind.none
-    project: str = "selfspec"
-    entity: str | None = None
+    kind: TrackerKind = knob(
+        TrackerKind.none, help="where rows go besides the results folder", choices=tuple(TrackerKind)
+    )
+    project: str = knob("selfspec", help="the tracker's project")
+    entity: str | None = knob(None, help="the tracker's user or team", unset="the tracker's default")
+
+
+def _default_engine() -> EngineConfig:
+    """The engine of GROUPS: on the CPU, whatever is installed."""
+    return EngineConfig(device="cpu")
 
 
 @dataclass
-class RunConfig:
-    """One measured point."""
+class RunConfig(DraftSettings):
+    """One measured point: how drafts are made (inherited), and of what, on what, how often."""
 
+    method: Method = knob(Method.layer_skip, help="what is measured", choices=tuple(Method))
     model: ModelConfig = field(default_factory=ModelConfig)
-    gate: GateConfig = field(default_factory=GateConfig)
-    head: HeadConfig = field(default_factory=HeadConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig = field(default_factory=_default_engine)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    method: Method = Method.layer_skip
-    layer: int | None = None  # exit layer E: layers 0..E-1 draft; None: the model's, see `resolved`
-    k: int | None = None  # draft tokens a round, at most; None: the model's, see `resolved`
-    tau: float | None = None  # of the gates that compare a probability (go on while it is >= tau); None: MAXP_TAU, or
-    # the gate's own default
-    tau_v: float | None = None  # varH: go on while Var[-log p] <= tau_v (nats squared); None: VARH_TAU_V
-    threshold: float | None = None  # of whatever gate is chosen; overrides tau and tau_v
-    vocab: str = "full"  # draft vocabulary: "full", so many of the most frequent tokens, or a file that lists token ids
-    draft_weights: DraftWeights = DraftWeights.shared
-    verification: Verification = Verification.full
-    acceptance_length: float | None = None  # synthetic acceptance: tokens a verify step yields, whatever was drafted
-    runner: Runner = Runner.auto
-    seed: int = 0  # of prompts and of sampling
-    repeats: int = 5  # timed repeats
-    warmup: int = 1  # repeats thrown away first
-    perplexity_tokens: int = 4096  # held-out tokens scored; 0: perplexity is not measured
-    results_dir: str = "results"
-    head_dir: str = "ee_head"
+    runner: Runner = knob(Runner.auto, help="which of vLLM's model runners drafts (CUDA only)", choices=tuple(Runner))
+    seed: int = knob(0, help="of prompts and of sampling", low=0)
+    repeats: int = knob(5, help="timed repeats", low=3)
+    warmup: int = knob(1, help="repeats thrown away first", low=0)
+    perplexity_tokens: int = knob(
+        4096, help="held-out text that is scored; 0: perplexity is not measured", unit="tokens", low=0
+    )
+    results_dir: str = knob("results", help="folder of rows and runs")
+    head_dir: str = knob("ee_head", help="folder of fitted heads and calibrations, one below it for each model")
 
 
 # The groups of Hydra and the choice each begins with. The choice of that name holds exactly the schema's defaults
@@ -218,20 +193,6 @@ GROUPS: dict[str, str] = {
 }
 
 
-def gate_threshold(cfg: RunConfig) -> float | None:
-    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
-    kind = cfg.gate.kind
-    if kind is GateKind.none:
-        return None
-    if cfg.threshold is not None:
-        return cfg.threshold
-    rule = GATES[kind.value]
-    given = {"tau": cfg.tau, "tau_v": cfg.tau_v}.get(rule.key or "")
-    if given is not None:
-        return given
-    return {GateKind.maxp: MAXP_TAU, GateKind.varH: VARH_TAU_V, GateKind.calibrated: None}.get(kind, rule.default)
-
-
 def resolved(cfg: RunConfig) -> RunConfig:
     """`cfg` with its own `layer` and `k` in place of those that its model brings along."""
     layer = cfg.model.exit_layer if cfg.layer is None else cfg.layer
@@ -244,19 +205,29 @@ def vocab_size(cfg: RunConfig) -> int | None:
     return int(cfg.vocab) if cfg.vocab.isdigit() else None
 
 
-def head_spec(head: HeadConfig) -> HeadSpec:
-    """Which head a config names.
+def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
+    """Which head a config names; where it names a file, or a folder and a layer, what that holds.
 
     Raises:
         SettingsError: a combination that there is not, such as a lens of rank 15.
     """
-    target = None if head.target is HeadConfig().target else head.target.value  # SCHEMA: target is None by default
-    return HeadSpec(head.kind.value, target, head.rank, head.bias, head.kl)
+    asked = HeadSpec(head.kind, head.target, head.rank, head.bias, head.kl)
+    if head.path is None:
+        return asked
+    return spec_of(Path(head.path).expanduser(), layer) or asked
 
 
 def to_plain(value: Any) -> dict[str, Any]:
     """A config as nested dicts of YAML's own types (enums by value)."""
-    return json.loads(json.dumps(asdict(value)))
+    return {name: _plain(getattr(value, name)) for name in type(value).__dataclass_fields__}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)) or value is None:
+        return value.value if isinstance(value, StrEnum) else value
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else to_plain(value)
 
 
 def dump(cfg: RunConfig) -> str:

@@ -3,88 +3,37 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.schema import (
-    DRAFT_LENGTH,
-    ConfigError,
-    DraftWeights,
-    GateConfig,
-    GateKind,
-    Method,
-    RunConfig,
-    Runner,
-    Verification,
-    gate_threshold,
-    head_spec,
-)
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.settings import THRESHOLD_KEYS, check_threshold
-
-# What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
-LOAD_FORMATS = (
-    "auto",
-    "dummy",
-    "safetensors",
-    "pt",
-    "hf",
-    "npcache",
-    "mistral",
-    "fastsafetensors",
-    "instanttensor",
-    "ipc_cache",
-    "modelexpress",
-    "runai_streamer",
-    "runai_streamer_sharded",
-    "sharded_state",
-    "tensorizer",
-)
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
+from selfspec_cli.early_exit.settings import DRAFT_LENGTH
+from selfspec_cli.early_exit.thresholds import check_threshold
 
 
 def validate(cfg: RunConfig) -> None:
     """Refuse values that cannot mean anything, before an engine starts.
 
-    What only the loaded model can tell (E < L, the head's shape) is the engine's to refuse.
+    What the model's facts or its files tell is for stages/preflight.py to refuse.
 
     Raises:
         ConfigError: naming the key, the value and what is allowed.
     """
-    at_least: list[tuple[str, float | None, int]] = [
-        ("layer", cfg.layer, 1),
-        ("k", cfg.k, 1),
-        ("repeats", cfg.repeats, 3),
-        ("warmup", cfg.warmup, 0),
-        ("seed", cfg.seed, 0),
-        ("perplexity_tokens", cfg.perplexity_tokens, 0),
-        ("tau_v", cfg.tau_v, 0),
-        ("model.tensor_parallel_size", cfg.model.tensor_parallel_size, 1),
-        ("model.max_model_len", cfg.model.max_model_len, 1),
-        ("engine.max_num_seqs", cfg.engine.max_num_seqs, 1),
-        ("engine.max_num_batched_tokens", cfg.engine.max_num_batched_tokens, 1),
-        *((f"workload.{name}", getattr(cfg.workload, name), 1) for name in _COUNTS),
-        ("workload.temperature", cfg.workload.temperature, 0),
-    ]
-    for key, value, least in at_least:
-        if value is not None and not value >= least:  # written so that NaN is refused too
-            raise ConfigError(f"{key}={value}: must be at least {least}")
-        if value == math.inf:
-            raise ConfigError(f"{key}={value}: must be finite")
-    for key, word, known in (
-        ("model.dtype", cfg.model.dtype, DTYPES),
-        ("model.load_format", cfg.model.load_format, LOAD_FORMATS),
-    ):
-        if word not in known:
-            raise ConfigError(closest(word, known, key))
-    if cfg.tau is not None and not 0 <= cfg.tau <= 1:
-        raise ConfigError(f"tau={cfg.tau}: a probability, must lie in [0, 1]")
+    for option, value in out_of_range(cfg):
+        check_value(option, value)
+    for key in ("results_dir", "head_dir"):
+        if not getattr(cfg, key).strip():
+            raise ConfigError(f"{key}=: it must name a folder, such as {key}={getattr(RunConfig, key)}")
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
@@ -99,12 +48,19 @@ def validate(cfg: RunConfig) -> None:
         raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')
 
 
-_COUNTS = ("input_len", "output_len", "num_prompts", "batch")
+def check_value(option: Option, value: Any) -> None:
+    """Refuse a value that the range or the choices of its setting do not admit; raises ConfigError."""
+    if not admits(option, value):
+        if option.knob.words():
+            raise ConfigError(option.knob.wrong_word(value, option.key))
+        because = f", because {option.knob.because}" if option.knob.because else ""
+        raise ConfigError(f"{option.key}={value}: out of range; allowed: {option.knob.allowed()}{because}")
 
 
 def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> None:
-    """Refuse what one point alone does not show: several values of what a command has one of, and settings of the
-    method that no point uses. A value that is the default asks for nothing, and a baseline uses no setting.
+    """Refuse what one point alone does not show: several values of what a command has one of, settings of the method
+    that no point uses, and a threshold beside a gate of the same list that would run at its default. A value that is
+    the default asks for nothing. A baseline uses no setting, which is said only where nothing else is measured.
 
     Args:
         points: all of the command. given: what was typed for each key, such as {"tau_v": "tau_v=4,5,6"}.
@@ -116,33 +72,48 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
         if len(values) > 1:
             raise ConfigError(f"{key}={','.join(values)}: one command takes one value of it")
-    drafting = [cfg for cfg in points if cfg.method is not Method.baseline]
+    drafting = [cfg for cfg in points if cfg.method is not Method.baseline] or points
     for key, typed in given.items():
         if any(uses(cfg, key) for cfg in drafting):
             continue
         idle = [cfg for cfg in drafting if attrgetter(key)(cfg) != attrgetter(key)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
+    for key in ("tau", "tau_v"):
+        if key in given:
+            _refuse_default_beside(key, given[key], drafting)
+
+
+def _refuse_default_beside(key: str, typed: str, points: Sequence[RunConfig]) -> None:
+    """Refuse a threshold that one gate of a list uses where another of them would run at its default unnoticed."""
+    for cfg in points:
+        rule = GATES[cfg.gate.kind]
+        if cfg.method is not Method.layer_skip or rule.key in (None, key) or cfg.threshold is not None:
+            continue
+        if rule.key == "threshold" or getattr(cfg, str(rule.key)) is None:
+            own = f"give that too ({rule.key}={rule.default:g}), or " if rule.key != "threshold" else ""
+            raise ConfigError(f"{typed} is not used by gate {rule.name!r}, which would run at its default "
+                              f"{rule.key}={rule.default:g}; {own}measure that gate by another command")  # fmt: skip
 
 
 def _why_unused(key: str, idle: Sequence[RunConfig]) -> str:
     """Who does not use `key`, and who would; `idle` are the points that set it for nothing."""
-    every = [RunConfig(method=method, gate=GateConfig(kind)) for method, kind in itertools.product(Method, GateKind)]
+    every = [RunConfig(method=method, gate=GateConfig(kind)) for method, kind in itertools.product(Method, GATES)]
     able = [cfg for cfg in every if uses(cfg, key)]
-    methods, gates = (dict.fromkeys(cfg.method for cfg in able), dict.fromkeys(cfg.gate.kind for cfg in able))
+    methods, kinds = (dict.fromkeys(cfg.method for cfg in able), dict.fromkeys(cfg.gate.kind for cfg in able))
     # The point that comes nearest to using it tells the user most.
-    cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in gates))
+    cfg = max(idle, key=lambda cfg: (cfg.method in methods, cfg.gate.kind in kinds))
     if cfg.method not in methods:
         return f"method {cfg.method.value!r}; methods that use {key}: {', '.join(methods)}"
-    if cfg.gate.kind in gates:
-        return f"gate {cfg.gate.kind.value!r} where threshold={cfg.threshold:g} takes its place; give one of them"
+    if cfg.gate.kind in kinds:
+        return f"gate {cfg.gate.kind!r} where threshold={cfg.threshold:g} takes its place; give one of them"
     takes = " or ".join(name for name in THRESHOLD_KEYS if uses(cfg, name)) or "no threshold"
-    return f"gate {cfg.gate.kind.value!r}, which takes {takes}; gates that use {key}: {', '.join(gates)}"
+    return f"gate {cfg.gate.kind!r}, which takes {takes}; gates that use {key}: {', '.join(kinds)}"
 
 
 def _validate_threshold(cfg: RunConfig) -> None:
     """The threshold in force, whichever key it is from."""
-    kind = cfg.gate.kind.value
+    kind = cfg.gate.kind
     key = GATES[kind].key if cfg.threshold is None else None
     try:
         check_threshold(kind, gate_threshold(cfg), key or "threshold")
@@ -159,7 +130,7 @@ def _validate_method(cfg: RunConfig) -> None:
     length, k = cfg.acceptance_length, cfg.k or DRAFT_LENGTH
     if length is not None and not 1 <= length <= k + 1:
         raise ConfigError(f"acceptance_length={length}: tokens a verify step yields, must lie in [1, k + 1 = {k + 1}]")
-    if length is not None and cfg.engine.name == "cpu":
+    if length is not None and device_of(cfg) == "cpu":
         raise ConfigError(
             f"acceptance_length={length}: vLLM's CPU build has no synthetic acceptance; choose a GPU: engine=h100"
         )
@@ -173,7 +144,7 @@ def _validate_method(cfg: RunConfig) -> None:
 def _validate_draft_weights(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
     weights, method = cfg.draft_weights, cfg.method
-    if weights is DraftWeights.shared or method is Method.baseline:
+    if weights == "shared" or method is Method.baseline:
         return
     if method is not Method.layer_skip:
         raise ConfigError(
@@ -181,7 +152,7 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
             "draft_weights=shared"
         )
     facts = WeightFacts(
-        device="cpu" if cfg.engine.name == "cpu" else "cuda",
+        device=device_of(cfg),
         quantization=cfg.model.quantization,
         tensor_parallel_size=cfg.model.tensor_parallel_size,
     )
@@ -192,11 +163,11 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
 
 def _validate_verification(cfg: RunConfig) -> None:
     """vLLM itself refuses what only it can know, such as the V1 runner where the environment asks for it."""
-    if cfg.verification is Verification.full or cfg.method is Method.baseline:
+    if cfg.verification == "full" or cfg.method is Method.baseline:
         return
     reasons = [
         (f"method={cfg.method}", cfg.method is not Method.layer_skip, "it is for early exit; use method=layer_skip"),
-        (f"engine={cfg.engine.name}", cfg.engine.name == "cpu", "it needs CUDA graphs; choose a GPU: engine=h100"),
+        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", "it needs CUDA graphs; choose a GPU: engine=h100"),
         ("engine.enforce_eager=true", cfg.engine.enforce_eager, "it needs CUDA graphs; leave it out"),
         ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
     ]
@@ -204,7 +175,7 @@ def _validate_verification(cfg: RunConfig) -> None:
 
 
 def _validate_runner(cfg: RunConfig) -> None:
-    runner, on_cpu = cfg.runner, cfg.engine.name == "cpu"
+    runner, on_cpu = cfg.runner, device_of(cfg) == "cpu"
     if runner is Runner.auto or cfg.method is Method.baseline:
         return
     reasons = [
@@ -246,9 +217,3 @@ def _validate_engine(cfg: RunConfig) -> None:
             f"workload.batch={cfg.workload.batch} with workload.num_prompts={cfg.workload.num_prompts}: fewer requests "
             f"than are to be in flight at once; use workload.num_prompts={cfg.workload.batch} or more"
         )
-    share = cfg.engine.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise ConfigError(f"engine.gpu_memory_utilization={share}: a fraction, must lie in (0, 1]")
-    cache = cfg.engine.kv_cache_gib
-    if cache is not None and not 0 < cache < math.inf:
-        raise ConfigError(f"engine.kv_cache_gib={cache}: GiB, must be more than 0, and finite")

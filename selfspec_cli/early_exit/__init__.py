@@ -11,9 +11,12 @@ One line per room:
     replay.py        what a gate would have made of a log
     roc.py           how well each statistic tells drafts that stand from drafts that fall
     head_spec.py     which head is meant, by a short name; no torch
-    heads.py         exit heads: lens, least squares, translator; draft vocabularies
+    heads/           the kinds of exit heads, one object in one module each: grammar, tensors, fit, transform; no torch
+    head_metadata.py what a head's file says of it, checked without its tensors; no torch
+    head_module.py   a head that runs; draft vocabularies
+    draft_weights/   the kinds of weights that a draft runs on, one object in one module each; no torch
     draft_vocab.py   which tokens a draft may be: the most frequent ones, or a list
-    artifact.py      heads on disk: safetensors with metadata, a directory of heads by layer
+    artifact.py      heads on disk: saved and loaded whole
     legacy.py        safe import of older .pt heads
     fingerprint.py   a short stable name for a model
     fitting.py       streaming least squares for heads, in closed form

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.head_metadata import check_shapes
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import HeadError, HeadKind, Shape
 
@@ -37,7 +38,8 @@ class ExitHead(nn.Module):
         self.kind: HeadKind = HEADS[kind]
         self.register_buffer("vocab_ids", None if vocab_ids is None else check_vocab_ids(vocab_ids))
         given = {name: tensor for name, tensor in (tensors or {}).items() if tensor is not None}
-        sizes = check_tensors(self.kind, given, {} if vocab_ids is None else {"rows": len(vocab_ids)})
+        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        sizes = check_shapes(self.kind, shapes, {} if vocab_ids is None else {"rows": len(vocab_ids)})
         self.rank = sizes.get("rank")
         for name, tensor in given.items():
             # A Parameter so that .to() and training find it; frozen because only training.py turns gradients on.
@@ -118,32 +120,7 @@ class BoundHead:
         return linear(self.head.transform(x), self.weight, self.bias)
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------
-
-
-def check_tensors(kind: HeadKind, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes "hidden", "rows" and "rank" that the tensors of a head have, as far as they have them.
-
-    sizes: what is known of them already. Raises HeadError for tensors that are not those of a head of this kind, or
-    whose sizes contradict each other or what is known.
-    """
-    shape_of = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
-    wanted = next((shapes for shapes in possible if shapes.keys() == shape_of.keys()), None)
-    if wanted is None:
-        names = " or ".join(dict.fromkeys(", ".join(shapes) or "none" for shapes in possible))
-        raise HeadError(f"a {kind.name} head has the tensors {names}; here there are {', '.join(shape_of) or 'none'}")
-    found = dict(sizes)
-    for name, shape in wanted.items():
-        got, known = shape_of[name], dict(found)
-        fits = len(got) == len(shape) and all(
-            size == (found.setdefault(want, size) if isinstance(want, str) else want)
-            for want, size in zip(shape, got, strict=True)
-        )
-        if not fits:
-            expected = ", ".join(f"{want} = {known[want]}" if want in known else str(want) for want in shape)
-            raise HeadError(f"{kind.name} {name} has shape {list(got)}; expected [{expected}]")
-    return found
+# ---- cost -----------------------------------------------------------------------------------------------------------
 
 
 def bytes_per_step(

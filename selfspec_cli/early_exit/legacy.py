@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.head_metadata import LEGACY_KIND, legacy_layer
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.heads.base import HeadError
-
-LEGACY_KIND = "lsq"  # of every .pt head
-
-_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
-
-
-def legacy_layer(file: Path) -> int | None:
-    """The exit layer that the name of a .pt head says; None for a file that is not called like one."""
-    matches = [match for pattern in _NAMES if (match := pattern.match(file.name))]
-    return int(matches[0].group(1)) if matches else None
 
 
 def load_pt(file: Path) -> tuple[ExitHead, int]:

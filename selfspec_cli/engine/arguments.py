@@ -1,27 +1,19 @@
-"""A config as the arguments of `vllm.LLM`, and what a model's own config and tokenizer say without an engine."""
+"""A config as the arguments of `vllm.LLM`, and what a model's tokenizer says without an engine."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.artifacts.head_files import head_file
+from selfspec_cli.config.facts import config_document, config_file, needed
 from selfspec_cli.config.paths import model_path
-from selfspec_cli.config.schema import (
-    EARLY_EXIT,
-    SPECULATIVE,
-    ConfigError,
-    HeadKind,
-    Method,
-    ModelConfig,
-    RunConfig,
-    Verification,
-    gate_threshold,
-)
+from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig
+from selfspec_cli.early_exit.settings import default_exit_layer, to_spec, vllm_keys
 from selfspec_cli.texts.corpora import Encode, standard_library_counts
-from selfspec_cli.vllm_plugin import model_facts
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
 
@@ -63,23 +55,14 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     """What `cfg` asks of vLLM's speculative decoding, as a user would write it; None for a baseline."""
     if cfg.method is Method.baseline:
         return None
-    spec: dict[str, Any] = {"method": cfg.method.value}
     if cfg.method in EARLY_EXIT:
-        spec |= {"layer_skip": cfg.layer, "head_path": head_path(cfg)}
-    if cfg.method in SPECULATIVE:
-        spec["num_speculative_tokens"] = cfg.k
-    if cfg.method is Method.layer_skip:
-        spec["draft_weights"] = cfg.draft_weights.value
-        spec |= {"gate": cfg.gate.kind.value, "threshold": gate_threshold(cfg)}
-        spec["calibration"] = calibrations.map_of(cfg)
-        if cfg.verification is Verification.adaptive:
-            spec["enable_adaptive_verification"] = True
+        head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
+        return to_spec(replace(cfg, head=head, gate=gate))
+    spec = {"method": cfg.method.value, "num_speculative_tokens": cfg.k} | vllm_keys(cfg)
     if cfg.method is Method.draft_model:
         spec["model"] = str(shallow_model(cfg, scratch))
     if cfg.method is Method.ngram:
         spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    if cfg.acceptance_length is not None:
-        spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": cfg.acceptance_length}
     return spec
 
 
@@ -89,9 +72,12 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
     Raises:
         ConfigError: the model is on the Hub, and its config cannot be had.
     """
-    config = _config_document(cfg.model)
+    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"))
+    file = config_file(cfg.model, fetch=True)
+    assert file is not None  # fetched, or refused
+    config = config_document(file)
     text = config.get("text_config") or config  # a model of more than text counts its layers there
-    text["num_hidden_layers"] = layer = _exit_layer(cfg)
+    text["num_hidden_layers"] = layer
     if text.get("layer_types"):  # the kind of each layer; transformers refuses a list of another length
         text["layer_types"] = text["layer_types"][:layer]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -105,13 +91,11 @@ def head_path(cfg: RunConfig) -> str | None:
         ConfigError: it has not been fitted yet.
         HeadError: the draft vocabulary is not one of this model's.
     """
-    if cfg.head.kind is HeadKind.lens and cfg.head.path is None and cfg.vocab == "full":
+    if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
-    text = _text_config(cfg.model)
-    size = int(text.vocab_size)
-    path = head_file(
-        cfg, _exit_layer(cfg), int(text.hidden_size), size, lambda: standard_library_counts(tokenizer(cfg), size)
-    )
+    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"))
+    size = needed(cfg, "vocab_size")
+    path = head_file(cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(tokenizer(cfg), size))
     return None if path is None else str(path)
 
 
@@ -132,36 +116,3 @@ def tokenizer(cfg: RunConfig) -> Encode:
         raise ConfigError(f"model={model.name}: it has no tokenizer to count tokens with; give vocab a file of token "
                           "ids") from error  # fmt: skip
     return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
-
-
-def count_layers(model: ModelConfig) -> int:
-    """Decoder layers of a model, from its config alone."""
-    return int(model.hf_overrides.get("num_hidden_layers") or _text_config(model).num_hidden_layers)
-
-
-def position_limit(model: ModelConfig) -> int | None:
-    """Positions that a model's config allows; None where it does not say."""
-    return getattr(_text_config(model), "max_position_embeddings", None)
-
-
-def _exit_layer(cfg: RunConfig) -> int:
-    """The exit layer in force: half of the layers where none is given, as `Engine.layer` and a row have it."""
-    return cfg.layer if cfg.layer is not None else count_layers(cfg.model) // 2
-
-
-def _config_document(model: ModelConfig) -> dict[str, Any]:
-    """A model's config.json as it stands in its folder, in the Hugging Face cache or on the Hub."""
-    from transformers.utils import cached_file
-
-    try:
-        file = cached_file(model_path(model), "config.json", revision=model.revision)
-    except OSError as error:
-        raise ConfigError(
-            f"model={model.path}: its config.json is not in the Hugging Face cache and could not be fetched; fetch it "
-            f"first (hf download {model.path} config.json), or name a folder: model=./FOLDER"
-        ) from error
-    return json.loads(Path(str(file)).read_text(encoding="utf-8"))
-
-
-def _text_config(model: ModelConfig) -> Any:
-    return model_facts.text_config(model_path(model), model.trust_remote_code, model.revision)

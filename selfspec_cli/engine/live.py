@@ -18,10 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from selfspec_cli import interrupts
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.arguments import llm_arguments
 
 MIB = 2**20
@@ -70,7 +72,7 @@ class Engine:
         """The exit layer E in force; None for a baseline."""
         if self.cfg.method in (Method.baseline, Method.ngram):
             return None
-        return self.cfg.layer if self.cfg.layer is not None else self.num_layers // 2
+        return self.cfg.layer if self.cfg.layer is not None else default_exit_layer(self.num_layers)
 
     @property
     def max_model_len(self) -> int:
@@ -235,7 +237,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         SettingsError, HeadError, ConfigError: what `cfg` asks for cannot be had; nothing was started, or all of it is
             shut down again.
     """
-    if cfg.engine.name == "cpu":
+    if device_of(cfg) == "cpu":
         # The engine in this process: one process fewer on a machine with few cores, and errors keep their type.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM 0.32 saves ahead-of-time artifacts on the CPU that it then fails to load; PyTorch's own cache works, and

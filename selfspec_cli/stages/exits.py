@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations
-from selfspec_cli.config import paths
+from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
@@ -23,6 +23,7 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.replay import Outcome, Setting
+from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import arms, preflight
 from selfspec_cli.texts import prompts as workload
@@ -91,13 +92,14 @@ def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
 
 
 def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
-    """Exit layers where the user names none: the model's own choice, and the layers divided by each of `parts`.
+    """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`.
 
     Raises:
         ConfigError: nothing here says how many layers the model has, nor which exit it has measured best.
     """
-    layers = preflight.num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
-    wanted = {cfg.model.exit_layer} | ({max(layers // part, 1) for part in parts} if layers else set())
+    layers, wanted = model_facts(cfg).layers, {cfg.model.exit_layer}
+    if layers:
+        wanted |= {default_exit_layer(layers), *(max(layers // part, 1) for part in parts)}
     found = sorted(layer for layer in wanted if layer and (layers is None or layer < layers))
     if not found:
         raise ConfigError(f"model={cfg.model.name}: how many layers it has is not known here; name some: layer=4,8")

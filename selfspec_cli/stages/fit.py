@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts.head_files import draft_vocabulary
+from selfspec_cli.config.facts import model_facts, needed
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.fitting import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.engine.arguments import count_layers, position_limit
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import provenance
@@ -89,7 +89,7 @@ def run(
 
 def check(cfg: RunConfig, request: Request) -> None:
     """Refuse what cannot be fitted, before an engine starts; raises as `run`."""
-    total = count_layers(cfg.model)
+    total = needed(cfg, "layers")
     for layer in request.layers:
         if not 1 <= layer < total:
             raise ConfigError(f"layer={layer}: must be 1 to {total - 1} (the model has {total} layers)")
@@ -106,7 +106,7 @@ def check(cfg: RunConfig, request: Request) -> None:
 
 def _engine_arguments(cfg: RunConfig, request: Request) -> dict[str, Any]:
     """Prompts are short and nothing is decoded for long, so the engine is small: the memory is for the sums."""
-    limits = [WINDOW + 1, cfg.model.max_model_len, position_limit(cfg.model)]
+    limits = [WINDOW + 1, cfg.model.max_model_len, model_facts(cfg).max_position]
     arguments: dict[str, Any] = {
         "additional_config": {"selfspec_collect": sorted(request.layers)},
         "enforce_eager": True,

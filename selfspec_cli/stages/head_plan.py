@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config import paths
+from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.stages import preflight
-
-COMPARED = ("lens", "lsq", "lsq_argmax", "translator", "translator_bias", "translator_r15", "translator_r64",
-            "translator_kl", "translator_r15_kl")  # fmt: skip
-"""What `selfspec heads` compares where nothing else is asked: choices of the group `head`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +36,12 @@ def to_fit(points: Sequence[RunConfig]) -> HeadPlan:
     """The plan of `selfspec fit`; the lens is always among the heads, to be compared with.
 
     Raises:
-        ConfigError: as `gather`; nothing but a lens over the full vocabulary is asked for.
+        ConfigError: as `gather`; nothing but heads over the full vocabulary that need no fit is asked for.
     """
     plan = gather(points)
-    if set(plan.heads) == {"lens"} and set(plan.vocabularies) == {"full"}:
-        raise ConfigError("head=lens: is not fitted; name what is, such as head=lsq or head=translator_r15")
+    if not any(HeadSpec.from_name(name).target for name in plan.heads) and set(plan.vocabularies) == {"full"}:
+        names = ",".join(plan.heads)
+        raise ConfigError(f"head={names}: is not fitted; name what is, such as head=lsq or head=translator_r15")
     return replace(plan, heads={"lens": HeadConfig(), **plan.heads})
 
 
@@ -53,11 +50,11 @@ def to_compare(overrides: Sequence[str], compose: Callable[[list[str]], list[Run
     twelfth, a sixth, a third and half of the depth, and draft vocabularies of all and of a quarter of the tokens.
     """
     given = {override.partition("=")[0] for override in overrides}
-    more = [] if "head" in given else [f"head={','.join(COMPARED)}"]
+    more = [] if "head" in given else [f"head={','.join(examples())}"]
     if not {"layer", "vocab"} <= given:
         model = compose([override for override in overrides if override.startswith("model")])[0]
-        folder = Path(paths.model_path(model.model)).expanduser()
-        layers, tokens = preflight.num_layers(model, folder), preflight.number(model, "vocab_size", folder)
+        facts = model_facts(model)
+        layers, tokens = facts.layers, facts.vocab_size
         if layers is None or tokens is None:
             raise ConfigError("layer= and vocab= must be given for a model that is not a folder")
         exits = sorted({max(1, layers * part // 12) for part in (1, 2, 4, 6)})
@@ -81,7 +78,7 @@ def gather(points: Sequence[RunConfig]) -> HeadPlan:
         if cfg.layer is None:
             raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
     return HeadPlan(
-        preflight.runnable(points[0]),
+        preflight.for_this_machine(points[0]),
         tuple(dict.fromkeys(cfg.layer for cfg in points if cfg.layer is not None)),
         {head_spec(cfg.head).name: cfg.head for cfg in points},
         tuple(dict.fromkeys(cfg.vocab for cfg in points)),

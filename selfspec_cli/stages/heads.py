@@ -24,9 +24,8 @@ from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfi
 from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import provenance
+from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
 from selfspec_cli.record.records import Record
-from selfspec_cli.report import heads as report
-from selfspec_cli.report.heads import HeadRow
 from selfspec_cli.stages import bench, fit, sweep
 from selfspec_cli.stages.head_plan import HeadPlan
 
@@ -48,7 +47,7 @@ class Comparison:
     @property
     def best(self) -> HeadRow | None:
         """The head, exit layer, k and draft vocabulary of greatest predicted speedup."""
-        ranked = report.by_speedup(self.rows)
+        ranked = by_speedup(self.rows)
         return ranked[0] if ranked else None
 
     @property
@@ -76,7 +75,7 @@ def run(
     corpus: str = "stdlib",
     progress: Progress = ignore,
 ) -> Comparison:
-    """Fit, predict, measure; write heads.csv, heads.json and heads.png into the config's results_dir.
+    """Fit, predict, measure; write heads.csv and heads.json into the config's results_dir.
 
     Raises:
         ConfigError, SettingsError: as `fit.run`; a workload that samples, for the prediction is of greedy drafts.
@@ -106,7 +105,7 @@ def run(
         "pairs": pairs,
         "corpus": corpus,
     }
-    found.files = report.write(rows, facts, Path(cfg.results_dir))
+    found.files = save(rows, facts, Path(cfg.results_dir))
     return found
 
 
@@ -165,7 +164,7 @@ def _measure(
 ) -> None:
     """Measure the best rows in the engine and put what was measured beside what was predicted."""
     chosen = {}
-    for row in report.by_speedup(rows)[:top]:
+    for row in by_speedup(rows)[:top]:
         cfg = replace(plan.cfg, method=Method.layer_skip, layer=row.E, k=row.best_k, vocab=row.vocab)
         cfg = replace(cfg, head=plan.heads.get(row.head, HeadConfig()), perplexity_tokens=0)
         chosen[run_key(cfg)] = (cfg, row)

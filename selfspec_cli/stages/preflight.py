@@ -1,32 +1,50 @@
-"""What is refused before an engine starts: a model that is not there, an exit it has not, a head not fitted."""
+"""What is refused before an engine starts: a model that is not there, an exit it has not, a head not fitted, requests
+that do not fit, a results folder that cannot be written."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli.artifacts import calibrations, head_files
-from selfspec_cli.config import paths
-from selfspec_cli.config.schema import ConfigError, HeadKind, Method, RunConfig, gate_threshold
-from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, warnings_for
+from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
+from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
+from selfspec_cli.early_exit.settings import deepest_exit_layer
+from selfspec_cli.early_exit.thresholds import warnings_for
+
+
+def check_all(cfgs: Iterable[RunConfig]) -> None:
+    """Refuse a command if one of its points could not run; raises as `check`. Points that differ only in what is not
+    looked at here are checked once."""
+    seen = set()
+    for cfg in cfgs:
+        parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
+        looked_at = (*parts, cfg.method, cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights)
+        if looked_at not in seen:
+            seen.add(looked_at)
+            check(cfg)
 
 
 def check(cfg: RunConfig) -> None:
-    """Refuse a point that could not run. A model on the Hub is not looked at here; the engine checks it.
+    """Refuse a point that could not run. Of a model on the Hub only what is in the cache is looked at; the engine
+    checks the rest.
 
     Raises:
-        ConfigError, HeadError: the model path, the exit layer, the head or its draft vocabulary.
+        ConfigError, HeadError: the model path, the exit layer, the lengths, the head or its draft vocabulary, the
+            results folder.
     """
     check_model(cfg)
-    if cfg.method is Method.baseline:
+    check_lengths(cfg)
+    check_folder(cfg.results_dir)
+    if cfg.method not in EARLY_EXIT:
         return
-    layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
-    layer = cfg.layer if cfg.layer is not None else layers // 2 if layers else None
-    if layer is not None and (cfg.head.kind is not HeadKind.lens or cfg.head.path is not None):
-        head_file(cfg, layer)
+    layer = exit_layer(cfg)
+    if layer is not None:
+        head_files.check_head(cfg, layer, model_facts(cfg))
 
 
 def head_file(cfg: RunConfig, layer: int) -> Path | None:
@@ -40,46 +58,80 @@ def check_model(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming which.
     """
-    folder = Path(paths.model_path(cfg.model)).expanduser()
+    facts, name = model_facts(cfg), cfg.model.name
     if cfg.method is Method.baseline:
         return
-    layers, tokens = num_layers(cfg, folder), number(cfg, "vocab_size", folder)
-    if layers is not None and cfg.layer is not None and cfg.layer >= layers:
-        raise ConfigError(f"layer={cfg.layer}: {cfg.model.name} has {layers} layers; must be in 1..{layers - 1}")
-    if cfg.vocab.isdigit() and tokens is not None and int(cfg.vocab) > tokens:
-        raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{tokens}, or full")
+    deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights)
+    if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
+        raise ConfigError(f"layer={cfg.layer}: {name} has {facts.layers} layers; must be in 1..{deepest}")
+    if cfg.vocab.isdigit() and facts.vocab_size is not None and int(cfg.vocab) > facts.vocab_size:
+        raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{facts.vocab_size}, or full")
+    if cfg.method is Method.layer_skip and facts.hybrid:
+        raise ConfigError(f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
+                          "method=layer_skip takes models of attention layers only")  # fmt: skip
+    known = WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe, cfg.model.tensor_parallel_size)
+    reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known) if cfg.method is Method.layer_skip else None
+    if reason is not None:
+        raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
 
 
-def with_saved_gate(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.with_saved_gate`; raises ConfigError."""
-    return calibrations.with_saved_gate(cfg, exit_layer(cfg))
+def check_lengths(cfg: RunConfig) -> None:
+    """Refuse requests that are longer than the model allows, and drafts that are; raises ConfigError."""
+    limit, work = longest_request(cfg), cfg.workload
+    if limit is None:
+        return
+    if work.input_len + work.output_len > limit:
+        raise ConfigError(
+            f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
+            f"the {limit} tokens of {cfg.model.name}"
+        )
+    if cfg.method in SPECULATIVE and cfg.k is not None and cfg.k >= limit:
+        raise ConfigError(f"k={cfg.k}: a draft must fit the {limit} tokens of {cfg.model.name}; choose a smaller k")
 
 
-def exit_layer(cfg: RunConfig) -> int | None:
-    """The exit layer in force, half the layers where none is given; None where only the Hub knows how many."""
-    if cfg.layer is not None:
-        return cfg.layer
-    layers = num_layers(cfg, Path(paths.model_path(cfg.model)).expanduser())
-    return layers // 2 if layers else None
+def check_folder(name: str) -> None:
+    """Refuse a results folder that cannot be made or written in; raises ConfigError."""
+    folder = Path(name).expanduser().absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"results_dir={name}: {there} is a file and not a folder; choose another results_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"results_dir={name}: {there} cannot be written; choose another results_dir, or make it "
+                          f"writable (chmod u+w {there})")  # fmt: skip
 
 
-def warnings(cfg: RunConfig) -> list[str]:
+def check_device(cfg: RunConfig) -> None:
+    """Refuse an engine for which another vLLM is installed: it would run, and be recorded as what it is not."""
+    installed, wanted = installed_device(), device_of(cfg)
+    if installed is not None and installed != wanted:
+        remedy = "pip install 'selfspec[cuda]'" if wanted == "cuda" else "choose engine=h100, or engine.device=cuda"
+        raise ConfigError(f"engine={cfg.engine.name}: it runs on {wanted}, and the vLLM that is installed here is "
+                          f"built for {installed}; {remedy}")  # fmt: skip
+
+
+def with_calibration(cfg: RunConfig) -> RunConfig:
+    """`cfg` with what gate `calibrated` reads from its file, as `calibrations.with_calibration`; raises ConfigError."""
+    return calibrations.with_calibration(cfg, exit_layer(cfg))
+
+
+def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     """Settings that are allowed but do nothing: a threshold that the gate can never pass, or never fail."""
-    if cfg.method is not Method.layer_skip:
-        return []
-    document = calibrations.map_of(cfg)
-    calibration = None if document is None else calibration_from_dict(document)
-    settings = DraftSettings(1, gate=cfg.gate.kind.value, threshold=gate_threshold(cfg), calibration=calibration)
-    vocabulary = int(cfg.vocab) if cfg.vocab.isdigit() else number(cfg, "vocab_size")
-    return warnings_for(settings, vocabulary)
+    found: dict[tuple[object, ...], list[str]] = {}
+    for cfg in cfgs:
+        gate = cfg.gate
+        key = (id(cfg.model), gate.kind, gate.calibration, cfg.tau, cfg.tau_v, cfg.threshold, cfg.vocab)
+        if cfg.method is Method.layer_skip and key not in found:
+            used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
+            found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
+    return list(dict.fromkeys(warning for lines in found.values() for warning in lines))
 
 
-def runnable(cfg: RunConfig) -> RunConfig:
+def for_this_machine(cfg: RunConfig) -> RunConfig:
     """`cfg` as this machine can run it: eager on the CPU where torch.compile would find no C++ compiler.
 
     The row's key and its config.yaml are those of the eager run, so it is never taken for a compiled one.
     """
-    if cfg.engine.name != "cpu" or cfg.engine.enforce_eager or cpp_compiler() is not None:
+    if device_of(cfg) != "cpu" or cfg.engine.enforce_eager or cpp_compiler() is not None:
         return cfg
     return replace(cfg, engine=replace(cfg.engine, enforce_eager=True))
 
@@ -88,21 +140,3 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that torch.compile would use on the CPU."""
     names = (os.environ.get("CXX", ""), "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def num_layers(cfg: RunConfig, folder: Path) -> int | None:
-    """Decoder layers of a model in a folder, by its config.json; None where that does not say."""
-    return number(cfg, "num_hidden_layers", folder)
-
-
-def number(cfg: RunConfig, key: str, folder: Path | None = None) -> int | None:
-    """An integer of a model's config.json; None where that does not say."""
-    try:
-        folder = folder or Path(paths.model_path(cfg.model)).expanduser()
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    for source in (cfg.model.hf_overrides, found, found.get("text_config") or {}):
-        if isinstance(source.get(key), int):
-            return source[key]
-    return None

@@ -29,7 +29,7 @@ from selfspec_cli.stages.exits import Exit, OpenEngine
 
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded
-LAYER_PARTS = (4, 2)  # a quarter and half of the layers are looked at where the user names none
+LAYER_PARTS = (4,)  # where the user names no layer, a quarter of them is looked at beside the default
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def _measure(context: _Run, cfg: RunConfig, engine: Engine, baselines: dict[str,
     against = None if cfg.method is Method.baseline else baselines[run_key(baseline_of(cfg))]
     try:
         if cfg.method is Method.layer_skip:
-            engine.set_gate(cfg.gate.kind.value, gate_threshold(cfg), calibrations.map_of(cfg))
+            engine.set_gate(cfg.gate.kind, gate_threshold(cfg), calibrations.map_of(cfg))
         measured = context.bench(cfg, engine, against, context.progress)
     except Exception as error:
         context.fail(cfg, error)

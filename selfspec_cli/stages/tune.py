@@ -21,7 +21,7 @@ from typing import Any
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
-from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
@@ -39,7 +39,7 @@ BATCH = 6  # trials measured by turns
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
-LAYER_PARTS = (12, 8, 6, 4, 2)  # a twelfth to a half of the layers are tried where the user names none
+LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is tried beside the default
 CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
 
 
@@ -203,7 +203,7 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
     """An exit with each of `heads` that is fitted for its layer and is not its own."""
-    others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind is not HeadKind.lens)
+    others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind != "lens")
     return [other for other in others if _is_fitted(other)]
 
 

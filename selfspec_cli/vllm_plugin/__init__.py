@@ -1,21 +1,23 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-compat.py         which vLLM, which of its names are replaced, and why (data)
+versions.py       which vLLM is known, what was tried on it, and what differs between releases
+hooks.py          what runs in a plain engine too: is early exit asked for?
+compat.py         which names of vLLM are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
-twins.py          modules that share all but a few parts with the target's
-linear.py         what a draft step multiplies weights with; gemv.py: the kernel for a single token
-fp8_copies.py     8-bit copies of the weights, for `draft_weights` "fp8"
-exit_head.py      an exit head bound to the loaded model; sharded.py splits it over tensor-parallel ranks
-v1_proposer.py    the draft loop on the V1 model runner (CPU); v1_round.py: a round's requests and KV slots
-v2_speculator.py  the draft loop on the V2 model runner (CUDA); v2_state.py: what it keeps on the device
-v2_kernels.py     what happens there between two forward passes; v2_verdict.py: how short drafts are verified, recorded
-device_loop.py    a loop inside a CUDA graph
+weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
+                  target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind, fp8.py
+                  the kernels for one of them; sharded.py splits a head over ranks, step_bytes.py counts what is read
+exit_head.py      an exit head bound to the loaded model
+v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots
+v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
+                  kernels.py: what happens there between two forward passes; statistics.py: the gates' part of it,
+                  written from their expressions; verdict.py: how short drafts are verified and recorded;
+                  device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
-collect.py        hidden states for fitting; fitted.py solves and tests heads in the worker
-step_bytes.py     what a full and a draft step read: the cost model's input
+fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 
@@ -23,8 +25,14 @@ worker.py         calls from the driver into live workers: thresholds, counters,
 def register() -> None:
     """Entry point of `vllm.general_plugins`; vLLM calls it in each of its processes, sometimes twice.
 
-    Replaces nothing that acts before a user asks for early exit. Raises RuntimeError on another vLLM version.
+    It replaces nothing that acts before a user asks for early exit, imports nothing of vLLM's or PyTorch's, and never
+    raises: beside a vLLM that selfspec does not know it logs one line, and only a request for early exit is refused.
     """
-    from selfspec_cli.vllm_plugin import compat
+    try:
+        from selfspec_cli.vllm_plugin import compat
 
-    compat.apply("config")
+        compat.register()
+    except Exception as error:  # a damaged installation of selfspec must not take vLLM down
+        import logging
+
+        logging.getLogger("vllm.selfspec").warning("selfspec could not be loaded and does nothing: %s", error)

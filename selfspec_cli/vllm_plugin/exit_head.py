@@ -12,7 +12,7 @@ from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full
-from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
 from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
 from selfspec_cli.vllm_plugin.weights.linear import linear
@@ -110,7 +110,7 @@ class TargetHead:
         return logits if ids is None else scatter_to_full(logits, ids, self.vocab_size)
 
 
-def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: VllmConfig) -> TargetHead:
+def load_exit_head(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> TargetHead:
     """The head that `settings` names, checked against this model and exit layer.
 
     On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, or a
@@ -119,9 +119,9 @@ def load_exit_head(settings: DraftSettings, target: nn.Module, vllm_config: Vllm
     config = vllm_config.model_config
     vocab_size = int(config.get_vocab_size())
     head = ExitHead("lens")
-    if settings.head_path is not None:
+    if settings.head.path is not None:
         head, _ = load_head(
-            settings.head_path,
+            settings.head.path,
             layer=settings.layer,
             hidden=int(config.get_hidden_size()),
             vocab_size=vocab_size,

@@ -11,7 +11,7 @@ from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, Rule
 from selfspec_cli.early_exit.gates.distribution import Distribution
-from selfspec_cli.early_exit.settings import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 
 class Drafting(Protocol):

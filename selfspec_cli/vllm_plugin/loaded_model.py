@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
@@ -40,7 +40,7 @@ def after_loading(original: Load) -> Load:
     return load_model
 
 
-def decode_with_first_layers(model: nn.Module, settings: DraftSettings, vllm_config: VllmConfig) -> None:
+def decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_config: VllmConfig) -> None:
     """Method `skip`: the model itself ends after E layers and speaks through the exit head. Lossy.
 
     Every path to the logits goes through `compute_logits`, so prompt log-probabilities (perplexity) are the truncated

@@ -1,4 +1,4 @@
-"""Calls from the driver into live workers, and the moment at which a worker's own patches are applied.
+"""Calls from the driver into live workers.
 
 `EarlyExitWorker` is mixed into vLLM's worker class (`worker_extension_cls`), so each method can be called by name:
 `llm.collective_rpc("early_exit_set_gate", args=("maxp", 0.4))`, also through a server. Plain values in, plain values
@@ -7,24 +7,9 @@ out: they cross process borders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import compat
-
-
-def patch_before_device(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Replacement for `WorkerWrapperBase.init_device`: patches what the worker needs, if it needs anything."""
-
-    def init_device(self: Any) -> None:
-        from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
-
-        if settings_of(self.vllm_config) is not None or collects(self.vllm_config):
-            compat.apply("worker")
-        original(self)
-
-    return init_device
 
 
 class EarlyExitWorker:
@@ -45,7 +30,7 @@ class EarlyExitWorker:
         drafter: Any = self._early_exit_drafter()
         if not hasattr(drafter, "draft_length"):
             raise SettingsError("this engine does not draft with its own layers, so its draft length is fixed")
-        most = drafter.settings.num_speculative_tokens
+        most = drafter.settings.k
         if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= most:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
         drafter.draft_length = k
@@ -74,7 +59,7 @@ class EarlyExitWorker:
         return recorder.plain()
 
     def early_exit_weights(self) -> dict[str, int]:
-        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, 8-bit copies)."""
+        """Bytes of the target's weights, and of what drafting holds beside them (the exit head, copies of weights)."""
         from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
         runner, drafter = self.model_runner, self._early_exit_drafter()

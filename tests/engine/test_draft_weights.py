@@ -149,3 +149,15 @@ def test_experts_have_no_copies_and_are_refused_at_start(expected):
     message = "draft_weights 'fp8' is not supported here: mixture-of-experts layers have no copies; allowed: shared"
     with pytest.raises(SettingsError, match=message), live(expected("mixtral").path, FP8):
         pass
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets(expected, name):
+    """The draft is the whole model in fewer bits: the shared head, the shared cache, every layer."""
+    want = expected("llama")
+    with live(want.path, layer_skip(LAYERS, K, draft_weights=name)) as engine:
+        want.check(engine, SOME)
+        counts = engine.counts()
+    assert 0 < counts.accepted <= counts.drafted, counts
+    # Eight bits change next to no token of the model's own.
+    assert name == "int4" or counts.accepted > 0.9 * counts.drafted, counts

@@ -15,9 +15,10 @@ from models import LAYERS, VOCAB, save_tiny
 from torch.nn import functional as F
 
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.early_exit.artifact import load_head, read_metadata
+from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head
+from selfspec_cli.early_exit.head_metadata import read_metadata
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.stages import fit
 from selfspec_cli.texts import corpora

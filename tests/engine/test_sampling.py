@@ -19,7 +19,8 @@ from harness import greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, vocab_of
 from scipy import stats
 
-from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
+from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,9 @@ from exit_heads import lens_head, lsq_head, translator_head
 from harness import Counts, Live, layer_skip, live
 from models import LAYERS, VOCAB, save_tiny
 
-from selfspec_cli.early_exit.artifact import HeadMetadata, load_head, model_fingerprint, save_head
+from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.heads.base import HeadError
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import import_module
 from types import ModuleType
 
 from typer.testing import CliRunner
@@ -23,4 +24,4 @@ def stand_in(monkeypatch, name, function):
     setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, name, module)
     package, _, leaf = name.rpartition(".")
-    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+    monkeypatch.setattr(import_module(package), leaf, module, raising=False)

@@ -14,12 +14,13 @@ from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
-from selfspec_cli.vllm_plugin.weights import gemv
+from selfspec_cli.vllm_plugin.weights import gemv, lowbit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
@@ -147,7 +148,7 @@ def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monke
     gate = DeviceGate(state, "maxp", 0.3, None)
     cpu_only = replace(GATES["margin"], name="cpu_only", device=None)
     monkeypatch.setitem(GATES._found, "cpu_only", cpu_only)
-    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed: none, adaedl"):
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
         gate.set("cpu_only", 0.2)
     assert gate.kind == "maxp"
     assert state.features[int(state.gate_feature)] == "maxp"
@@ -247,13 +248,11 @@ def test_steps_of_no_round_leave_everything_alone():
     assert int(state.step) == 0
 
 
-def test_the_verifier_sees_minus_one_where_nothing_was_drafted():
+def test_what_was_never_drafted_is_no_draft_to_the_verifier():
     lengths = torch.tensor([2, 0, 1], dtype=torch.int32)
     mapping = torch.tensor([2, 2, 2, 2, 0, 0, 0, 0, 1])
     places = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], dtype=torch.int32)
-    tokens = torch.arange(10, 19, dtype=torch.int32)
-    v2_kernels.reject_undrafted(tokens, places, mapping, lengths)
-    assert tokens.tolist() == [10, 11, -1, -1, 14, 15, 16, -1, 18]
+    assert v2_kernels.undrafted(places, mapping, lengths).int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0]
 
 
 # ---- a weight times one token ---------------------------------------------------------------------------------------
@@ -284,3 +283,23 @@ def test_an_8_bit_weight_times_one_token(rows, columns):
     assert (found.dtype, found.shape) == (torch.bfloat16, (rows,))
     wanted = (copy.double() * scale.double()) @ x.double()
     torch.testing.assert_close(found.double(), wanted, atol=2**-6, rtol=2**-7)
+
+
+# ---- integer copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 192), (4, 256)])  # a part of a tile, and whole ones
+def test_a_few_tokens_times_an_integer_copy(name, tokens, rows, columns):
+    kind = DRAFT_WEIGHTS[name]
+    copy = kind.quantise(torch.randn(rows, columns))
+    x, bias = torch.randn(tokens, columns), torch.randn(rows)
+    got = lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], bias, tile=(4, 4, 4), asm=False)
+    want = x.double() @ kind.dequantise(copy, torch.float64).T + bias
+    # The kernel rounds tokens to 8 bits, which is all that it adds.
+    assert (got - want).norm() / (want - bias).norm() < 0.015
+    whole = x.round().clamp(-1, 1) * 127  # 8 bits hold these tokens exactly
+    exact = lowbit.product(whole, copy["words"], copy.get("more"), copy["scales"], tile=(4, 4, 4), asm=False)
+    want = whole.double() @ kind.dequantise(copy, torch.float64).T
+    assert (exact - want).norm() / want.norm() < 1e-5

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ def model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 8}')
+    (folder / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    (tmp_path / "noise.safetensors").write_bytes(bytes(range(256)))
     return f"model={folder}"
 
 
@@ -85,7 +87,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=8"), "1..7"),
         (("tune", "layer=8"), "1..7"),
         (("bench", "k=0"), "k=0"),
-        (("bench", "tau=1.5"), "[0, 1]"),
+        (("bench", "tau=1.5"), "from 0 to 1"),
         (("bench", "tau_v=-1"), "tau_v=-1"),
         (("bench", "layer=0"), "layer=0"),
         (("bench", "layer=8"), "1..7"),
@@ -104,7 +106,14 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("bench", "head=lsq", "head.path=gone.safetensors"), "gone.safetensors"),
         (("bench", "model.pipeline_parallel_size=2"), "pipeline parallelism"),
         (("fit-lsq", "--layer", "8"), "1..7"),
-        (("report", "--results", "nothing"), "no rows"),
+        (("sweep", "workload.input_len=5000"), "together they must fit the 1024 tokens of model"),
+        (("sweep", "workload.input_len=5000", "--dry-run"), "together they must fit the 1024 tokens of model"),
+        (("sweep", "k=99999999"), "k=99999999: out of range; allowed: from 1 to 256, because each draft"),
+        (("sweep", "results_dir=", "--dry-run"), "results_dir=: it must name a folder"),
+        (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
+        (("sweep", "layer=3", "layer=4"), "layer is given twice"),
+        (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
+        (("report", "results_dir=nothing"), "no rows"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
@@ -117,7 +126,8 @@ def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
 
 
 def test_bad_input_with_json_ends_in_a_document():
-    assert document(call("bench", "k=0", "--json")) == {"error": "k=0: must be at least 1", "exit_code": 2}
+    error = "repeats=0: out of range; allowed: 3 or more"
+    assert document(call("bench", "repeats=0", "--json")) == {"error": error, "exit_code": 2}
 
 
 def test_debug_shows_the_traceback():
@@ -132,6 +142,68 @@ def test_a_dry_run_names_engines_and_points_and_starts_none(engines, model):
     assert "2 engine(s), 4 point(s)" in text
     assert engines == []
     assert not os.path.exists("results")
+
+
+def test_a_dry_run_lists_what_it_would_skip(engines, model):
+    assert call("sweep", "gate=varH", "tau_v=4,5", model).exit_code == 0
+    text = call("sweep", "gate=varH", "tau_v=4,5,7", model, "--dry-run").stdout
+    skipped = text.split("finished before, and skipped:")[1]
+    assert "varH ≤ 4" in skipped and "varH ≤ 5" in skipped and "varH ≤ 7" not in skipped
+
+
+def test_a_sweep_says_first_how_much_there_is_to_do(engines, model):
+    first = call("sweep", "k=3,5", model).stderr.splitlines()[0]
+    assert first == "3 engine(s), 3 point(s), 0 finished before and skipped"
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(engines, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for more in ([], ["--dry-run"]):
+        result = call("sweep", model, "results_dir=results", *more)
+        assert result.exit_code == 2
+        assert f"results_dir=results: {tmp_path} cannot be written; choose another" in result.stderr
+    assert engines == []
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.EROFS, "choose another folder"), (errno.ENOSPC, "free some space")]
+)
+def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypatch, number, word):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number), "results/summary.csv")
+
+    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", refuse)
+    result = call("sweep", model)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"selfspec: results/summary.csv: {os.strerror(number)}; ")
+    assert word in result.stderr
+
+
+def test_an_engine_for_which_another_vllm_is_installed_is_planned_and_not_started(engines, model, monkeypatch):
+    monkeypatch.setattr("selfspec_cli.config.facts.installed_device", lambda: "cpu")
+    monkeypatch.setattr("selfspec_cli.stages.preflight.installed_device", lambda: "cpu")
+    assert call("sweep", "engine=h100", model, "--dry-run").exit_code == 0
+    result = call("sweep", "engine=h100", model)
+    assert result.exit_code == 2
+    assert "engine=h100: it runs on cuda, and the vLLM that is installed here is built for cpu" in result.stderr
+    assert engines == []
+
+
+def test_tune_says_beforehand_what_it_will_try(model):
+    plan = document(call("tune", model, "--dry-run", "--json", "--minutes", "7"))
+    assert {"none", "margin", "varH"} <= set(plan["gates"])
+    assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
+
+
+def test_report_takes_the_folder_as_every_command_does(engines, model):
+    assert call("sweep", model, "results_dir=größe").exit_code == 0
+    assert document(call("report", "results_dir=größe", "--json"))["rows"]
+
+
+def test_what_nobody_reads_in_conf_is_a_warning(engines, model, tmp_path):
+    (tmp_path / "conf" / "gaet").mkdir(parents=True)
+    warning = call("sweep", model, "--dry-run").stderr
+    assert "./conf/gaet/ is not read" in warning and "did you mean 'gate'?" in warning
 
 
 def test_a_sweep_measures_and_shows(engines, model):

@@ -3,10 +3,14 @@
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from commands import call, document, stand_in
+from exit_heads import lsq_head
 
-from selfspec_cli.report.heads import HeadRow
-from selfspec_cli.stages import head_plan
+from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
+from selfspec_cli.early_exit.head_spec import examples
+from selfspec_cli.record.head_rows import HeadRow
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +75,7 @@ def test_a_rank_of_ones_own(monkeypatch, model):
     assert found["heads"] == ["lens", "translator_r20", "translator_r30"]
 
 
-def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model):
+def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model, tmp_path):
     plans = []
 
     def run(plan, **more):
@@ -82,11 +86,12 @@ def test_heads_compares_everything_at_four_depths_by_default(monkeypatch, model)
     result = call("heads", model, "--top", "3")
     assert result.exit_code == 0, result.output
     assert "lens" in result.stdout
+    assert (tmp_path / "results" / "heads.png").stat().st_size > 1000
     plan, top = plans[0]
     assert (plan.layers, plan.vocabularies, tuple(plan.heads), top) == (
         (1, 2, 4, 6),
         ("full", "16"),
-        head_plan.COMPARED,
+        examples(),
         3,
     )
     assert document(call("heads", "layer=3", "head=lens,lsq", model, "--json")) == {"rows": 1}
@@ -133,3 +138,24 @@ def test_help_has_examples():
         result = call(command, "--help")
         assert f"selfspec {command}" in result.stdout.split("Example")[-1]
         assert "--dry-run" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("random.safetensors", "truncated or no safetensors file"),
+        ("layer5_lsq.safetensors", "is for layer 5; layer 2 is asked for"),
+        ("layer2_wide.safetensors", "its hidden is 8, this model's is 4"),
+        ("layer2_many.safetensors", "its vocab_size is 65, this model's is 64"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_head_that_cannot_be_used_is_refused_before_an_engine_starts(file, expected, more, model, tmp_path):
+    (tmp_path / "model" / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64, "hidden_size": 4}')
+    (tmp_path / "random.safetensors").write_bytes(b"\x7f" * 300)
+    for name, layer, hidden, vocab in (("layer5_lsq", 5, 4, 64), ("layer2_wide", 2, 8, 64), ("layer2_many", 2, 4, 65)):
+        head = lsq_head(torch.zeros(vocab, hidden))
+        save_head(tmp_path / f"{name}.safetensors", head, HeadMetadata("lsq", layer, hidden, vocab))
+    result = call("sweep", f"head.path={file}", "layer=2", model, *more)
+    assert result.exit_code == 2, result.output
+    assert expected in " ".join(result.stderr.split())

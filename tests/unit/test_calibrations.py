@@ -7,19 +7,15 @@ from selfspec_cli.artifacts.calibrations import SavedGate
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import (
     ConfigError,
-    DraftWeights,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     RunConfig,
     Runner,
-    Verification,
 )
 from selfspec_cli.early_exit.calibration import Calibration
 
 GATE = SavedGate(Calibration("margin", (0.1, 0.5), (0.2, 0.9)), 0.4, {"rounds": 3})
-CALIBRATED = RunConfig(layer=3, gate=GateConfig(GateKind.calibrated))
+CALIBRATED = RunConfig(layer=3, gate=GateConfig("calibrated"))
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +31,14 @@ def test_saved_and_loaded_are_equal(folder):
 
 def test_the_file_and_its_threshold_are_found_by_model_and_exit():
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
-    calibrated = calibrations.with_saved_gate(CALIBRATED, 3)
+    calibrated = calibrations.with_calibration(CALIBRATED, 3)
     assert calibrated.threshold == 0.4
     assert calibrations.map_of(calibrated) == GATE.calibration.to_dict()
     assert run_key(calibrated) != run_key(CALIBRATED)
 
 
 def test_names_of_earlier_files_stay():
-    lsq = HeadConfig(HeadKind.lsq)
+    lsq = HeadConfig("lsq")
     assert calibrations.path_for(CALIBRATED, 3).name == "gate-E3-lens.json"
     assert calibrations.path_for(replace(CALIBRATED, head=lsq, vocab="4096"), 3).name == "gate-E3-lsq-4096.json"
 
@@ -50,8 +46,8 @@ def test_names_of_earlier_files_stay():
 @pytest.mark.parametrize(
     ("change", "ending"),
     [
-        ({"draft_weights": DraftWeights.fp8}, "-fp8"),
-        ({"verification": Verification.adaptive}, "-adaptive"),
+        ({"draft_weights": "fp8"}, "-fp8"),
+        ({"verification": "adaptive"}, "-adaptive"),
         ({"runner": Runner.v1}, "-v1"),
         ({"acceptance_length": 2.5}, "-accept2.5"),
         ({"head": HeadConfig(path="mine.safetensors")}, ""),
@@ -62,10 +58,10 @@ def test_drafts_that_differ_have_calibrations_of_their_own(change, ending):
     assert calibrations.exit_name(other).endswith(ending)
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
     with pytest.raises(ConfigError, match="draft options of this run"):
-        calibrations.with_saved_gate(other, 3)
+        calibrations.with_calibration(other, 3)
     calibrations.save(calibrations.path_for(other, 3), replace(GATE, threshold=0.7))
-    assert calibrations.with_saved_gate(other, 3).threshold == 0.7
-    assert calibrations.with_saved_gate(CALIBRATED, 3).threshold == 0.4
+    assert calibrations.with_calibration(other, 3).threshold == 0.7
+    assert calibrations.with_calibration(CALIBRATED, 3).threshold == 0.4
 
 
 def test_two_vocabularies_of_one_name_are_two(folder):
@@ -79,13 +75,13 @@ def test_two_vocabularies_of_one_name_are_two(folder):
 
 def test_a_threshold_of_the_users_own_wins():
     calibrations.save(calibrations.path_for(CALIBRATED, 3), GATE)
-    assert calibrations.with_saved_gate(replace(CALIBRATED, tau=0.7), 3).threshold == 0.7
-    assert calibrations.with_saved_gate(replace(CALIBRATED, threshold=0.6), 3).threshold == 0.6
+    assert calibrations.with_calibration(replace(CALIBRATED, tau=0.7), 3).threshold == 0.7
+    assert calibrations.with_calibration(replace(CALIBRATED, threshold=0.6), 3).threshold == 0.6
 
 
 def test_other_gates_are_left_alone():
-    cfg = RunConfig(gate=GateConfig(GateKind.margin))
-    assert calibrations.with_saved_gate(cfg, None) is cfg
+    cfg = RunConfig(gate=GateConfig("margin"))
+    assert calibrations.with_calibration(cfg, None) is cfg
     assert calibrations.map_of(cfg) is None
 
 
@@ -98,4 +94,4 @@ def test_a_wrong_file_is_named(folder, text):
 
 def test_a_missing_file_says_how_to_make_it():
     with pytest.raises(ConfigError, match="selfspec roc layer=3"):
-        calibrations.with_saved_gate(CALIBRATED, 3)
+        calibrations.with_calibration(CALIBRATED, 3)

@@ -2,14 +2,17 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
 
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
 from selfspec_cli.early_exit.evaluation import tokens_a_round
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
 from selfspec_cli.record.records import Record
 from selfspec_cli.report import heads
-from selfspec_cli.report.heads import HeadRow
 from selfspec_cli.stages.heads import beside, predict
 
 YES, NO = [True], [False]
@@ -56,7 +59,7 @@ def test_rounds_need_positions_and_a_k():
 
 
 def row(layer, head, vocab, rate, head_us):
-    tokens = {f"tokens_k{k}": expected_tokens(rate, k) for k in heads.LENGTHS}
+    tokens = {f"tokens_k{k}": expected_tokens(rate, k) for k in LENGTHS}
     return HeadRow("m", layer, head, vocab, rate, rate, head_us=head_us, bytes_per_step=4096, **tokens)
 
 
@@ -65,17 +68,25 @@ def test_the_best_head_balances_cost_and_acceptance(tmp_path):
             HeadRow("m", 4, "lens", "full")]  # fmt: skip
     times = Costs(plain=8e-3, verify=8e-3, draft=1e-4, per_layer=3e-4)
     predict(rows, times)
-    assert [r.head for r in heads.by_speedup(rows)] == ["lens", "lens", "lsq"]
-    best = heads.by_speedup(rows)[0]
+    assert [r.head for r in by_speedup(rows)] == ["lens", "lens", "lsq"]
+    best = by_speedup(rows)[0]
     assert best.vocab == "1024"
     assert best.predicted_speedup == max(times.at(2, 80e-6).speedup(t, k) for k, t in best.tokens.items())
     best.measured_speedup, best.measured_min, best.measured_max = 1.5, 1.4, 1.6
-    files = heads.write(rows, {"pairs": 7}, tmp_path)
+    files = save(rows, {"pairs": 7}, tmp_path)
     lines = (tmp_path / "heads.csv").read_text().splitlines()
     assert len(lines) == 5 and lines[0].startswith("model,E,head,vocab,agreement")
     assert lines[4].startswith("m,4,lens,full,,,")  # what was not measured is empty, not 0
-    assert (tmp_path / "heads.png").stat().st_size > 1000 and set(files) == {"csv", "json", "figure"}
+    assert set(files) == {"csv", "json"}
+    assert Path(heads.draw(rows, tmp_path / "new" / "heads.png")).stat().st_size > 1000
     assert heads.table(rows).row_count == 3
+
+
+def test_heads_of_one_kind_have_shades_of_its_colour():
+    colours = heads.colours_of(["lens", "translator", "translator_r4", "lsq"])
+    assert len(set(colours.values())) == 4
+    assert to_hex(colours["translator"]) == HEADS["translator"].colour
+    assert colours["translator_r4"][0] > colours["translator"][0]
 
 
 def test_measured_beside_predicted_says_where_they_differ():

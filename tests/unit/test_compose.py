@@ -5,22 +5,23 @@ import pytest
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
-from selfspec_cli.config import paths
-from selfspec_cli.config.compose import choices, compose_runs, experiment_files, load_config
+from selfspec_cli.config import compose, files, paths
+from selfspec_cli.config.choices import choices, experiment_files, unread_files
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.files import load_config
+from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.schema import (
     GROUPS,
     ConfigError,
-    DraftWeights,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     Method,
     RunConfig,
     dump,
     head_spec,
     resolved,
 )
+from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Setting
 
 
@@ -57,7 +58,7 @@ def test_without_overrides_every_default_is_the_schemas():
     assert one() == resolved(RunConfig())
 
 
-def test_every_packaged_choice_composes_and_is_named_after_its_file():
+def test_every_choice_composes_and_is_called_by_its_name():
     for group in GROUPS:
         assert GROUPS[group] in choices(group)
         for name in choices(group):
@@ -67,15 +68,24 @@ def test_every_packaged_choice_composes_and_is_named_after_its_file():
             assert name in (getattr(part, "name", None), word)
 
 
+def test_the_choices_of_gates_and_heads_are_the_registries():
+    assert choices("gate") == list(GATES)
+    assert not (paths.conf_dir() / "gate").exists() and not (paths.conf_dir() / "head").exists()
+    head = one("head=translator_r7_bias").head
+    assert (head.kind, head.rank, head.bias, head.kl) == ("translator", 7, True, False)
+    assert "a head of kind lens has no KL training" in refusal("head=lens_kl")
+    assert "did you mean 'translator_r15'" in refusal("head=translater_r15")
+
+
 def test_comma_lists_are_points_in_order():
     runs = compose_runs(None, ["gate=varH", "tau_v=4,5,6"])
-    assert [(cfg.gate.kind, cfg.tau_v) for cfg in runs] == [(GateKind.varH, tau) for tau in (4, 5, 6)]
+    assert [(cfg.gate.kind, cfg.tau_v) for cfg in runs] == [("varH", tau) for tau in (4, 5, 6)]
 
 
 def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
     runs = compose_runs(None, ["engine=h100", "draft_weights=shared,fp8"])
-    assert [cfg.draft_weights for cfg in runs] == [DraftWeights.shared, DraftWeights.fp8]
-    assert "draft_weights 'fp9' is not known; allowed: shared, fp8; did you mean 'fp8'?" in refusal("draft_weights=fp9")
+    assert [cfg.draft_weights for cfg in runs] == ["shared", "fp8"]
+    assert "did you mean 'fp8'?" in refusal("draft_weights=fp9")
     assert "did you mean 'draft_weights'?" in refusal("draft_wieghts=fp8")
     assert "quantised already" in refusal("draft_weights=fp8", "model.quantization=awq")
 
@@ -83,7 +93,7 @@ def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
 def test_lists_of_groups_and_values_multiply():
     runs = compose_runs(None, ["head=lens,lsq", "layer=4,8,12"])
     assert [(cfg.head.kind, cfg.layer) for cfg in runs] == [
-        (head, layer) for head in (HeadKind.lens, HeadKind.lsq) for layer in (4, 8, 12)
+        (head, layer) for head in ("lens", "lsq") for layer in (4, 8, 12)
     ]
 
 
@@ -106,8 +116,8 @@ def test_points_that_measure_the_same_are_one():
             "gates that use tau_v: varH",
         ),
         (["tau_v=5"], "tau_v=5 is not used by gate 'none'", "varH"),  # what it is without a word, but asked for
-        (["threshold=0.5"], "threshold=0.5 is not used by gate 'none'", "maxp, varH, entropy"),
-        (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "maxp, margin"),
+        (["threshold=0.5"], "threshold=0.5 is not used by gate 'none'", "entropy, margin, maxp, survival, varH"),
+        (["gate=entropy", "tau=0.2"], "tau=0.2 is not used by gate 'entropy', which takes threshold;", "margin, maxp"),
         (["gate=margin", "tau_v=0.2"], "by gate 'margin', which takes tau or threshold;", "gates that use tau_v: varH"),
         (["gate=maxp,margin", "tau_v=4"], "tau_v=4 is not used by gate 'maxp'", "varH"),
         (["gate=maxp", "gate.calibration=file.json"], "is not used by gate 'maxp'", "gate.calibration: calibrated"),
@@ -118,7 +128,7 @@ def test_points_that_measure_the_same_are_one():
         ),
         (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
         (["method=skip", "tau=0.3"], "tau=0.3 is not used by method 'skip'", "methods that use tau: layer_skip"),
-        (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "maxp, margin"),
+        (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
         (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, ngram"),
         (
             ["method=skip", "engine=h100", "acceptance_length=3"],
@@ -134,6 +144,10 @@ def test_points_that_measure_the_same_are_one():
         (["method=ngram", "head.path=x.pt"], "head.path=x.pt is not used by method 'ngram'", "layer_skip, skip"),
         ([*DRAFT_MODEL, "gate=varH", "tau_v=4"], "gate=varH is not used by method 'draft_model'", "layer_skip"),
         ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
+        (["method=baseline", "k=5", "layer=3"], "k=5 is not used by method 'baseline'", "layer_skip, draft_model"),
+        (["method=baseline", "gate=maxp"], "gate=maxp is not used by method 'baseline'", "layer_skip"),
+        (["tau=0.1,0.2", "gate=maxp,varH"], "gate 'varH', which would run at its default tau_v=5", "(tau_v=5)"),
+        (["tau=0.1,0.2", "gate=maxp,entropy"], "gate 'entropy', which would run at its default", "another command"),
         (["experiment=m4_varh", "gate=maxp"], "tau_v=4,5,6 is not used by gate 'maxp'", "varH"),
         (["experiment=m3_maxp", "threshold=0.5"], "tau=0.30,0.35,0.40 is not used", "threshold=0.5 takes its place"),
         (["tuned=reference", "tau=0.2"], "tau=0.2 is not used by gate 'margin'", "threshold=0.136 takes its place"),
@@ -152,7 +166,7 @@ def test_a_setting_that_no_point_uses_is_refused(tuned_models, overrides, unused
         (["gate=maxp,varH", "tau=0.2,0.4", "tau_v=4,5"], 4),
         (["method=skip,layer_skip", "gate=maxp", "tau=0.3", "k=3"], 2),
         (["method=baseline,layer_skip", "gate=maxp", "tau=0.3"], 2),
-        (["method=baseline", "layer=4", "gate=maxp", "tau=0.3"], 1),  # a baseline is what it is compared with
+        (["method=baseline", "layer=null", "gate=none"], 1),
         (["method=skip", "gate=none", "vocab=full", "k=null", "tau=null"], 1),  # asks for nothing
         (["experiment=m4_varh", "gate=none,varH"], 4),
         (["tuned=reference", "gate=none"], 1),
@@ -214,7 +228,7 @@ def test_a_range_may_go_down():
 
 def test_the_users_override_replaces_the_experiments():
     runs = compose_runs("m4_varh", ["tau_v=7", "k=3"])
-    assert [(cfg.gate.kind, cfg.tau_v, cfg.k) for cfg in runs] == [(GateKind.varH, 7, 3)]
+    assert [(cfg.gate.kind, cfg.tau_v, cfg.k) for cfg in runs] == [("varH", 7, 3)]
     assert compose_runs(None, ["experiment=m4_varh", "tau_v=7", "k=3"]) == runs
 
 
@@ -224,7 +238,7 @@ def test_published_experiments_are_the_promised_grids():
     assert [cfg.tau_v for cfg in grid["m4_varh"]] == [4, 5, 6]
     assert {cfg.method for cfg in grid["m1_skip"]} == {Method.skip}
     assert len({cfg.layer for cfg in grid["m1_skip"]}) > 1
-    assert {cfg.head.kind for cfg in grid["m2_lsq"]} == {HeadKind.lsq}
+    assert {cfg.head.kind for cfg in grid["m2_lsq"]} == {"lsq"}
     assert [cfg.method for cfg in grid["m0_baseline"]] == [Method.baseline]
     assert "m0_sanity" in grid
 
@@ -276,7 +290,11 @@ def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
     cfg = one(f"model='{elsewhere}/my model\\'s'")
     assert (cfg.model.path, cfg.model.name) == (f"{elsewhere}/my model's", "my model's")
     cfg = one("model=someone/Some-Model-7B", "model.dtype=float32")
-    assert (cfg.model.path, cfg.model.name, cfg.model.dtype) == ("someone/Some-Model-7B", "Some-Model-7B", "float32")
+    assert (cfg.model.path, cfg.model.name, cfg.model.dtype) == (
+        "someone/Some-Model-7B",
+        "someone/Some-Model-7B",
+        "float32",
+    )
     paths_ = [cfg.model.path for cfg in compose_runs(None, ["model=reference,someone/x"])]
     assert paths_ == ["reference", "someone/x"]
 
@@ -331,7 +349,7 @@ def test_the_users_conf_adds_and_replaces_choices(elsewhere):
     write(elsewhere, "conf/gate/mine.yaml", "kind: maxp\n")
     write(elsewhere, "conf/workload/headline.yaml", "name: headline\ninput_len: 7\n")
     runs = compose_runs(None, ["gate=mine,varH"])
-    assert [(cfg.gate.kind, cfg.workload.input_len) for cfg in runs] == [(GateKind.maxp, 7), (GateKind.varH, 7)]
+    assert [(cfg.gate.kind, cfg.workload.input_len) for cfg in runs] == [("maxp", 7), ("varH", 7)]
     assert "mine" in refusal("gate=mone")
 
 
@@ -358,10 +376,10 @@ def test_an_experiment_of_another_shape_is_refused(elsewhere, text):
 
 
 def test_from_a_wheel_the_packaged_data_is_found(elsewhere, monkeypatch):
-    write(elsewhere, "wheel/conf/gate/none.yaml", "kind: none\n")
+    write(elsewhere, "wheel/conf/tracker/none.yaml", "kind: none\n")
     monkeypatch.setattr(paths, "data_dir", lambda: elsewhere / "wheel")
-    assert choices("gate") == ["none"]
-    assert refusal("gate=varH,none").endswith("allowed: none")
+    assert choices("tracker") == ["none"]
+    assert refusal("tracker=wandb,none").endswith("allowed: none")
 
 
 def test_nan_is_refused_as_a_threshold():
@@ -376,13 +394,13 @@ def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_
 
 def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
     tuned.write(elsewhere / "conf", one(), ["layer=6", "k=7", "gate=margin", "threshold=0.2"], "a title")
-    assert one("tuned=reference") == resolved(RunConfig(layer=6, k=7, gate=GateConfig(GateKind.margin), threshold=0.2))
+    assert one("tuned=reference") == resolved(RunConfig(layer=6, k=7, gate=GateConfig("margin"), threshold=0.2))
     assert [cfg.k for cfg in compose_runs(None, ["tuned=reference", "k=2,3"])] == [2, 3]
     assert "selfspec tune model=other" in refusal("tuned=other")
 
 
 def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
-    for head in (HeadConfig(HeadKind.lsq), HeadConfig(HeadKind.translator, rank=64, kl=True)):
+    for head in (HeadConfig("lsq"), HeadConfig("translator", rank=64, kl=True)):
         cfg = resolved(RunConfig(layer=6, head=head))
         chosen = tuned.apply(cfg, Setting("margin", 0.5, 2))
         tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
@@ -397,3 +415,85 @@ def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
     cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8", "verification=adaptive")
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
     assert one("engine=h100", "tuned=reference") == cfg
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("results_dir=ergebnisse/größe", "ergebnisse/größe"),
+        ("results_dir=my results/run 1", "my results/run 1"),
+        ("results_dir=a\\,b", "a,b"),
+        ("results_dir='a,b'", "a,b"),
+        ("results_dir=it's", "it's"),
+        ("results_dir=a=b", "a=b"),
+        ("results_dir=a\\", "a\\"),
+        ("results_dir=[1]", None),
+    ],
+)
+def test_text_is_written_as_a_shell_user_types_it(word, value):
+    if value is None:
+        assert "results_dir" in refusal(word)
+    else:
+        assert one(word).results_dir == value
+
+
+def test_a_list_of_paths_is_a_sweep_and_a_comma_inside_one_is_escaped(elsewhere):
+    for name in ("modèle", "b c", "d,e"):
+        (elsewhere / name).mkdir()
+    assert one(f"model={elsewhere}/modèle").model.path == f"{elsewhere}/modèle"
+    runs = compose_runs(None, [f"model={elsewhere}/modèle,{elsewhere}/b c,{elsewhere}/d\\,e"])
+    assert [cfg.model.name for cfg in runs] == ["modèle", "b c", "d,e"]
+
+
+def test_two_models_of_one_last_name_are_two():
+    assert [cfg.model.name for cfg in compose_runs(None, ["model=orgA/M,orgB/M"])] == ["orgA/M", "orgB/M"]
+
+
+def test_a_key_that_is_given_twice_is_refused():
+    assert refusal("layer=3", "k=2", "layer=4").startswith("layer=3 and layer=4: layer is given twice")
+    assert "gate is given twice" in refusal("gate=maxp", "gate=varH")
+
+
+def test_ten_thousand_points_are_composed_once():
+    composed, converted = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        compose_files, convert = files.Files._compose, compose._converted
+        patch.setattr(files, "_known_for", lambda stamp: {})
+        patch.setattr(files.Files, "_compose", lambda self, words: composed.append(words) or compose_files(self, words))
+        patch.setattr(compose, "_converted", lambda word, value: converted.append(value) or convert(word, value))
+        runs = compose_runs(None, ["gate=maxp", "tau=range(0,1,0.01)", "layer=range(1,11)", "k=range(1,11)"])
+    assert len(runs) == 10_000
+    assert (len(composed), len(converted)) == (1, 100 + 10 + 10)
+
+
+def test_a_file_that_refers_to_another_setting_follows_it(elsewhere):
+    runs = compose_runs(None, ["workload=decode", "workload.batch=2,4", "seed=1,2"])
+    assert [(cfg.workload.batch, cfg.workload.num_prompts, cfg.seed) for cfg in runs] == [
+        (2, 2, 1), (2, 2, 2), (4, 4, 1), (4, 4, 2),
+    ]  # fmt: skip
+    write(elsewhere, "conf/workload/long.yaml", "name: long\noutput_len: ${k}\n")
+    assert [cfg.workload.output_len for cfg in compose_runs(None, ["k=2,3", "workload=long"])] == [2, 3]
+    assert one("workload.num_prompts=${workload.batch}", "workload.batch=3").workload.num_prompts == 3
+
+
+def test_a_model_of_the_users_own_name_keeps_it():
+    assert one("model.name=mine", "model=org/M").model.name == "mine"
+
+
+def test_the_models_exit_and_the_users_are_one_point():
+    mine, models = one("layer=4"), one("model.exit_layer=4")
+    assert run_key(mine) == run_key(models)
+    assert run_key(baseline_of(mine)) == run_key(baseline_of(models))
+
+
+def test_what_is_not_read_in_conf_is_named(elsewhere):
+    assert unread_files() == []
+    write(elsewhere, "conf/gaet/mine.yaml", "kind: maxp\n")
+    write(elsewhere, "conf/gate/mine.yml", "kind: maxp\n")
+    write(elsewhere, "conf/head/mine.yaml", "kind: lsq\n")
+    write(elsewhere, "conf/model.yaml", "{}\n")
+    gaet, mine, model = unread_files()
+    assert "./conf/gaet/" in gaet and "did you mean 'gate'?" in gaet
+    assert "./conf/gate/mine.yml" in mine
+    assert "./conf/model.yaml" in model
+    assert one("head=mine").head.kind == "lsq"

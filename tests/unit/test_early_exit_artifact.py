@@ -10,16 +10,10 @@ from exit_heads import lens_head, lsq_head, translator_head
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
-from selfspec_cli.early_exit.artifact import (
-    HeadMetadata,
-    find_head,
-    head_filename,
-    load_head,
-    model_fingerprint,
-    read_metadata,
-    save_head,
-)
+from selfspec_cli.early_exit.artifact import load_head, save_head
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.heads.base import HeadError

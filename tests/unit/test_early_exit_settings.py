@@ -7,14 +7,16 @@ import sys
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
-from selfspec_cli.early_exit.gates import GATES as GATE_RULES
-from selfspec_cli.early_exit.settings import DraftSettings, calibration_from_dict, check_threshold, warnings_for
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import DraftSettings, GateConfig, HeadConfig, to_spec
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, warnings_for
 
 CALIBRATION = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 
 
 def test_defaults_are_half_the_layers_and_five_tokens():
-    assert DraftSettings.from_user({}, 12) == DraftSettings(layer=6, num_speculative_tokens=5)
+    assert ResolvedSettings.from_user({}, 12) == ResolvedSettings(layer=6, k=5)
 
 
 def test_every_key_is_read():
@@ -26,38 +28,39 @@ def test_every_key_is_read():
         "gate": "maxp",
         "tau": 0.25,
     }
-    expected = DraftSettings(3, 7, "heads/a.safetensors", "maxp", 0.25, True)
-    assert DraftSettings.from_user(spec, 12) == expected
+    head = HeadConfig(path="heads/a.safetensors")
+    expected = ResolvedSettings(layer=3, k=7, head=head, gate=GateConfig("maxp"), threshold=0.25)
+    assert ResolvedSettings.from_user(spec, 12) == expected
 
 
 def test_alias_and_missing_values():
-    read = DraftSettings.from_user({"head_path": "a.pt", "tau": None, "gate": None, "layer_skip": None}, 4)
-    assert read == DraftSettings(layer=2, head_path="a.pt")
+    read = ResolvedSettings.from_user({"head_path": "a.pt", "tau": None, "gate": None, "layer_skip": None}, 4)
+    assert read == ResolvedSettings(layer=2, k=5, head=HeadConfig(path="a.pt"))
 
 
 def test_draft_weights_are_the_targets_own_unless_copies_are_asked_for():
-    assert DraftSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
-    settings = DraftSettings.from_user({"draft_weights": "fp8"}, 4)
+    assert ResolvedSettings.from_user({"draft_weights": None}, 4).draft_weights == "shared"
+    settings = ResolvedSettings.from_user({"draft_weights": "fp8"}, 4)
     assert settings.draft_weights == "fp8"
-    assert DraftSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    with pytest.raises(SettingsError, match="draft_weights 'int4'"):
-        DraftSettings.from_dict({**settings.to_dict(), "draft_weights": "int4"})
+    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(SettingsError, match="draft_weights 'int3'"):
+        ResolvedSettings.from_dict({**settings.to_dict(), "draft_weights": "int3"})
 
 
 def test_skip_does_not_verify():
-    assert DraftSettings.from_user({"method": "skip", "layer_skip": 1}, 4).verify is False
+    assert ResolvedSettings.from_user({"method": "skip", "layer_skip": 1}, 4).verify is False
 
 
 def test_a_gate_without_threshold_gets_its_default():
-    for name, rule in GATE_RULES.items():
+    for name, rule in GATES.items():
         spec = {"gate": name, "calibration": CALIBRATION if name == "calibrated" else None}
-        assert DraftSettings.from_user(spec, 4).threshold == rule.default
+        assert ResolvedSettings.from_user(spec, 4).threshold == rule.default
 
 
 def test_passthrough_keys_belong_to_vllm():
-    DraftSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
+    ResolvedSettings.from_user({"max_model_len": 128}, 4, passthrough={"max_model_len"})
     with pytest.raises(SettingsError, match="max_model_len"):
-        DraftSettings.from_user({"max_model_len": 128}, 4)
+        ResolvedSettings.from_user({"max_model_len": 128}, 4)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,9 @@ def test_passthrough_keys_belong_to_vllm():
         ({"method": "layerskip"}, ["'layerskip'", "did you mean 'layer_skip'?"]),
         ({"gate": "varh"}, ["gate 'varh'", "none, adaedl, calibrated", "did you mean 'varH'?"]),
         ({"gate": 3}, ["gate 3"]),
-        ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, fp8", "did you mean 'fp8'?"]),
+        ({"draft_weights": "fp9"}, ["draft_weights 'fp9'", "allowed: shared, ", "did you mean 'fp8'?"]),
         ({"draft_weights": "FP8"}, ["draft_weights 'FP8'", "did you mean 'fp8'?"]),
-        ({"draft_weights": 8}, ["draft_weights 8", "allowed: shared, fp8"]),
+        ({"draft_weights": 8}, ["draft_weights 8", "allowed: shared, "]),
         ({"draft_wieghts": "fp8"}, ["'draft_wieghts'", "did you mean 'draft_weights'?"]),
         ({"method": "skip", "draft_weights": "fp8"}, ["draft_weights 'fp8'", "method 'skip'", "allowed: shared"]),
         ({"layer_skip": 12}, ["layer_skip = 12", "1 to 11", "12 layers"]),
@@ -78,7 +81,7 @@ def test_passthrough_keys_belong_to_vllm():
         ({"layer_skip": True}, ["layer_skip = True", "bool"]),
         ({"layer_skip": "4"}, ["layer_skip = '4'", "str"]),
         ({"layer_skip": 4.0}, ["layer_skip = 4.0", "float"]),
-        ({"num_speculative_tokens": 0}, ["num_speculative_tokens = 0", "1 or more"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens = 0", "from 1 to 256"]),
         ({"num_speculative_tokens": False}, ["num_speculative_tokens = False"]),
         ({"gate": "maxp", "tau": 1.5}, ["tau = 1.5", "from 0 to 1"]),
         ({"gate": "maxp", "tau": -0.1}, ["tau = -0.1"]),
@@ -99,34 +102,54 @@ def test_passthrough_keys_belong_to_vllm():
 )
 def test_bad_input_is_refused_by_name(spec, words):
     with pytest.raises(SettingsError) as caught:
-        DraftSettings.from_user(spec, 12)
+        ResolvedSettings.from_user(spec, 12)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_model_of_one_layer_has_no_exit():
     with pytest.raises(SettingsError, match="no exit layer"):
-        DraftSettings.from_user({}, 1)
+        ResolvedSettings.from_user({}, 1)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        DraftSettings(3),
-        DraftSettings(3, 1, "x.pt", "varH", 4.5),
-        DraftSettings(1, verify=False),
-        DraftSettings(3, gate="calibrated", threshold=0.5, calibration=calibration_from_dict(CALIBRATION)),
+        ResolvedSettings(layer=3, k=5),
+        ResolvedSettings(layer=3, k=1, head=HeadConfig(path="x.pt"), gate=GateConfig("varH"), threshold=4.5),
+        ResolvedSettings(method="skip", layer=1, k=5),
+        ResolvedSettings(layer=3, k=5, gate=GateConfig("calibrated", CALIBRATION), threshold=0.5),
+        ResolvedSettings(layer=3, k=5, verification="adaptive", acceptance_length=2.5, draft_weights="fp8"),
     ],
 )
 def test_json_round_trip(settings):
-    assert DraftSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
 
 
-@pytest.mark.parametrize("data", [{}, {"layer": 0}, {"layer": 3, "gate": "x"}, {"layer": 3, "lyer": 1},
-                                  {"layer": 3, "verify": 1}, {"layer": 3, "threshold": 0.5}])  # fmt: skip
-def test_from_dict_refuses_what_to_dict_cannot_have_written(data):
-    with pytest.raises(SettingsError):
-        DraftSettings.from_dict(data)
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"layer": None}, "'layer' is missing"),
+        ({"k": 0}, "k = 0"),
+        ({"gate": {"kind": "x"}}, "gate.kind 'x'"),
+        ({"lyer": 1}, "did you mean 'layer'"),
+        ({"method": "ngram"}, "method 'ngram'"),
+        ({"threshold": 0.5}, "threshold = 0.5"),
+        ({"head": {"bias": 1}}, "head.bias = 1"),
+    ],
+)
+def test_from_dict_refuses_what_to_dict_cannot_have_written(change, word):
+    with pytest.raises(SettingsError, match=word):
+        ResolvedSettings.from_dict({**ResolvedSettings(layer=3, k=5).to_dict(), **change})
+
+
+@pytest.mark.parametrize("spec", [{}, {"gate": "maxp", "tau": 0.2, "draft_weights": "fp8"}, {"method": "skip"},
+                                  {"gate": "calibrated", "calibration": CALIBRATION}, {"lsq_head_path": "a"},
+                                  {"gate": "varH", "enable_adaptive_verification": True}])  # fmt: skip
+def test_what_a_config_writes_is_read_back(spec):
+    vllms = ("enable_adaptive_verification", "rejection_sample_method", "synthetic_acceptance_length")
+    settings = ResolvedSettings.from_user({"layer_skip": 3, **spec}, 12, passthrough=vllms)
+    assert ResolvedSettings.from_user(to_spec(settings), 12, passthrough=vllms) == settings
 
 
 @pytest.mark.parametrize(
@@ -144,23 +167,23 @@ def test_from_dict_refuses_what_to_dict_cannot_have_written(data):
     ],
 )
 def test_extreme_thresholds_are_named(gate, threshold, word):
-    (warning,) = warnings_for(DraftSettings(3, gate=gate, threshold=threshold))
+    (warning,) = warnings_for(DraftSettings(gate=GateConfig(gate), threshold=threshold))
     assert word in warning
     assert repr(gate) in warning
 
 
-@pytest.mark.parametrize("gate", [name for name in GATE_RULES if name != "calibrated"])
+@pytest.mark.parametrize("gate", [name for name in GATES if name != "calibrated"])
 def test_default_thresholds_are_not_extreme(gate):
-    assert warnings_for(DraftSettings(3, gate=gate, threshold=GATE_RULES[gate].default), vocab_size=4096) == []
+    assert warnings_for(DraftSettings(gate=GateConfig(gate), threshold=GATES[gate].default), vocab_size=4096) == []
 
 
 def test_bounds_follow_the_vocabulary_and_the_calibration():
-    entropy = DraftSettings(3, gate="entropy", threshold=9.0)
+    entropy = DraftSettings(gate=GateConfig("entropy"), threshold=9.0)
     assert warnings_for(entropy, vocab_size=128_256) == []
     assert "never closes" in warnings_for(entropy, vocab_size=4096)[0]
-    assert warnings_for(DraftSettings(3, gate="adaedl", threshold=0.0)) == []  # the bound goes below 0
-    calibration = calibration_from_dict(CALIBRATION)
-    low, high = (DraftSettings(3, gate="calibrated", threshold=t, calibration=calibration) for t in (0.1, 0.95))
+    assert warnings_for(DraftSettings(gate=GateConfig("adaedl"), threshold=0.0)) == []  # the bound goes below 0
+    gate = GateConfig("calibrated", CALIBRATION)
+    low, high = (DraftSettings(gate=gate, threshold=t) for t in (0.1, 0.95))
     assert "never closes" in warnings_for(low)[0]
     assert "never opens" in warnings_for(high)[0]
 
@@ -197,3 +220,14 @@ def test_closest_says_nothing_when_nothing_is_near():
 def test_settings_do_not_import_torch():
     code = "import sys, selfspec_cli.early_exit.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("weights", "layer", "fine"), [("shared", 12, False), ("int4", 12, True), ("int4", 13, False)])
+def test_copies_may_draft_with_all_layers(weights, layer, fine):
+    spec = {"method": "layer_skip", "layer_skip": layer, "draft_weights": weights}
+    if fine:
+        assert ResolvedSettings.from_user(spec, 12).layer == layer
+        return
+    deepest = 11 + (weights != "shared")
+    with pytest.raises(SettingsError, match=f"layer_skip = {layer} is out of range; allowed: 1 to {deepest}"):
+        ResolvedSettings.from_user(spec, 12)

@@ -7,15 +7,13 @@ from selfspec_cli.config.schema import (
     ConfigError,
     EngineConfig,
     GateConfig,
-    GateKind,
     Method,
     ModelConfig,
     RunConfig,
-    Verification,
 )
 from selfspec_cli.engine.arguments import shallow_model, speculative_config
 
-GPU = RunConfig(engine=EngineConfig(name="h100"), layer=3, k=4, gate=GateConfig(GateKind.varH), tau_v=5.0)
+GPU = RunConfig(engine=EngineConfig(name="h100", device="cuda"), layer=3, k=4, gate=GateConfig("varH"), tau_v=5.0)
 
 
 def test_a_config_becomes_what_a_user_would_write(tmp_path):
@@ -32,7 +30,7 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
     assert speculative_config(replace(GPU, method=Method.baseline), tmp_path) is None
 
 
-@pytest.mark.parametrize(("verification", "asked"), [(Verification.full, None), (Verification.adaptive, True)])
+@pytest.mark.parametrize(("verification", "asked"), [("full", None), ("adaptive", True)])
 def test_adaptive_verification_is_vllms_own_key(verification, asked, tmp_path):
     spec = speculative_config(replace(GPU, verification=verification), tmp_path)
     assert spec.get("enable_adaptive_verification") is asked

@@ -1,7 +1,7 @@
 import json
 import subprocess
 
-from selfspec_cli.config.compose import load_config
+from selfspec_cli.config.files import load_config
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.record import provenance

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, GateKind, Method, RunConfig
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.record import records
 from selfspec_cli.record.records import AcceptRow, Record
 
@@ -249,7 +249,7 @@ def test_finished_are_the_measured_ones(summary):
 
 
 def test_identity_says_only_what_the_arm_has():
-    cfg = RunConfig(gate=GateConfig(kind=GateKind.varH), tau_v=4.0, k=5)
+    cfg = RunConfig(gate=GateConfig(kind="varH"), tau_v=4.0, k=5)
     row = records.identity(cfg, "r", layer=8)
     assert (row.E, row.k, row.head, row.gate, row.threshold, row.key) == (8, 5, "lens", "varH", 4.0, run_key(cfg))
     skip = records.identity(replace(cfg, method=Method.skip, layer=3), "r", layer=8)

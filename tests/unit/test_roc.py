@@ -6,12 +6,12 @@ import torch
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli.artifacts import calibrations
-from selfspec_cli.config.schema import DraftWeights, GateConfig, GateKind, RunConfig
+from selfspec_cli.config.schema import GateConfig, RunConfig
 from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.report import roc as figure
 from selfspec_cli.stages import roc
 from selfspec_cli.stages.exits import Exit
@@ -89,24 +89,24 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     assert words[0] == "layer=3"
     assert any(word.startswith("gate=") for word in words)
     # What was saved is what gate=calibrated reads, with its threshold.
-    calibrated = calibrations.with_saved_gate(RunConfig(layer=3, gate=GateConfig(GateKind.calibrated)), 3)
+    calibrated = calibrations.with_calibration(RunConfig(layer=3, gate=GateConfig("calibrated")), 3)
     assert calibrated.threshold == found.tau
     calibration = calibrations.map_of(calibrated)
-    DraftSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
+    ResolvedSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
 
 
 def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = judged()
-    fp8 = replace(found.exit.cfg, draft_weights=DraftWeights.fp8)
+    fp8 = replace(found.exit.cfg, draft_weights="fp8")
     other = replace(found, exit=replace(found.exit, cfg=fp8), tau=0.123)
     result = roc.RocResult([*roc.table(found), *roc.table(other)], [found, other])
     assert {row.head for row in result.rows} == {"lens", "lens-fp8"}
     files = roc.write(result, tmp_path / "roc")
     assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
     for one in (found, other):
-        asked = replace(one.exit.cfg, gate=GateConfig(GateKind.calibrated))
-        assert calibrations.with_saved_gate(asked, 3).threshold == one.tau
+        asked = replace(one.exit.cfg, gate=GateConfig("calibrated"))
+        assert calibrations.with_calibration(asked, 3).threshold == one.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
 

@@ -6,10 +6,8 @@ import pytest
 from selfspec_cli.config.keys import engine_key, run_key
 from selfspec_cli.config.schema import (
     ConfigError,
-    DraftWeights,
     EngineConfig,
     GateConfig,
-    GateKind,
     Method,
     ModelConfig,
     RunConfig,
@@ -25,7 +23,7 @@ from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import figure
 from selfspec_cli.stages import sweep
 
-VARH = GateConfig(kind=GateKind.varH)
+VARH = GateConfig(kind="varH")
 
 
 class FakeEngine:
@@ -58,7 +56,7 @@ class Lab:
     def bench(self, cfg, engine, baseline, progress):
         assert engine_key(engine.cfg) == engine_key(cfg)
         if cfg.method is Method.layer_skip:
-            assert engine.gates[-1] == (cfg.gate.kind.value, gate_threshold(cfg))
+            assert engine.gates[-1] == (cfg.gate.kind, gate_threshold(cfg))
         assert (baseline is None) == (cfg.method is Method.baseline)
         if error := self.fail_point(cfg):
             raise error
@@ -98,7 +96,7 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
 
 
 def test_draft_weights_need_an_engine_each_and_share_a_baseline(lab):
-    kinds = (DraftWeights.shared, DraftWeights.fp8)
+    kinds = ("shared", "fp8")
     lab.run([RunConfig(draft_weights=kind, gate=VARH, tau_v=tau) for tau in (4.0, 5.0) for kind in kinds])
     assert [engine.cfg.method for engine in lab.engines] == [Method.baseline, Method.layer_skip, Method.layer_skip]
     assert [row.draft_weights for row in lab.rows()] == [None, "shared", "shared", "fp8", "fp8"]
@@ -324,7 +322,7 @@ def test_a_chart_that_cannot_be_drawn_or_sent_is_a_warning(lab, monkeypatch):
 
 
 def test_points_that_rows_call_the_same_are_told_apart_by_their_settings():
-    eager, half = EngineConfig(enforce_eager=True), ModelConfig(dtype="bfloat16")
+    eager, half = EngineConfig(device="cpu", enforce_eager=True), ModelConfig(dtype="bfloat16")
     cfgs = [RunConfig(), RunConfig(engine=eager), RunConfig(model=half), RunConfig(gate=VARH)]
     told = sweep.told_apart(cfgs)
     assert [told[run_key(cfg)] for cfg in cfgs] == [
@@ -333,7 +331,7 @@ def test_points_that_rows_call_the_same_are_told_apart_by_their_settings():
         "model.dtype=bfloat16 engine.enforce_eager=False",
         "",
     ]
-    extra = [RunConfig(engine=EngineConfig(extra=more)) for more in ({}, {"block_size": 32})]
+    extra = [RunConfig(engine=EngineConfig(device="cpu", extra=more)) for more in ({}, {"block_size": 32})]
     assert list(sweep.told_apart(extra).values()) == ["engine.extra.block_size=null", "engine.extra.block_size=32"]
 
 

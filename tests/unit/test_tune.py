@@ -14,21 +14,18 @@ from test_early_exit_replay import COSTS, make
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import (
-    DraftWeights,
     GateConfig,
-    GateKind,
     HeadConfig,
-    HeadKind,
     RunConfig,
     Runner,
-    Verification,
     WorkloadConfig,
 )
-from selfspec_cli.early_exit.artifact import HeadMetadata, save_head
+from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.gates import features
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import DraftCounts, Generation
 from selfspec_cli.stages import arms, exits, search, tune
@@ -163,8 +160,8 @@ def test_it_goes_on_where_it_stopped(lab):
 
 
 OPTIONS = [
-    {"draft_weights": DraftWeights.fp8},
-    {"verification": Verification.adaptive},
+    {"draft_weights": "fp8"},
+    {"verification": "adaptive"},
     {"runner": Runner.v1},
     {"acceptance_length": 3.0},
 ]
@@ -201,11 +198,11 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
     counts.write_text("of another text")
     keys.append(exits.draft_key(counted))
     assert len(set(keys)) == 5
-    assert exits.draft_key(replace(counted, gate=GateConfig(GateKind.maxp), tau=0.2)) == keys[-1]
+    assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), tau=0.2)) == keys[-1]
 
 
 def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
-    cfg = RunConfig(layer=3, head=HeadConfig(HeadKind.lsq), head_dir=str(tmp_path))
+    cfg = RunConfig(layer=3, head=HeadConfig("lsq"), head_dir=str(tmp_path))
     keys = []
     for value in (1.0, 2.0):
         head = lsq_head(torch.full((8, 4), value))
@@ -217,7 +214,7 @@ def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
 
 
 def test_what_is_written_names_who_drafts_and_where_its_head_is():
-    words = tuned.overrides(RunConfig(layer=3, k=4, runner=Runner.v1, draft_weights=DraftWeights.fp8, head_dir="mine"))
+    words = tuned.overrides(RunConfig(layer=3, k=4, runner=Runner.v1, draft_weights="fp8", head_dir="mine"))
     assert {"runner=v1", "draft_weights=fp8", "head_dir=mine"} <= set(words)
     usual = tuned.overrides(RunConfig(layer=3, k=4))
     assert usual == ["layer=3", "k=4", "head=lens", "vocab=full", "gate=none"]
@@ -256,7 +253,7 @@ def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch
 def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
     """`tune k=3,5` names one exit twice."""
     cfg = lab.cfgs[1]
-    named = [replace(cfg, k=k, gate=gate) for k in (3, 5) for gate in (GateConfig(), GateConfig(GateKind.maxp))]
+    named = [replace(cfg, k=k, gate=gate) for k in (3, 5) for gate in (GateConfig(), GateConfig("maxp"))]
     lab.run(chosen=named, trials=1)
     surveys = [engine for engine in lab.opened if engine.recorded]
     assert len(surveys) == 1
@@ -385,5 +382,5 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
 
 
 def test_heads_that_are_not_fitted_are_not_tried(tmp_path):
-    cfg = RunConfig(layer=3, head_dir=str(tmp_path), gate=GateConfig(GateKind.none))
-    assert tune.with_heads(cfg, [HeadConfig(), HeadConfig(HeadKind.lsq)]) == []
+    cfg = RunConfig(layer=3, head_dir=str(tmp_path), gate=GateConfig("none"))
+    assert tune.with_heads(cfg, [HeadConfig(), HeadConfig("lsq")]) == []

@@ -28,6 +28,11 @@ def test_the_kernels_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "kernels_interpreted.py"), TRITON_INTERPRET="1")
 
 
+def test_the_speculator_in_tritons_interpreter():
+    pytest.importorskip("vllm")
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
+
+
 def test_the_kernels_with_twelve_gates():
     """Every statistic of three packages, in one more power of two than eight."""
     tests = str(HERE / "kernels_interpreted.py")

@@ -11,7 +11,12 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.registry import Registry
 
 DRAFT_WEIGHTS = Registry(
-    "draft_weights", DraftWeights, "selfspec_cli.early_exit.draft_weights", "WEIGHTS", "selfspec.draft_weights"
+    "draft_weights",
+    DraftWeights,
+    "selfspec_cli.early_exit.draft_weights",
+    "WEIGHTS",
+    "selfspec.draft_weights",
+    first="shared",
 )
 
 

@@ -81,6 +81,10 @@ class DraftWeights:
             return f"tensor_parallel_size = {facts.tensor_parallel_size}, and copies are for one GPU"
         return None
 
+    def impossible(self, reason: str) -> SettingsError:
+        """The error for a target of which there can be no such copy, and why."""
+        return SettingsError(f"draft_weights {self.name!r} is not supported here: {reason}; allowed: shared")
+
     def not_finite(self) -> SettingsError:
         """The error for a weight that cannot be copied because a value is NaN or infinite."""
         return SettingsError(

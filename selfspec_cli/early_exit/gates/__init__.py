@@ -8,10 +8,11 @@ Importing this package, and reading its gates, does not import torch.
 
 from __future__ import annotations
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates.base import Gate, Rule
 from selfspec_cli.early_exit.registry import Registry
 
-__all__ = ["GATES", "Gate", "Rule", "device_features", "features"]
+__all__ = ["GATES", "Gate", "Rule", "device_features", "features", "require_device"]
 
 GATES = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
 """Every gate by the name that users write."""
@@ -25,3 +26,11 @@ def features() -> tuple[str, ...]:
 def device_features() -> tuple[str, ...]:
     """Those of `features` that the CUDA kernel computes, in the order of its columns."""
     return tuple(name for name, gate in GATES.items() if gate.device is not None)
+
+
+def require_device(rule: Rule) -> None:
+    """Raises SettingsError for a rule on a statistic that the CUDA kernel does not compute."""
+    known = device_features()
+    if rule.feature is not None and rule.feature not in known:
+        raise SettingsError(f"gate {rule.feature!r} has no device expression, so it runs on the CPU only; allowed on "
+                            f"CUDA: none, {', '.join(known)}")  # fmt: skip

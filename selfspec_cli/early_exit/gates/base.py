@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, closest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from selfspec_cli.early_exit.gates.distribution import Distribution
 
 Direction = Literal["at_least", "at_most"]
+
+THRESHOLD_KEYS = ("tau", "tau_v", "threshold")
+"""The settings that are thresholds of a gate; every gate that has a threshold also takes the last."""
 
 DEVICE_NAMES = {
     "confidence": "the greatest probability",
@@ -63,7 +66,7 @@ def unit_interval(vocab_size: int) -> tuple[float, float]:
 class Gate:
     """One gate: its rule, its statistic on the CPU and on CUDA, and how it is shown.
 
-    name: what users write. key: the setting of its threshold ("tau", "tau_v" or "threshold"; None: it has none).
+    name: what users write. key: the setting of its threshold, of THRESHOLD_KEYS (None: it has none).
     direction: the gate is open while the statistic is at least, or at most, the threshold. default: the threshold when
     none is given. low, high: thresholds allowed (inclusive). meaning: the statistic in words, for messages. help: one
     line for users. colour: of its line in figures, as #rrggbb.
@@ -75,7 +78,7 @@ class Gate:
     on the CPU and is refused on CUDA.
     range: function(vocabulary size) -> least and greatest value of the statistic.
 
-    Raises SettingsError for a `device` expression that cannot be read, or that uses a name that is not known.
+    Raises SettingsError for an unknown `key`, and for a `device` expression that is none or uses unknown names.
     """
 
     name: str
@@ -95,6 +98,8 @@ class Gate:
     needs_calibration: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if self.key is not None and self.key not in THRESHOLD_KEYS:
+            raise SettingsError(f"gate {self.name!r}: {closest(self.key, THRESHOLD_KEYS, 'threshold key')}")
         if self.device is not None:
             _check_expression(self.name, self.device, self.cumulative)
 

@@ -10,4 +10,4 @@ from __future__ import annotations
 from selfspec_cli.early_exit.heads.base import HeadKind
 from selfspec_cli.early_exit.registry import Registry
 
-HEADS = Registry("head kind", HeadKind, "selfspec_cli.early_exit.heads", "HEAD", "selfspec.heads")
+HEADS = Registry("head kind", HeadKind, "selfspec_cli.early_exit.heads", "HEAD", "selfspec.heads", first="lens")

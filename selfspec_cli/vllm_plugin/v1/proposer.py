@@ -71,9 +71,9 @@ class _EarlyExit(DraftModelProposer):
         settings = settings_of(vllm_config)
         assert settings is not None
         self.settings = settings
-        self.gate = LiveGate(settings.gate, settings.threshold, settings.calibration)
-        self.draft_length = settings.num_speculative_tokens  # may be lowered between two rounds, to 0 for no drafts
-        self.counters = DraftCounters(settings.num_speculative_tokens)
+        self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
+        self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
+        self.counters = DraftCounters(settings.k)
         self.recorder: DraftRecorder | None = None  # only while a record is wanted
         self.runner = runner
         self._sampled: list[list[int]] = []
@@ -94,14 +94,19 @@ class _EarlyExit(DraftModelProposer):
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)
-        # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
-        self.runner.effective_drafter_max_model_len = self.max_model_len + self.num_speculative_tokens
-        self._last_useful = self.max_model_len - 1  # a token drafted from there would have no place in the model
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
     ) -> None:
-        """Drafting uses the target's own attention groups, all of them: a hybrid model has several."""
+        """Drafting uses the target's own attention groups, all of them: a hybrid model has several.
+
+        The KV cache is there, so the length of the model's context is final: `max_model_len=auto` may have shortened it
+        since this proposer was made.
+        """
+        max_model_len = self.vllm_config.model_config.max_model_len
+        # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
+        self.runner.effective_drafter_max_model_len = max_model_len + self.num_speculative_tokens
+        self._last_useful = max_model_len - 1  # a token drafted from there would have no place in the model
         self._groups = []
         for groups in self.runner.attn_groups:
             for group in groups:

@@ -1,4 +1,4 @@
-"""What the V2 draft loop does on the device between two forward passes: begin a round, end a step, count, reject.
+"""What the V2 draft loop does on the device between two forward passes: begin a round, end a step, count.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
 statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
@@ -331,23 +331,21 @@ class EndStep:
 
 
 @triton.jit
-def _reject_undrafted(draft_sampled, local_positions, mapping, lengths, count, BLOCK: tl.constexpr):
+def _undrafted(mask, local_positions, mapping, lengths, count, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     drafted = tl.load(lengths + tl.load(mapping + place, mask=inside, other=0), mask=inside, other=0)
     local = tl.load(local_positions + place, mask=inside, other=0)  # 0: the token sampled last, j: the j-th draft
-    tl.store(
-        draft_sampled + place, tl.full((BLOCK,), -1, draft_sampled.dtype.element_ty), mask=inside & (local > drafted)
-    )
+    tl.store(mask + place, local > drafted, mask=inside)
 
 
-def reject_undrafted(draft_sampled: Tensor, local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> None:
-    """Replace what was never drafted by -1, which vLLM's rejection kernels reject.
+def undrafted(local_positions: Tensor, mapping: Tensor, lengths: Tensor) -> Tensor:
+    """Which input tokens of a verify pass stand where nothing was drafted, bool [logits].
 
-    draft_sampled, local_positions, mapping: [logits] input token, place in its request's draft, and request.
-    lengths: int32 [requests], tokens that each request drafted.
+    local_positions, mapping: [logits] place in its request's draft, and request. lengths: int32 [requests], tokens that
+    each request drafted.
     """
-    count, block = draft_sampled.shape[0], 1024
-    _reject_undrafted[(triton.cdiv(count, block),)](
-        draft_sampled, local_positions, mapping, lengths, count, BLOCK=block
-    )
+    count, block = local_positions.shape[0], 1024
+    mask = torch.empty(count, dtype=torch.bool, device=local_positions.device)
+    _undrafted[(triton.cdiv(count, block),)](mask, local_positions, mapping, lengths, count, BLOCK=block)
+    return mask

@@ -1,6 +1,6 @@
 """The draft loop on vLLM's V2 model runner, which is what runs on CUDA.
 
-The same method as v1_proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
+The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
 newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
 draft step's inputs, and then one CUDA graph for each batch size runs the draft loop: while any request's gate is open,
 a step of slot mapping, attention metadata, first E layers, exit head, gate and next inputs. There is no draft prefill:
@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -56,9 +57,13 @@ def init_with_early_exit(original: Init) -> Init:
 
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         if settings_of(vllm_config) is None:
-            verify_no_more_than(None)
             return original(vllm_config, device, req_states)
-        return EarlyExitSpeculator(vllm_config, device)
+        if device.type != "cuda":
+            raise SettingsError(f"early exit on {device.type} needs vLLM's V1 model runner; unset "
+                                "VLLM_USE_V2_MODEL_RUNNER=1")  # fmt: skip
+        speculator = EarlyExitSpeculator(vllm_config, device)
+        verify_no_more_than(req_states, speculator.state.lengths)
+        return speculator
 
     return init_speculator
 
@@ -77,9 +82,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
             self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len,
         )  # fmt: skip
-        self.gate = DeviceGate(self.state, settings.gate, settings.threshold, settings.calibration)
+        self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
-        verify_no_more_than(self.state.lengths)
         self._loop: device_loop.DeviceLoop | None = None
         self._capturing = False
         # The base class feeds hidden states back; nothing does here.
@@ -109,7 +113,12 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         target_input_buffers: InputBuffers,
         target_attn_groups: list[list[AttentionGroup]],
     ) -> None:
-        """Metadata builders of its own over the target's layers, because a draft step has other shapes."""
+        """Metadata builders of its own over the target's layers, because a draft step has other shapes.
+
+        The KV cache is there, so the length of the model's context is final: `max_model_len=auto` may have shortened it
+        since this speculator was made.
+        """
+        self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
@@ -159,8 +168,18 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.attn_groups,
             self.kv_cache_config,
             progress_bar_desc="Capturing the draft loop",
+            specialize_spec_tokens=self._length_is_captured,
         )
         self._capturing = False
+
+    @property
+    def _length_is_captured(self) -> bool:
+        """Whether a graph is for one draft length, so that vLLM's schedule of lengths by batch size needs one each.
+
+        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
+        """
+        scheduled = self.speculative_config.uses_dynamic_speculative_decoding()
+        return scheduled and self._loop is None and self.supports_decode_metadata_update
 
     def _recorded(self, *arguments: Any, **more: Any) -> None:
         """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
@@ -205,7 +224,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> Tensor:
         """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see v2_verdict.py).
+        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM goes by the batch size.
+
+        Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """
         num_reqs = input_batch.num_reqs
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
@@ -215,7 +236,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if not steps:
             return self.draft_tokens[:num_reqs].fill_(-1)
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
-        self.draft_max_seq_len = min(longest + steps, self.max_model_len)
+        self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
         begin_round(self.state, input_batch, steps, (num_sampled, num_rejected, last_sampled))
         batch, _ = dispatch_cg_and_sync_dp(
@@ -225,9 +246,11 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             uniform_token_count=1,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
-            need_eager=is_profile or steps != self.num_speculative_steps,
+            need_eager=is_profile,
             dp_sync_state=dp_sync_state,
         )
+        if self.decode_cudagraph_manager is not None:
+            batch = self.decode_cudagraph_manager.specialize_spec_tokens(batch, steps)
         skip_attention = dummy_run and skip_attn_for_dummy_run
         upper_bound = input_batch.seq_lens_cpu_upper_bound
         if self.supports_decode_metadata_update:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import HISTOGRAMS, Snapshot
-from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import Rule, device_features
+from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 
 if TYPE_CHECKING:
@@ -128,8 +127,4 @@ class DeviceGate(LiveGate):
         self._state.gate_rule.copy_(torch.tensor([sign, limit]))
 
     def _accept(self, rule: Rule) -> None:
-        if rule.feature is not None and rule.feature not in self._state.features:
-            raise SettingsError(
-                f"gate {rule.feature!r} has no device expression, so it runs on the CPU only; allowed: "
-                f"none, {', '.join(self._state.features)}"
-            )
+        require_device(rule)

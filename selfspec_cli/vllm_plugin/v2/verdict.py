@@ -1,13 +1,12 @@
 """Drafts that stopped early, as vLLM's V2 verifier sees them, and their record.
 
 The V2 scheduler plans a step before the drafts of the last one exist, so every request is verified at k places. Places
-beyond what a request drafted hold token 0, which the model can embed; just before the rejection sampler compares, they
-become -1, which it never accepts.
+beyond what a request drafted hold token 0, which the model can embed; the rejection sampler is told that these are no
+valid drafts, the way vLLM tells it of drafts that a grammar forbids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,41 +17,42 @@ from selfspec_cli.early_exit.gates import device_features
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+    from vllm.v1.worker.gpu.states import RequestState
 
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
-Gather = Callable[..., tuple[Tensor, Tensor]]
-
-_lengths: Tensor | None = None  # of this worker's engine; the function that is replaced is told of no engine
-
-
-def verify_no_more_than(lengths: Tensor | None) -> None:
-    """lengths: int32 [requests], tokens that each request drafted in the last round; None: all that were scheduled."""
-    global _lengths
-    _lengths = lengths
+LENGTHS = "early_exit_lengths"
+"""Attribute of an engine's `RequestState`, which its speculator is made with and its sampler knows: int32 [requests],
+tokens that each request drafted in the last round. Another engine in the same process has a `RequestState` of its own.
+"""
 
 
-def with_short_drafts(original: Gather) -> Gather:
-    """Replacement for the rejection sampler's `gather_draft_sampled`."""
+def verify_no_more_than(requests: RequestState, lengths: Tensor) -> None:
+    """From now on, the engine of `requests` verifies at most so many drafted tokens of each request."""
+    setattr(requests, LENGTHS, lengths)
 
-    def gather_draft_sampled(
-        input_ids: Tensor,
-        positions: Tensor,
-        logits_indices: Tensor,
-        expanded_idx_mapping: Tensor,
-        expanded_local_pos: Tensor,
-        prefill_len: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        tokens, places = original(
-            input_ids, positions, logits_indices, expanded_idx_mapping, expanded_local_pos, prefill_len
-        )
-        if _lengths is not None:
-            from selfspec_cli.vllm_plugin.v2.kernels import reject_undrafted
 
-            reject_undrafted(tokens, expanded_local_pos, expanded_idx_mapping, _lengths)
-        return tokens, places
+def with_short_drafts(original: type[RejectionSampler]) -> type[RejectionSampler]:
+    """Replacement for the V2 runner's `RejectionSampler`: it rejects what was never drafted."""
 
-    return gather_draft_sampled
+    class ShortDraftSampler(original):
+        def __call__(
+            self,
+            logits: Tensor,
+            input_batch: InputBatch,
+            draft_logits: Tensor | None = None,
+            invalid_drafts: Tensor | None = None,
+        ) -> Any:
+            lengths = getattr(self.sampler.req_states, LENGTHS, None)
+            if lengths is not None:
+                from selfspec_cli.vllm_plugin.v2.kernels import undrafted
+
+                never = undrafted(input_batch.expanded_local_pos, input_batch.expanded_idx_mapping, lengths)
+                invalid_drafts = never if invalid_drafts is None else never | invalid_drafts
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
+
+    return ShortDraftSampler
 
 
 @dataclass

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import has_experts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
@@ -36,8 +35,10 @@ class Kernels(Protocol):
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
 
-    def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
+
+        weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time.
 
         Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
         an operator of torch with a fake implementation.
@@ -88,13 +89,16 @@ class CopiedWeight(nn.Module):
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._names = tuple(tensors)
+        # No parameter: a draft step of a few tokens does not read it, and the target counts it.
+        self._weight = None if self._kernels is None else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x.reshape(-1, x.shape[-1])
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._names}
         if self._kernels is None:
             return F.linear(x, tensors["weight"], bias)
-        return self._kernels.linear(x, tensors, bias)
+        assert self._weight is not None
+        return self._kernels.linear(x, tensors, bias, self._weight)
 
 
 class CopiedLinear:
@@ -137,7 +141,7 @@ def on_copies(kind: DraftWeights, dtype: torch.dtype) -> Make:
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         if has_experts(module):
-            raise _impossible(kind, "mixture-of-experts layers have no copies")
+            raise kind.impossible("mixture-of-experts layers have no copies")
         return copied(kind, dtype, module, name) if isinstance(module, LinearBase) else None
 
     return make
@@ -149,7 +153,7 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
     if weight is None or weight.dtype is not dtype:
         method = type(getattr(layer, "quant_method", None)).__name__
         wanted = str(dtype).removeprefix("torch.")
-        raise _impossible(kind, f"{name} ({type(layer).__name__}, {method}) has no plain {wanted} weight to copy")
+        raise kind.impossible(f"{name} ({type(layer).__name__}, {method}) has no plain {wanted} weight to copy")
     parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
     modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight)}
     return shallow_copy(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
@@ -182,7 +186,3 @@ def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
         units[torch.arange(count), torch.arange(start, start + count)] = 1
         parts.append(layer.quant_method.apply(layer, units, None))
     return torch.cat(parts).t().contiguous()
-
-
-def _impossible(kind: DraftWeights, reason: str) -> SettingsError:
-    return SettingsError(f"draft_weights {kind.name!r} is not supported here: {reason}; allowed: shared")

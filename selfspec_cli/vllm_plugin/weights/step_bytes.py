@@ -21,7 +21,7 @@ def step_bytes(
 ) -> dict[str, float] | None:
     """Bytes read by one full step, and by one draft step through `trunk` and `head`, for what is bound by memory.
 
-    Weights of the layers and the head, for the draft those that it runs on (8-bit copies where there are any);
+    Weights of the layers and the head, for the draft those that it runs on (copies where there are any);
     "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
     experts, whose step reads only some of its weights.
     """

@@ -1,6 +1,8 @@
-"""What a third party writes to add a gate: one object, named by an entry point in this package's metadata."""
+"""What a third party writes to add a gate and a head: one object each, named by an entry point in this package's
+metadata."""
 
 from selfspec_cli.early_exit.gates import Gate
+from selfspec_cli.early_exit.heads import HeadKind
 
 RATIO = Gate(
     name="ratio",
@@ -15,3 +17,26 @@ RATIO = Gate(
     statistic=lambda draft, previous: draft.second / draft.confidence,
     device="second / confidence",
 )
+
+
+class OneDirection(HeadKind):
+    """lm_head(x + (x . read) write): the translator of rank 1, as two vectors."""
+
+    name = "one_direction"
+    help = "the exit hidden state, moved along one direction, then the lm_head"
+    colour = "#2a9d8f"
+    targets = ("final_hidden",)
+    trains = True
+
+    def shapes(self, low_rank, bias):
+        return {"read": ("hidden",), "write": ("hidden",)}
+
+    def transform(self, x, tensors):
+        return x + (x * tensors["read"]).sum(-1, keepdim=True) * tensors["write"]
+
+    def fit(self, equations, ridge, rank):
+        down, up, _, report = equations.solve_low_rank(1, ridge)
+        return {"read": down[0], "write": up[:, 0]}, report
+
+
+ONE_DIRECTION = OneDirection()

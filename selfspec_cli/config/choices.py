@@ -1,0 +1,118 @@
+"""What a group can be set to: files of conf/ and ./conf, and the names of the registries; experiments and tuned files.
+
+A user's ./conf and ./experiments add names and take the place of packaged ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selfspec_cli.config import paths
+from selfspec_cli.config.schema import GROUPS, ConfigError, GateConfig, HeadConfig, ModelConfig, head_spec
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+
+EXPERIMENT = "experiment"
+TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
+REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
+_SUFFIX = ".yaml"
+
+
+def conf_dirs() -> list[Path]:
+    """Folders of choices; the first that has a name wins."""
+    user = Path.cwd() / "conf"
+    packaged = paths.conf_dir()
+    return [user, packaged] if user.is_dir() and user.resolve() != packaged.resolve() else [packaged]
+
+
+def file_choices(group: str) -> list[str]:
+    """The names for which a group has a file."""
+    return sorted({file.stem for folder in conf_dirs() for file in (folder / group).glob(f"*{_SUFFIX}")})
+
+
+def choices(group: str) -> list[str]:
+    """The names that a group can be set to: packaged, the user's own, and for gates and heads those of the registry."""
+    known = {"gate": tuple(GATES), "head": examples()}.get(group, ())
+    return list(dict.fromkeys([*known, *file_choices(group)]))
+
+
+def of_registry(group: str, word: str) -> Any:
+    """The setting that a word of a registry means: a gate's name, or a head's such as translator_r15_kl.
+
+    Raises:
+        ConfigError: there is none of that name, naming the nearest.
+    """
+    try:
+        if group == "gate":
+            return GateConfig(GATES[word].name)
+        spec = HeadSpec.from_name(word)
+    except SettingsError as error:
+        files = file_choices(group)
+        own = f"; of ./conf/{group}: {', '.join(files)}" if files else ""
+        raise ConfigError(f"{error}{own}") from error
+    given = HeadConfig(kind=spec.kind, rank=spec.rank, bias=spec.bias, kl=spec.kl)
+    return given if head_spec(given) == spec else replace(given, target=spec.target)
+
+
+def named_model(word: str) -> ModelConfig | None:
+    """What of a model's settings a folder or a Hugging Face id says: path and name; None for a preset's name.
+
+    A folder is called by its own name, a model of the Hub by its whole id, because many have the same last part.
+    """
+    if not paths.looks_like_model_path(word):
+        return None
+    folder = word.startswith(("/", ".", "~")) or Path(word).is_dir()
+    return ModelConfig(path=word, name=(Path(word).expanduser().resolve().name if folder else word) or word)
+
+
+def experiment_files() -> dict[str, Path]:
+    """Every experiment by name."""
+    folders = (paths.experiments_dir(), Path.cwd() / "experiments")
+    return {file.stem: file for folder in folders for file in sorted(folder.glob(f"*{_SUFFIX}"))}
+
+
+def experiment_overrides(name: str) -> list[list[str]]:
+    """The overrides of one experiment file, once for each of its grids.
+
+    Raises:
+        ConfigError: no such experiment, or a file of another shape.
+    """
+    files = experiment_files()
+    if name not in files:
+        raise ConfigError(closest(name, sorted(files), EXPERIMENT))
+    return _overrides_in(files[name])
+
+
+def unread_files() -> list[str]:
+    """What lies in ./conf and is read by nobody, with what it may have been meant to be."""
+    folder, found = Path.cwd() / "conf", []
+    if conf_dirs()[0] != folder:
+        return []
+    groups = [*GROUPS, TUNED]
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and entry.name not in groups:
+            found.append(f"./conf/{entry.name}/ is not read: {closest(entry.name, groups, 'group')}")
+        elif entry.is_file() and entry.suffix in (_SUFFIX, ".yml", ".json", ".toml"):
+            found.append(f"./conf/{entry.name} is not read: a choice is a file ./conf/GROUP/NAME{_SUFFIX}")
+        elif entry.name in groups:
+            names = [f"./conf/{entry.name}/{file.name}" for file in sorted(entry.iterdir()) if file.suffix != _SUFFIX]
+            found += [f"{name} is not read: a choice is a file NAME{_SUFFIX}" for name in names if "/." not in name]
+    return found
+
+
+def _overrides_in(file: Path) -> list[list[str]]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
+        raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
+    for key in content:
+        if key not in ("title", "overrides", "grids"):
+            raise ConfigError(f"{file}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
+    return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]

@@ -1,0 +1,99 @@
+"""Every setting as a table, from the schema: `selfspec options`, the commands' `--help`, and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, get_args
+
+from selfspec_cli.config.schema import GROUPS, RunConfig
+from selfspec_cli.early_exit import knobs, settings
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.heads import HEADS
+
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "text"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting in words. spec_key: its key in a speculative_config, empty where it has none."""
+
+    key: str
+    type: str
+    unit: str
+    allowed: str
+    default: str
+    help: str
+    spec_key: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One name of a registry. default: threshold of a gate; empty for others."""
+
+    key: str
+    name: str
+    default: str
+    help: str
+
+
+def rows(word: str = "") -> list[Row]:
+    """Every setting whose key or help holds `word`, in the order of the schema."""
+    made = [_row(option) for option in knobs.options(RunConfig).values()]
+    return [row for row in made if word.lower() in f"{row.key} {row.spec_key} {row.help}".lower()]
+
+
+def choices(word: str = "") -> list[Choice]:
+    """Every gate, head kind and kind of draft weights of which `word` is part of the key, the name or the help."""
+    made = [
+        Choice("gate", gate.name, f"{gate.key}={gate.default:g}" if gate.key else "", gate.help)
+        for gate in GATES.values()
+    ]
+    made += [Choice("head", kind.name, "", kind.help) for kind in HEADS.values()]
+    made += [Choice("draft_weights", kind.name, "", kind.help) for kind in DRAFT_WEIGHTS.values()]
+    return [one for one in made if word.lower() in f"{one.key} {one.name} {one.help}".lower()]
+
+
+def draft_rows() -> list[Row]:
+    """The settings of drafting, for the commands' `--help`."""
+    return [_row(option) for option in settings.OPTIONS.values()]
+
+
+def markdown() -> str:
+    """The tables of settings and of choices in Markdown."""
+    groups = ", ".join(f"`{group}=`" for group in GROUPS)
+    table = _table(
+        ("key", "type", "allowed", "default", "what it is", "in a speculative_config"),
+        ((f"`{r.key}`", r.type + (f", {r.unit}" if r.unit else ""), r.allowed, r.default, r.help,
+          f"`{r.spec_key}`" if r.spec_key else "") for r in rows()),
+    )  # fmt: skip
+    named = _table(
+        ("choice", "threshold if none is given", "what it does"),
+        ((f"`{one.key}={one.name}`", one.default, one.help) for one in choices()),
+    )
+    return f"{named}\n\n{groups} choose a named set of the settings below them.\n\n{table}\n"
+
+
+def _row(option: knobs.Option) -> Row:
+    about = option.knob
+    kinds = [kind for kind in (get_args(option.type) or (option.type,)) if kind is not type(None)]
+    words = about.words()
+    kind = "word" if words else _TYPES.get(option.type if option.type is Any else kinds[0], "text")
+    kind = "mapping" if getattr(option.type, "__origin__", None) is dict else kind
+    if option.default is None:
+        default = about.unset or "none"
+    elif isinstance(option.default, bool):
+        default = str(option.default).lower()
+    elif isinstance(option.default, Enum):
+        default = str(option.default.value)
+    else:
+        default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    spec_key = about.spec_keys[0] if about.spec_keys else ""
+    return Row(option.key, kind, about.unit, ", ".join(words) or about.allowed(), default, about.help, spec_key)
+
+
+def _table(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    cells = [header, ("---",) * len(header), *lines]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells)

@@ -1,0 +1,164 @@
+"""What a user types, KEY=VALUE, read by the grammar of Hydra's own parser: keys are checked, lists become values.
+
+Text needs no quotes, whatever letters and spaces it has; a comma inside it is written \\, or the text is quoted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString, RangeSweep
+from hydra.errors import HydraException
+
+from selfspec_cli.config.choices import EXPERIMENT, TUNED
+from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.knobs import Option, options
+
+_FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuffle|glob)\(.*\)\s*")
+_SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_PARTS = re.compile(r"""((?:\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,\\]|\\$)*)(,|$)""", re.S)
+
+
+@dataclass(frozen=True)
+class Word:
+    """One override: what was typed, its key, its values in Python, and each as Hydra would read it again."""
+
+    typed: str
+    key: str
+    values: tuple[Any, ...]
+    texts: tuple[str, ...]
+    is_sweep: bool
+
+
+def parse(words: Iterable[str]) -> list[Word]:
+    """Read overrides.
+
+    Raises:
+        ConfigError: one that cannot be read, a key that there is not, a word that is no choice of its setting.
+    """
+    return [_parse(text) for text in words]
+
+
+@cache
+def type_of(key: str) -> Any:
+    """The type of the schema's field `key`, which may be a group; Any below a free-form dict.
+
+    Raises:
+        ConfigError: there is no such key, naming the nearest.
+    """
+    kind: Any = RunConfig
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if getattr(kind, "__origin__", None) is dict:
+            return Any
+        if not is_dataclass(kind):
+            raise ConfigError(f"{key}: {'.'.join(parts[:depth])} has no keys below it")
+        hints = get_type_hints(kind)
+        if part not in hints:
+            allowed = [".".join([*parts[:depth], name]) for name in hints]
+            top = [EXPERIMENT, TUNED] if depth == 0 else []
+            raise ConfigError(closest(key, allowed + top, "key", meant=_home_of(parts[-1])))
+        kind = hints[part]
+    return kind
+
+
+def option_of(key: str) -> Option | None:
+    """The setting of a key; None for a group, and below a free-form dict."""
+    return options(RunConfig).get(key)
+
+
+def is_free_form(key: str) -> bool:
+    """Whether `key` is a dict of any keys, or one of its keys."""
+    kind = type_of(key)
+    return getattr(kind, "__origin__", None) is dict or (kind is Any and option_of(key) is None)
+
+
+def _parse(text: str) -> Word:
+    try:
+        override = _parser().parse_override(_quoted(text))
+    except HydraException as error:
+        raise ConfigError(f"cannot read the override {text!r}: write key=value, for example tau_v=4,5,6") from error
+    if override.is_delete() or override.package is not None or override.is_hydra_override():
+        raise ConfigError(f"{text}: only key=value overrides can be used here")
+    _check_sweep(override, text)
+    sweep = override.is_sweep_override()
+    key, found = override.key_or_group, [*override.sweep_iterator()] if sweep else [override.value()]
+    values = tuple(map(_plain, found))
+    texts = [*override.sweep_string_iterator()] if sweep else [override.get_value_element_as_str()]
+    # A number of a range as it was meant, and an interpolation, of which Hydra would escape the braces.
+    plain = [override.is_range_sweep() or (isinstance(value, str) and "${" in value) for value in values]
+    texts = [str(value) if as_it_is else text for value, text, as_it_is in zip(values, texts, plain, strict=True)]
+    if key not in (EXPERIMENT, TUNED):
+        type_of(key)
+        option = option_of(key)
+        for value in values:
+            if option and (words := option.knob.words()) and str(value) not in words and value is not None:
+                raise ConfigError(option.knob.wrong_word(value, key))
+    return Word(text, key, values, tuple(texts), sweep)
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def _plain(value: Any) -> Any:
+    """A value of Hydra's parser in Python: 0.3 and not the 0.30000000000000004 that a range steps to."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.12g}")
+    return value
+
+
+def _check_sweep(override: Override, typed: str) -> None:
+    """Refuse a sweep that is no list of values, and one without any."""
+    sweep = override.value()
+    if isinstance(sweep, (Glob, IntervalSweep)):
+        raise ConfigError(
+            f"{typed}: an interval or a pattern has no list of values; write a,b,c or range(start, stop, step)"
+        )
+    # Written so that NaN is refused too.
+    if isinstance(sweep, RangeSweep) and not 0 < ((sweep.stop or 0) - (sweep.start or 0)) * sweep.step < math.inf:
+        raise ConfigError(
+            f"{typed}: a range without a value, or without an end; it goes from start by step and ends before stop, "
+            "such as range(4,13,4)"
+        )
+
+
+def _quoted(text: str) -> str:
+    """`text` with quotes around the values of a key that takes text: Hydra's grammar knows ASCII and few signs."""
+    key, equals, value = text.partition("=")
+    if not equals or not _takes_text(key) or _FUNCTION.fullmatch(value):
+        return text
+    parts = [match[1].strip() for match in _PARTS.finditer(value)]
+    parts = parts[:-1] if len(parts) > 1 and not value.rstrip().endswith(",") and not parts[-1] else parts
+    if len(parts) > 1 and not all(parts):
+        return text  # a list with a hole, which the parser refuses
+    return f"{key}={','.join(map(_quote, parts))}"
+
+
+def _quote(part: str) -> str:
+    if re.fullmatch(r"""'.*'|".*"|[\[{].*|null|.*\$\{.*""", part, re.S | re.I):
+        return part
+    return QuotedString(_SPECIAL.sub(r"\1", part), Quote.single).with_quotes()
+
+
+def _takes_text(key: str) -> bool:
+    option = option_of(key)
+    if option is None:
+        return key in (*GROUPS, EXPERIMENT, TUNED)
+    return option.type in (str, str | None, Any) and not option.knob.words()
+
+
+def _home_of(name: str) -> str | None:
+    """The key that `name` has in the one group that knows it: batch -> workload.batch."""
+    homes = [key for key in options(RunConfig) if key.rpartition(".")[2] == name and "." in key]
+    return homes[0] if len(homes) == 1 else None

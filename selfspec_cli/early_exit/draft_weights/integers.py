@@ -1,0 +1,134 @@
+"""Weights as integers of 4 to 8 bits, in groups along a row with one scale a group. Needs torch alone.
+
+A word of 32 bits holds one weight of each of the eight equal parts of a group, so that a token's values load as
+contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 5 and 6 bits,
+`more` holds what is beyond four, eight fields of one or two bits for each word. With 8 bits a group has two runs of
+words, of parts 0 to 3 and of parts 4 to 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PARTS = 8  # of a group
+GROUP = 64  # weights that share a scale
+CHUNK = 2**24  # elements quantised at once, so that the float32 values in between stay below a few hundred MiB
+
+
+class Integers(DraftWeights):
+    """A copy is {"words": int32, "scales": float16 [out, in / GROUP]}, with 5 and 6 bits also "more".
+
+    An integer q from -2^(bits-1) to 2^(bits-1) - 1 stands for q * scale.
+    """
+
+    kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.name = f"int{width}"
+        self.help = f"{width}-bit integer copies with one scale for {GROUP} weights, made at load"
+        self.bits = width + 16 / GROUP
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """Round to nearest; of a few scales for each group the one of least squared error is taken.
+
+        Raises SettingsError for a weight that is not finite, or whose rows do not divide into groups.
+        """
+        import torch
+
+        if weight.shape[1] % GROUP:
+            raise self.impossible(f"a weight has rows of {weight.shape[1]} values, and a group has {GROUP}")
+        step = max(1, CHUNK // weight.shape[1])
+        parts = [self._rows(weight[start : start + step]) for start in range(0, len(weight), step)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight [out, in], rounded to `dtype` once."""
+        q = _unpacked(tensors, self.width)  # [out, groups, GROUP]
+        return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
+
+    def reason_against(self, facts: WeightFacts) -> str | None:
+        """On CUDA the kernels multiply bfloat16 tokens."""
+        if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
+            return f"the kernels multiply bfloat16 tokens, and the model's dtype is {facts.dtype}"
+        return super().reason_against(facts)
+
+    def _rows(self, weight: Tensor) -> dict[str, Tensor]:
+        import torch
+
+        grouped = weight.float().unflatten(1, (-1, GROUP))  # [rows, groups, GROUP]
+        if not grouped.isfinite().all():
+            raise self.not_finite()
+        top = 2 ** (self.width - 1)
+        least = torch.full_like(grouped[:, :, :1], torch.inf)
+        scale, q = torch.ones_like(least), torch.zeros_like(grouped)
+        for candidate in _scales(grouped, self.width):
+            tried = candidate.to(torch.float16).float()
+            tried = torch.where(tried == 0, 1.0, tried)  # too small for a half: the group's integers are zeros
+            rounded = (grouped / tried).round_().clamp_(-top, top - 1)
+            error = (rounded * tried - grouped).square_().sum(2, keepdim=True)
+            better = error < least
+            least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
+            q = torch.where(better, rounded, q)
+        return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+
+
+def _scales(grouped: Tensor, width: int) -> list[Tensor]:
+    """Scales to choose from, [rows, groups, 1] each: the largest value at an end of the range, and closer ranges."""
+    top = 2 ** (width - 1)
+    largest = grouped.abs().amax(2, keepdim=True)
+    extreme = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))
+    both_signs = largest / (top - 1)
+    return [extreme / -top, *(both_signs * closer for closer in (1.0, 0.95, 0.9, 0.85))]
+
+
+def _packed(q: Tensor, width: int) -> dict[str, Tensor]:
+    """Integers [rows, groups, GROUP] -> words, and what is beyond four bits."""
+    import torch
+
+    parts = q.unflatten(2, (PARTS, -1))  # [rows, groups, part, word]
+    places = torch.arange(0, 32, 8, device=q.device).view(1, 1, 4, 1)
+    if width == 8:
+        halves = [(parts[:, :, half] & 0xFF).long() << places for half in (slice(0, 4), slice(4, 8))]
+        return {"words": torch.stack([_signed(half.sum(2), 32) for half in halves], dim=2).flatten(1)}
+    unsigned = (parts + 2 ** (width - 1)).long()
+    bytes_ = (unsigned[:, :, :4] & 15) | ((unsigned[:, :, 4:] & 15) << 4)
+    packed = {"words": _signed((bytes_ << places).sum(2), 32).flatten(1)}
+    if width > 4:
+        beyond = width - 4
+        fields = (unsigned >> 4) << (torch.arange(PARTS, device=q.device) * beyond).view(1, 1, PARTS, 1)
+        top = fields.sum(2).flatten(1)
+        packed["more"] = top.to(torch.uint8) if width == 5 else _signed(top, 16)
+    return packed
+
+
+def _unpacked(tensors: Mapping[str, Tensor], width: int) -> Tensor:
+    """The inverse of `_packed`: int32 [rows, groups, GROUP]."""
+    import torch
+
+    words, length = tensors["words"], GROUP // PARTS
+    if width == 8:
+        halves = words.unflatten(1, (-1, 2, length))
+        parts = [((halves[:, :, n // 4] >> (8 * (n % 4))) & 0xFF).to(torch.int8).int() for n in range(PARTS)]
+        return torch.stack(parts, dim=2).flatten(2)
+    each = words.unflatten(1, (-1, length))
+    parts = [(each >> (8 * (n % 4) + 4 * (n // 4))) & 15 for n in range(PARTS)]
+    if width > 4:
+        beyond, top = width - 4, tensors["more"].int().unflatten(1, (-1, length))
+        parts = [part | (((top >> (beyond * n)) & (2**beyond - 1)) << 4) for n, part in enumerate(parts)]
+    return torch.stack(parts, dim=2).flatten(2) - 2 ** (width - 1)
+
+
+def _signed(values: Tensor, bits: int) -> Tensor:
+    """Unsigned integers as the signed ones of the same bits."""
+    import torch
+
+    wrapped = torch.where(values >= 2 ** (bits - 1), values - 2**bits, values)
+    return wrapped.to(torch.int32 if bits == 32 else torch.int16)

@@ -1,0 +1,216 @@
+"""What is known of an exit head without reading its tensors: the metadata of its file, checked. Free of torch.
+
+A head is a safetensors file: a header of JSON, then the tensors. The header names each tensor with its shape, and holds
+flat string metadata: "format", "format_version" and one JSON value per field of `HeadMetadata`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import HeadError, HeadKind
+
+FORMAT = "selfspec-exit-head"
+FORMAT_VERSION = 1
+SUFFIX = ".safetensors"
+LEGACY_KIND = "lsq"  # of every .pt head
+_LEGACY_NAMES = (re.compile(r"^ee_layer(\d+)_lsq\.pt$"), re.compile(r"^h(\d+)\.pt$"))
+_LONGEST_HEADER = 100 * 2**20  # bytes; safetensors' own limit
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class HeadMetadata:
+    """What is known about a fitted head; a missing value is None, never 0.
+
+    kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
+    translator. bias: fitted with one. kl: trained after its closed form. draft_vocab: tag of its draft vocabulary
+    (`draft_vocab.tag_of`), None for the full one. fingerprint: of the model (`model_fingerprint`). target: what was
+    fitted to (next_token, argmax, final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the
+    relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
+    """
+
+    kind: str
+    layer: int
+    hidden: int
+    vocab_size: int
+    rank: int | None = None
+    bias: bool = False
+    kl: bool = False
+    draft_vocab: str | None = None
+    fingerprint: str | None = None
+    target: str | None = None
+    corpus: str | None = None
+    pairs: int | None = None
+    ridge: float | None = None
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> HeadSpec:
+        """Which head this is, apart from model, layer and draft vocabulary."""
+        return HeadSpec(self.kind, self.target, self.rank, self.bias, self.kl)
+
+
+def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) -> str:
+    """The name of a head in a directory of heads, such as layer12_translator_r64_v4096.safetensors.
+
+    draft_vocab: the tag of a draft vocabulary.
+    """
+    return "_".join([f"layer{layer}", spec.name, *([draft_vocab] if draft_vocab else [])]) + SUFFIX
+
+
+def read_metadata(path: str | os.PathLike[str]) -> HeadMetadata:
+    """The metadata of a .safetensors head, checked against the shapes of its tensors and the length of the file.
+
+    Raises HeadError for a file that is missing, truncated, foreign or contradicts itself.
+    """
+    file = Path(path)
+    header, shapes = _read_header(file)
+    if header.get("format") != FORMAT:
+        raise HeadError(f"{file} is a safetensors file but no exit head; its format is {header.get('format')!r}")
+    if header.get("format_version") != str(FORMAT_VERSION):
+        raise HeadError(f"head {file} has format version {header.get('format_version')}; this selfspec reads "
+                        f"{FORMAT_VERSION}")  # fmt: skip
+    try:
+        known = {item.name: json.loads(header[item.name]) for item in fields(HeadMetadata) if item.name in header}
+        metadata = HeadMetadata(**known)
+    except (TypeError, ValueError) as error:
+        raise HeadError(f"head {file} has damaged metadata: {error}") from error
+    require_shapes(file, shapes, metadata)
+    return metadata
+
+
+def require_model(file: Path, metadata: HeadMetadata, **wanted: Any) -> None:
+    """Raises HeadError unless a head is for this exit layer and this model.
+
+    wanted: layer, hidden, vocab_size, fingerprint of what is at hand; what is None there, or in the file, is not
+    checked.
+    """
+    for name, want in wanted.items():
+        got = getattr(metadata, name)
+        if want is None or got is None or got == want:
+            continue
+        if name == "layer":
+            raise HeadError(f"head {file} is for layer {got}; layer {want} is asked for")
+        raise HeadError(f"head {file} was fitted on another model: its {name} is {got}, this model's is {want}")
+
+
+def require_shapes(file: Path, shapes: Shapes, metadata: HeadMetadata) -> None:
+    """Raises HeadError unless tensors of these shapes are exactly those of the head that the metadata describe."""
+    own = {name: shape for name, shape in shapes.items() if name != "vocab_ids"}
+    rows = shapes["vocab_ids"][0] if shapes.get("vocab_ids") else metadata.vocab_size
+    known = {"rows": rows, "hidden": metadata.hidden} | ({} if metadata.rank is None else {"rank": metadata.rank})
+    try:
+        sizes = check_shapes(HEADS[metadata.spec.kind], own, known)
+        if sizes.get("rank") is not None and metadata.rank is None:
+            raise HeadError(f"its rank is {sizes['rank']}, and the metadata have none")
+    except SettingsError as error:
+        raise HeadError(f"head {file}: {error}") from error
+
+
+def check_shapes(kind: HeadKind, shapes: Shapes, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes "hidden", "rows" and "rank" that the tensors of a head have, as far as they have them.
+
+    sizes: what is known of them already. Raises HeadError for tensors that are not those of a head of this kind, or
+    whose sizes contradict each other or what is known.
+    """
+    possible = [kind.shapes(low, bias) for low in (False, kind.ranks) for bias in (False, kind.biases)]
+    wanted = next((expected for expected in possible if expected.keys() == shapes.keys()), None)
+    if wanted is None:
+        names = " or ".join(dict.fromkeys(", ".join(expected) or "none" for expected in possible))
+        raise HeadError(f"a {kind.name} head has the tensors {names}; here there are {', '.join(shapes) or 'none'}")
+    found = dict(sizes)
+    for name, shape in wanted.items():
+        got, known = shapes[name], dict(found)
+        fits = len(got) == len(shape) and all(
+            size == (found.setdefault(want, size) if isinstance(want, str) else want)
+            for want, size in zip(shape, got, strict=True)
+        )
+        if not fits:
+            expected = ", ".join(f"{want} = {known[want]}" if want in known else str(want) for want in shape)
+            raise HeadError(f"{kind.name} {name} has shape {list(got)}; expected [{expected}]")
+    return found
+
+
+# ---- which file, which head -----------------------------------------------------------------------------------------
+
+
+def legacy_layer(file: Path) -> int | None:
+    """The exit layer that the name of a .pt head says; None for a file that is not called like one."""
+    matches = [match for pattern in _LEGACY_NAMES if (match := pattern.match(file.name))]
+    return int(matches[0].group(1)) if matches else None
+
+
+def find_head(
+    directory: str | os.PathLike[str], layer: int, spec: HeadSpec | None = None, draft_vocab: str | None = None
+) -> Path:
+    """The one head for `layer` in a directory, by metadata; legacy .pt files by their name.
+
+    spec: which head, over the full vocabulary or that of tag `draft_vocab`; None takes whatever is there. Raises
+    HeadError when there is none (listing what is there) or more than one.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise HeadError(f"directory of heads {root} does not exist")
+    seen: list[tuple[int, str, str | None, Path]] = []
+    unreadable: list[str] = []
+    for file in sorted(root.iterdir()):
+        if file.suffix == SUFFIX and not file.name.startswith("."):
+            try:
+                metadata = read_metadata(file)
+                seen.append((metadata.layer, metadata.spec.name, metadata.draft_vocab, file))
+            except SettingsError as error:
+                unreadable.append(str(error))
+        elif (old := legacy_layer(file)) is not None:
+            seen.append((old, LEGACY_KIND, None, file))
+    wanted = None if spec is None else (spec.name, draft_vocab)
+    fits = [file for at, what, vocab, file in seen if at == layer and wanted in (None, (what, vocab))]
+    if len(fits) == 1:
+        return fits[0]
+    asked = f"layer {layer}" + (f", {spec.name}" if spec else "") + (f" over {draft_vocab}" if draft_vocab else "")
+    if fits:
+        raise HeadError(f"{root} has {len(fits)} heads for {asked}; name one: {', '.join(f.name for f in fits)}")
+    there = ", ".join(f"{what}{f' over {vocab}' if vocab else ''} at layer {at}" for at, what, vocab, _ in seen)
+    raise HeadError("; ".join([f"{root} has no head for {asked}; it has {there or 'no head'}", *unreadable]))
+
+
+def spec_of(path: str | os.PathLike[str], layer: int | None = None) -> HeadSpec | None:
+    """Which head a file holds, or a directory of heads for `layer`; None where that cannot be said."""
+    file = Path(path)
+    try:
+        if file.is_dir():
+            return None if layer is None else spec_of(find_head(file, layer))
+        return HeadSpec(LEGACY_KIND) if file.suffix == ".pt" else read_metadata(file).spec
+    except SettingsError:
+        return None
+
+
+def _read_header(file: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The string metadata and the shape of every tensor of a safetensors file."""
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            text = opened.read(length) if length <= _LONGEST_HEADER else b""
+        tensors = json.loads(text)
+        header = tensors.pop("__metadata__", {})
+        shapes = {name: tuple(map(int, tensor["shape"])) for name, tensor in tensors.items()}
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        raise HeadError(f"head {file} does not exist") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HeadError(f"head {file} is truncated or no safetensors file: {error}") from error
+    if size != 8 + length + end:
+        raise HeadError(f"head {file} is truncated: it has {size} bytes, and its header says {8 + length + end}")
+    return header, shapes

@@ -1,0 +1,153 @@
+"""What a setting is, written beside the dataclass field that holds it: help, unit, range, choices, keys. Free of torch.
+
+Validation, `--help`, `selfspec options` and the table in the README are loops over these; a schema is any dataclass
+whose fields are made by `knob`, or are such dataclasses themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, get_args, get_type_hints
+
+from selfspec_cli.early_exit.errors import closest
+
+_METADATA = "knob"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting, beside its name, type and default, which are the dataclass field's own.
+
+    help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
+    because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
+    choices: the words allowed, such as a registry. unset: what None stands for. spec_keys: its keys in a
+    speculative_config, the first being the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed
+    on to it. methods: the methods that use it; empty where all do.
+    """
+
+    help: str
+    unit: str = ""
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    because: str = ""
+    limits: str = ""
+    choices: Collection[str] = ()
+    unset: str = ""
+    spec_keys: tuple[str, ...] = ()
+    of_vllm: bool = False
+    methods: tuple[str, ...] = ()
+
+    def words(self) -> tuple[str, ...]:
+        """The words allowed; empty where any text or number is."""
+        return tuple(map(str, self.choices))
+
+    def wrong_word(self, word: object, noun: str) -> str:
+        """What is said of a word that is no choice: why a registry cannot have it, or the nearest that is one."""
+        broken: Mapping[str, str] = getattr(self.choices, "broken", {})
+        return broken.get(str(word)) or closest(word, self.words(), noun)
+
+    def allowed(self) -> str:
+        """The range in words; empty where there is none."""
+        if self.limits:
+            return self.limits
+        if self.above is not None:
+            return f"more than {self.above:g}" + (f", up to {self.high:g}" if self.high is not None else "")
+        if self.low is not None:
+            return f"from {self.low:g} to {self.high:g}" if self.high is not None else f"{self.low:g} or more"
+        return ""
+
+    def admits(self, value: float) -> bool:
+        """Whether a number lies in the range; NaN and infinity lie in none."""
+        return (
+            math.isfinite(value)
+            and (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+        )
+
+
+def knob(default: Any = MISSING, *, factory: Callable[[], Any] | None = None, **about: Any) -> Any:
+    """A dataclass field that says what it is.
+
+    Args:
+        factory: makes the default, where that is a dict or a list. about: the fields of `Knob`.
+    """
+    metadata = {_METADATA: Knob(**about)}
+    return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A knob where it stands in a schema. key: as a user types it, such as gate.kind. type: the type of its values."""
+
+    key: str
+    type: Any
+    default: Any
+    knob: Knob
+
+    @cached_property
+    def is_number(self) -> bool:
+        """Whether its values are numbers."""
+        return bool({int, float} & {self.type, *get_args(self.type)})
+
+
+@cache
+def options(schema: Hashable) -> dict[str, Option]:
+    """Every knob of a dataclass and of the dataclasses in it, by its dotted key, in the order of the fields."""
+    assert isinstance(schema, type)
+    return {option.key: option for option in _options(schema, "")}
+
+
+def _options(schema: type, above: str) -> Iterator[Option]:
+    hints = get_type_hints(schema)
+    for column in fields(schema):
+        kind = hints[column.name]
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from _options(kind, f"{above}{column.name}.")
+        else:
+            factory = column.default_factory
+            default = column.default if factory is MISSING else factory()
+            yield Option(f"{above}{column.name}", kind, default, column.metadata[_METADATA])
+
+
+def out_of_range(config: Any) -> Iterator[tuple[Option, Any]]:
+    """Every option of a config whose value it does not admit, with that value."""
+    schema: type = type(config)
+    for option, get in _readers(schema):
+        value = get(config)
+        if value is not None and value != option.default and not admits(option, value):
+            yield option, value
+
+
+def admits(option: Option, value: Any) -> bool:
+    """Whether the range and the choices of an option admit a value of its type; a default they always do."""
+    if value is None or value == option.default:
+        return True
+    words = option.knob.words()
+    if words:
+        return str(value) in words
+    return not option.is_number or bool(option.knob.limits) or option.knob.admits(value)
+
+
+@cache
+def _readers(schema: Hashable) -> tuple[tuple[Option, Callable[[Any], Any]], ...]:
+    return tuple((option, attrgetter(key)) for key, option in options(schema).items())
+
+
+def read(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def write(config: Any, key: str, value: Any) -> None:
+    """Set the value of a dotted key, in place."""
+    *above, name = key.split(".")
+    setattr(read(config, ".".join(above)) if above else config, name, value)

@@ -1,0 +1,185 @@
+"""A speculative_config as users write it -> the draft settings that an engine works with. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from numbers import Integral
+from typing import Any, get_args
+
+from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+from selfspec_cli.early_exit.knobs import Option
+from selfspec_cli.early_exit.settings import (
+    DRAFT_LENGTH,
+    OPTIONS,
+    USER_KEYS,
+    DraftSettings,
+    GateConfig,
+    deepest_exit_layer,
+    default_exit_layer,
+)
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
+
+
+class ResolvedSettings(DraftSettings):
+    """Draft settings as an engine works with them: E, k and the threshold are filled in.
+
+    Plain values only, so that they travel as JSON in vLLM's additional_config.
+    """
+
+    layer: int
+    k: int
+
+    @property
+    def verify(self) -> bool:
+        """Whether drafts are verified; False is method "skip"."""
+        return self.method == "layer_skip"
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The map of gate "calibrated"; None for other gates."""
+        return None if self.gate.calibration is None else calibration_from_dict(self.gate.calibration)
+
+    @classmethod
+    def from_user(
+        cls, spec: Mapping[str, Any], num_layers: int, *, passthrough: Collection[str] = ()
+    ) -> ResolvedSettings:
+        """Settings from a speculative_config as users write it, for a model of `num_layers` layers.
+
+        A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone.
+        Raises SettingsError for an unknown key, a wrong type, or a value out of range.
+        """
+        for key in spec:
+            if key not in USER_KEYS and key not in passthrough:
+                raise SettingsError(closest(key, USER_KEYS, "speculative_config key"))
+        settings = cls()
+        for option in OPTIONS.values():
+            found = _found(spec, option.knob.spec_keys)
+            if found is not None:
+                knobs.write(settings, option.key, _checked(option, *found))
+        settings._resolve(spec, num_layers)
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; `from_dict` gives back an equal object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ResolvedSettings:
+        """The inverse of `to_dict`. Raises SettingsError for unknown or missing settings and for wrong values."""
+        settings, flat = cls(), _flat(data)
+        for key, value in flat.items():
+            if key not in OPTIONS:
+                raise SettingsError(closest(key, OPTIONS, "draft setting"))
+            if value is not None:
+                knobs.write(settings, key, _checked(OPTIONS[key], key, value))
+        for key in ("layer", "k"):
+            if flat.get(key) is None:
+                raise SettingsError(f"draft setting {key!r} is missing")
+        settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
+        settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
+        return settings
+
+    def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
+        """Fill in what was left open, and refuse what does not go together."""
+        if self.method == "skip":
+            for key, value, idle in (
+                ("gate", self.gate.kind, "none"),
+                ("draft_weights", self.draft_weights, "shared"),
+            ):
+                if value != idle:
+                    raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
+                                        f"allowed: {idle}")  # fmt: skip
+        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights)
+        self.k = DRAFT_LENGTH if self.k is None else self.k
+        self.threshold = _threshold(spec, self.gate.kind)
+        self.tau = self.tau_v = None
+        self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))
+
+
+def _found(spec: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
+    """The one of `keys` that is given, with its value."""
+    given = [key for key in keys if spec.get(key) is not None]
+    if len({str(spec[key]) for key in given}) > 1:
+        values = " and ".join(f"{key} = {spec[key]!r}" for key in given)
+        raise SettingsError(f"{values} mean the same setting; give one")
+    return (given[0], spec[given[0]]) if given else None
+
+
+def _checked(option: Option, key: str, value: Any) -> Any:
+    """`value` in the type of a setting, `key` being what the user called it. Raises SettingsError."""
+    about, types = option.knob, {option.type, *get_args(option.type)}
+    if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
+        return value
+    if option.key == "verification" and isinstance(value, bool):
+        return "adaptive" if value else "full"
+    words = about.words()
+    if words and value not in words:
+        raise SettingsError(about.wrong_word(value, key))
+    if int in types and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise SettingsError(f"{key} = {value!r} must be an integer, not {type(value).__name__}")
+    if float in types:
+        value = number(value, key)
+    if bool in types and not isinstance(value, bool):
+        raise SettingsError(f"{key} = {value!r} must be true or false")
+    if str in types and not (isinstance(value, str) and value):
+        raise SettingsError(f"{key} = {value!r} must be a path or a word")
+    if option.is_number and option.key not in THRESHOLD_KEYS and not about.admits(value):
+        because = f", because {about.because}" if about.because else ""
+        raise SettingsError(f"{key} = {value!r} is out of range; allowed: {about.allowed()}{because}")
+    return value
+
+
+def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        key = above + name
+        flat |= _flat(value, f"{key}.") if isinstance(value, Mapping) and key not in OPTIONS else {key: value}
+    return flat
+
+
+def _exit_layer(value: object, num_layers: int, draft_weights: str) -> int:
+    if num_layers < 2:
+        raise SettingsError(f"a model of {num_layers} layer(s) has no exit layer; at least 2 layers are needed")
+    if value is None:
+        return default_exit_layer(num_layers)
+    deepest = deepest_exit_layer(num_layers, draft_weights)
+    inside = f"allowed: 1 to {deepest} (the model has {num_layers} layers)"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise SettingsError(f"layer_skip = {value!r} must be an integer, not {type(value).__name__}; {inside}")
+    if not 1 <= int(value) <= deepest:
+        raise SettingsError(f"layer_skip = {value!r} is out of range; {inside}")
+    return int(value)
+
+
+def _threshold(spec: Mapping[str, Any], gate: str) -> float | None:
+    """The threshold in force for `gate`, from whichever key of a speculative_config gives it."""
+    rule = GATES[gate]
+    keys = [key for key in THRESHOLD_KEYS if spec.get(key) is not None]
+    if len(keys) > 1:
+        raise SettingsError(f"{' and '.join(keys)} are thresholds of one gate; give one of them")
+    if not keys:
+        return rule.default
+    key = keys[0]
+    if rule.key is not None and key not in (rule.key, "threshold"):
+        users = [name for name, other in GATES.items() if other.key == key]
+        allowed = " or ".join(dict.fromkeys((rule.key, "threshold")))
+        raise SettingsError(f"{key} = {spec[key]!r} is not used by gate {gate!r}, which takes {allowed}; "
+                            f"gates that use {key}: {', '.join(users)}")  # fmt: skip
+    return check_threshold(gate, spec[key], key)
+
+
+def _calibration(value: object, gate: str) -> dict[str, Any] | None:
+    """The map of gate "calibrated", checked, in its JSON form."""
+    if gate != "calibrated":
+        if value is not None:
+            raise SettingsError(f"calibration is given but gate {gate!r} does not use it; gates that do: calibrated")
+        return None
+    if not isinstance(value, Mapping):
+        raise SettingsError("gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts")
+    return calibration_from_dict(value).to_dict()

@@ -1,0 +1,122 @@
+"""Thresholds and calibrations, checked: what a gate accepts, and what it would make of it. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES, Gate, features
+
+if TYPE_CHECKING:
+    from selfspec_cli.early_exit.settings import DraftSettings
+
+
+def gate_threshold(settings: DraftSettings) -> float | None:
+    """The threshold that the chosen gate uses; None for `none`, and for `calibrated` where its file is to say."""
+    rule = GATES[settings.gate.kind]
+    if rule.key is None:
+        return None
+    given = settings.threshold if settings.threshold is not None else getattr(settings, rule.key)
+    if given is None and rule.needs_calibration and not isinstance(settings.gate.calibration, Mapping):
+        return None
+    return rule.default if given is None else given
+
+
+def check_threshold(gate: str, value: object, key: str = "threshold") -> float | None:
+    """A threshold for `gate`, checked; None becomes the gate's default. Also for changes on a live engine.
+
+    Raises SettingsError for an unknown gate, a value that is no finite number, out of the gate's range, or given
+    to a gate that has no threshold.
+    """
+    rule = _gate(gate)
+    if value is None:
+        return rule.default
+    if rule.key is None:
+        users = [name for name, other in GATES.items() if key in (other.key, "threshold") and other.key]
+        raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {key}: "
+                            f"{', '.join(users)}")  # fmt: skip
+    threshold = number(value, key)
+    if not rule.low <= threshold <= rule.high:
+        allowed = "at least 0" if math.isinf(rule.high) else f"from {rule.low:g} to {rule.high:g}"
+        raise SettingsError(f"{key} = {value!r} is out of range for gate {gate!r}; allowed: {allowed}")
+    return threshold
+
+
+def warnings_for(settings: DraftSettings, vocab_size: int | None = None) -> list[str]:
+    """Names a threshold that can never close, or (but for rounding) never open, its gate; else empty.
+
+    vocab_size: size of the draft vocabulary, which bounds entropy and varentropy; unknown is taken as very large.
+    """
+    rule, threshold = GATES[settings.gate.kind], gate_threshold(settings)
+    if rule.key is None or threshold is None:
+        return []
+    calibration = settings.gate.calibration
+    known = calibration_from_dict(calibration) if isinstance(calibration, Mapping) else None
+    least, greatest = rule.statistic_range(vocab_size, known)
+    at_least = rule.direction == "at_least"
+    never_closes = threshold <= least if at_least else threshold >= greatest
+    never_opens = threshold > greatest if at_least else threshold < least
+    at_the_edge = threshold == (greatest if at_least else least)
+    start = f"gate {rule.name!r} with {rule.key} = {threshold:g}"
+    end = f"{rule.meaning} lies between {least:.3g} and {greatest:.3g}"
+    if never_closes:
+        return [f"{start} never closes ({end}): it is the same as gate 'none'"]
+    if never_opens:
+        return [f"{start} never opens ({end}): every draft ends after its first step"]
+    if at_the_edge:
+        return [f"{start} never opens but for ties by rounding ({end}): drafts end after their first step"]
+    return []
+
+
+def calibration_from_dict(data: Mapping[str, Any]) -> Calibration:
+    """A `Calibration` from its JSON form {"feature", "xs", "ps"}, checked.
+
+    Raises SettingsError for an unknown feature, knots that do not ascend, probabilities outside [0, 1] or not monotone
+    in the feature's direction.
+    """
+    for key in data:
+        if key not in ("feature", "xs", "ps"):
+            raise SettingsError(closest(key, ("feature", "xs", "ps"), "calibration key"))
+    feature = _feature(data.get("feature"))
+    xs, ps = (_floats(data.get(key), f"calibration {key}") for key in ("xs", "ps"))
+    if len(xs) != len(ps) or not xs:
+        raise SettingsError(f"calibration needs as many xs as ps, at least one; given {len(xs)} and {len(ps)}")
+    if any(right <= left for left, right in pairwise(xs)):
+        raise SettingsError(f"calibration xs must ascend strictly: {xs}")
+    if any(not 0 <= p <= 1 for p in ps):
+        raise SettingsError(f"calibration ps must lie between 0 and 1: {ps}")
+    rising = GATES[feature].direction == "at_least"
+    if list(ps) != sorted(ps, reverse=not rising):
+        raise SettingsError(f"calibration ps over {feature!r} must be {'rising' if rising else 'falling'}: {ps}")
+    return Calibration(feature, xs, ps)
+
+
+def number(value: object, key: str) -> float:
+    """A finite number; raises SettingsError for anything else, `key` being its name."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise SettingsError(f"{key} = {value!r} must be a finite number")
+    return float(value)
+
+
+def _gate(name: object) -> Gate:
+    return GATES[name if isinstance(name, str) else str(name)]
+
+
+def _feature(name: object) -> str:
+    if not isinstance(name, str) or name not in features():
+        raise SettingsError(closest(name, features(), "calibration feature"))
+    return name
+
+
+def _floats(value: object, key: str) -> tuple[float, ...]:
+    good = isinstance(value, (list, tuple)) and all(
+        isinstance(item, Real) and not isinstance(item, bool) and math.isfinite(item) for item in value
+    )
+    if not good:
+        raise SettingsError(f"{key} = {value!r} must be a list of finite numbers")
+    return tuple(float(item) for item in value)  # type: ignore[attr-defined]

@@ -1,0 +1,303 @@
+"""Products with integer copies of weights, 4 to 8 bits each, in groups along a row with one scale a group.
+
+At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
+arithmetic behind. So the token is rounded to 8-bit integers too, each group of it by its own largest magnitude, and
+`dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a
+shift. Measured on an H100 (results/LOG.md): of the rate at which the card copies memory, 4 bits reach 0.9 to 1.0 in
+large products and 0.6 in small ones.
+
+Layout of a copy (`early_exit.draft_weights.integers` writes it): a word holds one weight of each of the eight equal
+parts of a group, so that a token's values load as contiguous parts. Byte b of a word: part b in the low four bits, part
+b + 4 in the high ones. What 5 and 6 bits need beyond 4 lies apart, eight fields of one or two bits a word. With 8 bits
+there are two words in place of one, of parts 0 to 3 and of 4 to 7.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+PARTS = tl.constexpr(8)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits of a float
+
+
+@triton.jit
+def _dp4a(a, b, c, ASM: tl.constexpr):
+    """c plus the products of four signed bytes, in int32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+    for byte in tl.static_range(4):
+        c += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
+    return c
+
+
+@triton.jit
+def _bytes(a, b, c, d, inverse):
+    """Four values times `inverse`, rounded to signed bytes, in one word; and the same as one float each, rounded."""
+    first = (a * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    second = (b * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    third = (c * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    fourth = (d * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    return first | (second << 8) | (third << 16) | (fourth << 24)
+
+
+@triton.jit
+def _once(place, inside, WHOLE: tl.constexpr):
+    """What lies at `place`, which is read once a step; 0 where `inside` is false."""
+    if WHOLE:
+        return tl.load(place, eviction_policy="evict_first")
+    return tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _low_and_high(words, more, at, inside, WIDTH: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """Bytes of parts 0 to 3 and of parts 4 to 7 of each word, as unsigned integers (signed ones for 8 bits).
+
+    at: of each word, the number of its group times WIDTH, plus its place; inside: which there are (not looked at where
+    WHOLE says that all are).
+    """
+    if BITS == 8:
+        pair = words + 2 * at - at % WIDTH
+        low, high = _once(pair, inside, WHOLE), _once(pair + WIDTH, inside, WHOLE)
+    else:
+        word = _once(words + at, inside, WHOLE)
+        low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+    if BITS == 5:  # four bits spread to four bytes
+        top = _once(more + at, inside, WHOLE).to(tl.int32)
+        low |= (((top & 0xF) * 0x00204081) & 0x01010101) << 4
+        high |= ((((top >> 4) & 0xF) * 0x00204081) & 0x01010101) << 4
+    if BITS == 6:  # four pairs of bits spread to four bytes
+        top = _once(more + at, inside, WHOLE).to(tl.int32) & 0xFFFF
+        first, second = top & 0xFF, top >> 8
+        low |= ((first | (first << 6) | (first << 12) | (first << 18)) & 0x03030303) << 4
+        high |= ((second | (second << 6) | (second << 12) | (second << 18)) & 0x03030303) << 4
+    return low, high
+
+
+@triton.jit
+def _one(
+    x,
+    words,
+    more,
+    scales,
+    bias,
+    out,
+    rows_of_weight,
+    groups_of_row,
+    BIASED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A program sums a few whole rows. Tensors are [ROWS, GROUPS, WIDTH] or broadcast to it."""
+    WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
+    OFFSET: tl.constexpr = 0 if BITS == 8 else 2 ** (BITS - 1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group, word = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    exists = rows < rows_of_weight
+    row_start = rows.to(tl.int64) * groups_of_row
+    sums = tl.zeros([ROWS, GROUPS, WIDTH], tl.float32)
+    for start in tl.range(0, groups_of_row, GROUPS):
+        groups = start + group
+        here = groups < groups_of_row
+        # The weights are asked for first: the token is turned into bytes while they come.
+        inside = exists[:, None] & here[None, :]
+        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
+        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
+        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
+        values = x + groups[:, None] * GROUP + word[None, :]
+        valid = here[:, None] & (word < WIDTH)[None, :]
+        x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+        most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
+        largest = tl.max(most, axis=1)  # [GROUPS]
+        inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
+        low_x, high_x = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
+        ones = tl.full([GROUPS, WIDTH], 0x01010101, tl.int32)
+        zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
+        less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
+        whole: tl.constexpr = [ROWS, GROUPS, WIDTH]
+        products = _dp4a(low, tl.broadcast_to(low_x[None, :, :], whole), tl.broadcast_to(less[None, :, :], whole), ASM)
+        products = _dp4a(high, tl.broadcast_to(high_x[None, :, :], whole), products, ASM)
+        both = scale * (largest * (1.0 / 127.0))[None, :]  # [ROWS, GROUPS]
+        sums += products.to(tl.float32) * both[:, :, None]
+    totals = tl.sum(tl.sum(sums, axis=2), axis=1)
+    if BIASED:
+        totals += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + rows, totals.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _few(
+    x,
+    words,
+    more,
+    scales,
+    bias,
+    out,
+    tokens,
+    rows_of_weight,
+    groups_of_row,
+    x_stride,
+    BIASED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """One token or a few, in bytes. Tensors are [TOKENS, ROWS, GROUPS, WIDTH] or broadcast to it."""
+    WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
+    OFFSET: tl.constexpr = 0 if BITS == 8 else 2 ** (BITS - 1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, group, word = tl.arange(0, TOKENS), tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    exists = rows < rows_of_weight
+    row_start = rows.to(tl.int64) * groups_of_row
+    sums = tl.zeros([TOKENS, ROWS, GROUPS, WIDTH], tl.float32)
+    for start in tl.range(0, groups_of_row, GROUPS):
+        groups = start + group
+        here = groups < groups_of_row
+        # The weights are asked for first: the token is turned into bytes while they come.
+        inside = exists[:, None] & here[None, :]
+        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
+        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
+        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
+        values = x + token[:, None, None] * x_stride + groups[None, :, None] * GROUP + word[None, None, :]
+        valid = (token < tokens)[:, None, None] & here[None, :, None] & (word < WIDTH)[None, None, :]
+        x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+        most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+        most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
+        largest = tl.max(most, axis=2)  # [TOKENS, GROUPS]
+        inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, :, None]
+        low_x, high_x = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
+        ones = tl.full([TOKENS, GROUPS, WIDTH], 0x01010101, tl.int32)
+        zeros = tl.zeros([TOKENS, GROUPS, WIDTH], tl.int32)
+        less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
+        whole: tl.constexpr = [TOKENS, ROWS, GROUPS, WIDTH]
+        products = _dp4a(
+            tl.broadcast_to(low[None, :, :, :], whole),
+            tl.broadcast_to(low_x[:, None, :, :], whole),
+            tl.broadcast_to(less[:, None, :, :], whole),
+            ASM,
+        )
+        products = _dp4a(
+            tl.broadcast_to(high[None, :, :, :], whole), tl.broadcast_to(high_x[:, None, :, :], whole), products, ASM
+        )
+        both = scale[None, :, :] * (largest * (1.0 / 127.0))[:, None, :]  # [TOKENS, ROWS, GROUPS]
+        sums += products.to(tl.float32) * both[:, :, :, None]
+    totals = tl.sum(tl.sum(sums, axis=3), axis=2)  # [TOKENS, ROWS]
+    if BIASED:
+        totals += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)[None, :]
+    place = out + token[:, None].to(tl.int64) * rows_of_weight + rows[None, :]
+    tl.store(place, totals.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & exists[None, :])
+
+
+# Bits -> rows and groups of a program's tile and its warps, for one token and for more; found on an H100 with groups of
+# 64 and 128 (experiments/lowbit/tune_kernels.py).
+TILES_ONE = {4: (8, 16, 4), 5: (8, 16, 4), 6: (16, 16, 4), 8: (8, 16, 4)}
+TILES_FEW = {4: (8, 8, 4), 5: (8, 8, 4), 6: (8, 8, 4), 8: (8, 8, 4)}
+MOST_TOKENS = 8  # beyond it the arithmetic takes longer than reading the bf16 weight
+
+
+COMPILE_SIZES = (1,)  # one token is multiplied by another kernel than more are
+
+
+def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The kernels read the copy as it was made."""
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+    """x [n, in] bf16 times a copy of `draft_weights.integers` -> [n, out], bias [out] included. CUDA only.
+
+    Beyond MOST_TOKENS tokens it multiplies by the target's own weight [out, in].
+    """
+    if x.shape[0] > MOST_TOKENS:
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.ops.selfspec.linear_integers(x, tensors["words"], tensors.get("more"), tensors["scales"], bias)
+    return out
+
+
+@torch.library.custom_op(
+    "selfspec::linear_integers",
+    mutates_args=(),
+    schema="(Tensor x, Tensor words, Tensor? more, Tensor scales, Tensor? bias) -> Tensor",
+)
+def _linear_integers(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x.contiguous(), words, more, scales, bias)
+
+
+@_linear_integers.register_fake
+def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[0])
+
+
+def width_of(words: Tensor, more: Tensor | None, columns: int) -> int:
+    """Bits of a copy's integers, by its tensors; columns: of the weight."""
+    if more is not None:
+        return 5 if more.dtype is torch.uint8 else 6
+    return 8 if words.shape[1] * 4 == columns else 4
+
+
+def product(
+    x: Tensor,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    tile: tuple[int, int, int] | None = None,
+    asm: bool = True,
+) -> Tensor:
+    """A few tokens x [n, in], 1 <= n <= MOST_TOKENS, times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
+
+    x is contiguous. tile: rows and groups of a program, warps. asm: False where there is no PTX (Triton's interpreter).
+    """
+    (n, columns), (rows_of_weight, groups) = x.shape, scales.shape
+    bits = width_of(words, more, columns)
+    rows, tile_groups, warps = tile or (TILES_ONE if n == 1 else TILES_FEW)[bits]
+    out = torch.empty(n, rows_of_weight, dtype=x.dtype, device=x.device)
+    pointers = (x, words, words if more is None else more, scales, x if bias is None else bias, out)
+    fixed = {
+        "BIASED": bias is not None,
+        "BITS": bits,
+        "GROUP": columns // groups,
+        "WHOLE": rows_of_weight % rows == 0 and groups % tile_groups == 0,
+        "ROWS": rows,
+        "GROUPS": tile_groups,
+        "ASM": asm,
+        "num_warps": warps,
+    }
+    grid = (triton.cdiv(rows_of_weight, rows),)
+    if n == 1:
+        _one[grid](*pointers, rows_of_weight, groups, **fixed)
+    else:
+        _few[grid](*pointers, n, rows_of_weight, groups, columns, TOKENS=triton.next_power_of_2(n), **fixed)
+    return out

@@ -1,0 +1,146 @@
+"""What the plugin relies on in vLLM, as data: names, signatures, fields and attributes, by release.
+
+Signatures are compared whole, not only for what we pass: a new parameter of a method that we override is a question to
+answer, not a detail.
+"""
+
+from __future__ import annotations
+
+V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_FOLDER = "vllm.v1.worker.gpu"
+V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
+V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
+V2_RUNNER = f"{V2_FOLDER}.model_runner"
+LINEAR = "vllm.model_executor.layers.linear"
+
+# Target -> its parameters in 0.32.0, in order. self is not listed.
+SIGNATURES = {
+    # What compat.py replaces: the replacement is called with these.
+    "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
+    f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
+    # V1: overridden.
+    f"{V1_PROPOSER}.__init__": "vllm_config device runner",
+    f"{V1_PROPOSER}.load_model": "target_model",
+    f"{V1_PROPOSER}.initialize_attn_backend": "kv_cache_config kernel_block_sizes",
+    f"{V1_PROPOSER}.dummy_run": "num_tokens use_cudagraphs is_graph_capturing slot_mappings",
+    f"{V1_PROPOSER}.prepare_next_token_ids_cpu": "sampled_token_ids requests gpu_input_batch num_scheduled_tokens",
+    f"{V1_PROPOSER}.prepare_inputs": "common_attn_metadata sampled_token_ids num_draft_tokens",
+    f"{V1_PROPOSER}.propose": "num_speculative_tokens target_token_ids target_positions target_hidden_states "
+    "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata mm_embed_inputs "
+    "num_rejected_tokens_gpu slot_mappings",
+    f"{V1_PROPOSER}.take_last_draft_probs": "",
+    f"{V1_PROPOSER}._raise_if_padded_drafter_batch_disabled": "",
+    # V1: called.
+    "vllm.v1.spec_decode.llm_base_proposer:compute_probs_and_sample_next_token": "logits sampling_metadata "
+    "use_fp64_gumbel",
+    "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder": "ubatch_id",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
+    "vllm.v1.worker.block_table:BlockTable.get_device_tensor": "num_reqs",
+    "vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__": "idx",
+    # V2: overridden.
+    f"{V2_SPECULATOR}.__init__": "vllm_config device",
+    f"{V2_SPECULATOR}.load_model": "target_model",
+    f"{V2_SPECULATOR}.load_draft_model": "target_model target_attn_layer_names",
+    f"{V2_SPECULATOR}.set_attn": "model_state kv_cache_config block_tables target_input_buffers target_attn_groups",
+    f"{V2_SPECULATOR}._configure_decode_metadata_update": "",
+    f"{V2_SPECULATOR}.init_cudagraph_manager": "cudagraph_mode",
+    f"{V2_SPECULATOR}.capture": "",
+    f"{V2_SPECULATOR}.propose": "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
+    "num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run "
+    "skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens",
+    f"{V2_SPECULATOR}.sample_draft": "hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
+    "draft_logits spec_step_idx",
+    f"{V2_SPECULATOR}.compute_draft_logits": "hidden_states spec_step_idx",
+    # V2: called.
+    f"{V2_SPECULATOR}._copy_request_inputs": "num_reqs idx_mapping temperature seeds dummy_run",
+    f"{V2_SPECULATOR}._build_uniform_attn_metadata": "batch_desc num_reqs num_query_per_req seq_lens_cpu_upper_bound "
+    "step causal dcp_local_seq_lens",
+    f"{V2_SPECULATOR}._update_draft_decode_metadata": "attn_metadata num_reqs",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler.__call__": "logits input_batch draft_logits "
+    "invalid_drafts",
+    f"{V2_GRAPHS}.specialize_spec_tokens": "desc num_speculative_tokens",
+    f"{V2_GRAPHS}.__init__": "vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode "
+    "ubatch_runner",
+    f"{V2_GRAPHS}.capture": "forward_fn model_state input_buffers block_tables attn_groups kv_cache_config "
+    "progress_bar_desc specialize_spec_tokens",
+    f"{V2_GRAPHS}.run_fullgraph": "desc",
+    f"{V2_FOLDER}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count "
+    "dp_size dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
+    "dp_sync_state",
+    f"{V2_FOLDER}.attn_utils:init_attn_backend": "kv_cache_config vllm_config device active_layer_names "
+    "draft_layer_names",
+    f"{V2_FOLDER}.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",
+    f"{V2_FOLDER}.block_table:BlockTables.compute_slot_mappings": "idx_mapping query_start_loc positions "
+    "num_tokens_padded out",
+    "vllm.v1.worker.utils:AttentionGroup.map_to_kernel_block_table": "block_table ubatch_idx",
+    # Both runners, and the driver.
+    "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens num_tokens_across_dp "
+    "cudagraph_runtime_mode batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
+    "vllm.forward_context:BatchDescriptor.__init__": "num_tokens num_reqs uniform has_lora num_active_loras",
+    "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__": "compile_prefix is_encoder",
+    "vllm.compilation.backends:set_model_tag": "tag is_encoder",
+    "vllm.config:set_current_vllm_config": "vllm_config check_compile prefix",
+    "vllm.distributed.parallel_state:cleanup_dist_env_and_memory": "shutdown_ray",
+    # 8-bit copies.
+    "vllm._custom_ops:scaled_fp8_quant": "input scale num_token_padding scale_ub use_per_token_if_dynamic output "
+    "group_shape",
+    "vllm._custom_ops:cutlass_scaled_mm": "a b scale_a scale_b out_dtype bias",
+}
+
+# Class -> fields that we fill or read.
+FIELDS = {
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens "
+    "seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
+    "positions",
+    "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
+    "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
+    "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
+    "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config",
+    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
+    "vllm.config:ModelConfig": "quantization dtype",
+    "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
+    "vllm.config:VllmConfig": "additional_config speculative_config",
+    "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
+    "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
+    "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
+    "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
+    "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
+    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
+    "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound",
+    f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
+}
+
+# Class -> attributes that its __init__, or a base class's, sets and that we read or replace.
+ATTRIBUTES = {
+    V1_PROPOSER: "vllm_config speculative_config max_model_len num_speculative_tokens arange input_ids positions "
+    "kv_cache_gid draft_attn_groups use_fp64_gumbel _enable_probabilistic_draft_probs",
+    f"{V1_RUNNER}:GPUModelRunner": "input_batch drafter effective_drafter_max_model_len",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
+    "vllm.v1.worker.block_table:BlockTable": "block_size",
+    V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
+    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
+    f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
+    f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
+    f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
+}
+
+# What another release has in place of the above. Neither is passed by us: the base class draws drafts with the first,
+# and the second lets data-parallel ranks agree to skip drafts, which early exit does not run on.
+CHANGED_SIGNATURES: dict[str, dict[str, str]] = {
+    "0.33.0": {
+        f"{V2_SPECULATOR}.sample_draft": SIGNATURES[f"{V2_SPECULATOR}.sample_draft"] + " num_steps",
+        f"{V2_FOLDER}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count "
+        "dp_size dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
+        "allow_skip_drafts dp_sync_state",
+    },
+}
+
+
+def signatures(release: str) -> dict[str, list[str]]:
+    """Target -> its parameters in `release`."""
+    return {target: words.split() for target, words in (SIGNATURES | CHANGED_SIGNATURES.get(release, {})).items()}

@@ -1,0 +1,119 @@
+"""From vLLM's arguments to our settings: called twice, from the command line, with a pinned and overridden model."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+pytestmark = pytest.mark.contract
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 512,
+    "max_position_embeddings": 256, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A model without weights: nothing here loads any."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+@pytest.fixture
+def arguments():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    register()
+    return AsyncEngineArgs
+
+
+def parsed(arguments, *words):
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = arguments.add_cli_args(FlexibleArgumentParser())
+    return arguments.from_cli_args(parser.parse_args(["--skip-tokenizer-init", *words]))
+
+
+def test_a_second_engine_from_the_same_arguments_drafts_early_too(arguments, path):
+    """Before, the second call found vLLM's own draft_model in them, with the whole target as its draft."""
+    spec = {"method": "layer_skip", "layer_skip": 2, "gate": "maxp"}
+    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
+    settings = [settings_of(args.create_engine_config()) for _ in range(2)]
+    assert settings[0] == settings[1]
+    assert settings[0].layer == 2
+    assert args.speculative_config == spec
+
+
+def test_skip_is_understood_twice_too(arguments, path):
+    args = arguments(model=path, skip_tokenizer_init=True, speculative_config={"method": "skip", "layer_skip": 2})
+    for config in (args.create_engine_config(), args.create_engine_config()):
+        assert config.speculative_config is None
+        assert not settings_of(config).verify
+
+
+def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    overrides = {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}
+    args = arguments(
+        model=path,
+        skip_tokenizer_init=True,
+        hf_overrides=overrides,
+        revision="abc",
+        code_revision="def",
+        tokenizer=str(tmp_path / "tokenizer"),
+        trust_remote_code=True,
+        speculative_config={"method": "layer_skip"},
+    )
+    config = args.create_engine_config()
+    target, draft = config.model_config, config.speculative_config.draft_model_config
+    assert settings_of(config).layer == 3
+    assert draft.hf_config.to_dict() == target.hf_config.to_dict()
+    assert target.hf_config.num_hidden_layers == 6
+    for name in ("revision", "code_revision", "tokenizer", "trust_remote_code", "max_model_len"):
+        assert getattr(draft, name) == getattr(target, name), name
+    assert config.speculative_config.target_model_config is target
+    pickle.dumps(config)  # it travels to the workers
+
+
+def test_the_options_of_vllms_command_line_are_understood(arguments, path):
+    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--spec-tokens", "3")
+    for config in (args.create_engine_config(), args.create_engine_config()):
+        assert settings_of(config).k == config.speculative_config.num_speculative_tokens == 3
+    more = '{"gate": "maxp", "tau": 0.2}'
+    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--speculative-config", more)
+    assert settings_of(args.create_engine_config()).threshold == 0.2
+
+
+def test_one_setting_in_two_places_is_refused(arguments, path):
+    spec = '{"method": "layer_skip", "num_speculative_tokens": 4}'
+    args = parsed(arguments, "--model", path, "--speculative-config", spec, "--spec-tokens", "3")
+    with pytest.raises(SettingsError, match=r"num_speculative_tokens = 4 .* 3 by an option"):
+        args.create_engine_config()
+    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "--spec-model", "other")
+    with pytest.raises(SettingsError, match="model = 'other' has no meaning"):
+        args.create_engine_config()
+
+
+def test_a_model_that_vllm_takes_for_another_draft_is_refused(arguments, path, tmp_path):
+    """Before, vLLM's EAGLE proposer was started for a folder of that name."""
+    folder = tmp_path / "eagle-like"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    args = arguments(model=str(folder), skip_tokenizer_init=True, speculative_config={"method": "layer_skip"})
+    with pytest.raises(SettingsError, match="as a draft, vLLM takes it for one of method 'eagle'"):
+        args.create_engine_config()
+
+
+def test_other_methods_stay_vllms(arguments, path):
+    args = parsed(arguments, "--model", path, "--spec-method", "ngram", "--spec-tokens", "3")
+    config = args.create_engine_config()
+    assert settings_of(config) is None
+    assert config.speculative_config.method == "ngram"

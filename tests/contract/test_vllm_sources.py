@@ -1,0 +1,264 @@
+"""Everything that the plugin uses of vLLM is there in each known release, read from its source without importing it.
+
+A release that is neither installed nor unpacked is skipped; `python tests/contract/vllm_source.py RELEASE` unpacks it.
+What cannot be seen this way: whether compiled operators behave, and whether anything runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from seams import ATTRIBUTES, FIELDS, V1_PROPOSER, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
+from vllm_source import VARIABLE, Source, assigned_on_self, folder_of, sources
+
+import selfspec_cli
+from selfspec_cli.vllm_plugin import compat, versions
+from selfspec_cli.vllm_plugin.spec_config import VLLM_KEYS
+
+pytestmark = pytest.mark.contract
+
+PACKAGE = Path(selfspec_cli.__file__).parent
+OURS = {
+    "v1/proposer.py": ("_EarlyExit", V1_PROPOSER),
+    "v2/speculator.py": ("EarlyExitSpeculator", V2_SPECULATOR),
+}
+"""Our file -> our subclass in it, and its base class in vLLM."""
+
+
+@pytest.fixture(scope="module", params=[each.release for each in versions.KNOWN])
+def release(request) -> str:
+    if folder_of(request.param) is None:
+        pytest.skip(
+            f"vLLM {request.param} is neither installed nor under {sources()} (${VARIABLE}): "
+            f"python tests/contract/vllm_source.py {request.param}"
+        )
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def vllm(release) -> Source:
+    return Source(folder_of(release))
+
+
+def test_every_patched_name_is_defined_where_we_replace_it(vllm):
+    """Replacing a name that a module only imports works too: it is looked up there."""
+    for patch in compat.PATCHES:
+        assert vllm.find(patch.target, own=True) is not None, patch.target
+
+
+def test_signatures(vllm, release):
+    there = {target: vllm.parameters(target) for target in signatures(release)}
+    assert there == signatures(release)
+
+
+def test_fields_and_attributes(vllm):
+    for target, names in FIELDS.items():
+        assert set(names.split()) <= set(vllm.fields(target)), target
+    for target, names in ATTRIBUTES.items():
+        assert set(names.split()) <= vllm.attributes(target), target
+
+
+def test_keys_of_a_speculative_config_are_those_of_the_release(vllm, release):
+    """A key that another release alone has would be passed on to a vLLM that does not know it."""
+    there = set(vllm.fields("vllm.config:SpeculativeConfig"))
+    assert set(VLLM_KEYS) <= there
+    for each in versions.KNOWN:
+        expected = set(each.speculative_keys) if each.release == release else set()
+        assert there & set(each.speculative_keys) == expected
+
+
+def test_every_name_that_we_import_is_there(vllm):
+    missing = [f"{file.name}: {module}.{name}" for file, module, name in imported() if not vllm.defined(module, name)]
+    assert not missing
+    assert len(list(imported())) > 40
+
+
+def test_every_call_of_an_imported_function_fits_its_parameters(vllm):
+    """Keywords that we pass exist, and there are no more positions than parameters."""
+    checked = 0
+    for file, call, module, name in calls_of_imported():
+        node = vllm.defined(module, name)[1]
+        if isinstance(node, ast.ClassDef):
+            parameters, rest = vllm.parameters(f"{module}:{name}.__init__"), False
+        elif isinstance(node, ast.FunctionDef):
+            parameters, rest = vllm.parameters(f"{module}:{name}"), node.args.vararg or node.args.kwarg
+        else:
+            continue
+        where = f"{file.name}:{call.lineno} {name}"
+        assert rest or {word.arg for word in call.keywords if word.arg} <= set(parameters), where
+        assert rest or len(call.args) <= len(parameters), where
+        checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, file):
+    name, base = OURS[file]
+    ours = our_class(file, name)
+    read = {node.attr for node in ast.walk(ours) if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}  # fmt: skip
+    own = assigned_on_self(ours) | {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
+    own |= {node.id for part in ours.body if isinstance(part, ast.Assign) for node in part.targets
+            if isinstance(node, ast.Name)}  # fmt: skip
+    assert len(read - own) > 5
+    assert read - own <= vllm.attributes(base), read - own - vllm.attributes(base)
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_have(vllm, file):
+    name, base = OURS[file]
+    ours = our_class(file, name)
+    own = {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
+    for call in (node for node in ast.walk(ours) if isinstance(node, ast.Call)):
+        owner, _, method = ast.unparse(call.func).rpartition(".")
+        if owner != "super()" and (owner != "self" or method in own):
+            continue
+        if isinstance(vllm.find(f"{base}.{method}"), ast.FunctionDef):
+            parameters = vllm.parameters(f"{base}.{method}")
+            assert keywords(call) <= set(parameters) and len(call.args) <= len(parameters), method
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_our_subclasses_assign_to_no_property_of_their_bases(vllm, file):
+    """`max_model_len` is an attribute in 0.32 and a property in 0.33."""
+    name, base = OURS[file]
+    properties = {
+        node.name
+        for kind in vllm.classes(base)
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
+    }
+    assert not assigned_on_self(our_class(file, name)) & properties
+
+
+@pytest.mark.parametrize("file", OURS)
+def test_our_overrides_take_what_the_base_is_called_with(vllm, file):
+    """An override has the parameters of the base's method in its order, or takes the rest as *args, **kwargs."""
+    name, base = OURS[file]
+    overridden = 0
+    for node in our_class(file, name).body:
+        if not isinstance(node, ast.FunctionDef) or not isinstance(vllm.find(f"{base}.{node.name}"), ast.FunctionDef):
+            continue
+        overridden += 1
+        theirs = vllm.parameters(f"{base}.{node.name}")
+        mine = [each.arg for each in [*node.args.args, *node.args.kwonlyargs] if each.arg != "self"]
+        if node.args.vararg is None and node.args.kwarg is None:
+            assert mine == theirs, node.name
+        elif node.args.kwarg is not None:
+            assert set(mine) <= set(theirs), node.name
+    assert overridden >= 6
+
+
+def test_runners_call_drafters_as_we_expect(vllm):
+    v1 = calls(vllm, V1_RUNNER, "self.drafter.propose")
+    (propose,) = [call for call in v1 if "next_token_ids" in keywords(call)]
+    assert not propose.args and {"num_speculative_tokens", "sampling_metadata"} <= keywords(propose)
+    assert [len(call.args) for call in calls(vllm, V1_RUNNER, "self.drafter.prepare_inputs")] == [3]
+    assert [len(call.args) for call in calls(vllm, V1_RUNNER, "self.drafter.prepare_next_token_ids_cpu")] == [4]
+    proposed = our_method("v2/speculator.py", "EarlyExitSpeculator", "propose")
+    names = [each.arg for each in proposed.args.args if each.arg != "self"]
+    for call in calls(vllm, V2_RUNNER, "self.speculator.propose"):
+        assert keywords(call) <= set(names)
+        assert names[: len(call.args)] == vllm.parameters(f"{V2_SPECULATOR}.propose")[: len(call.args)]
+    assert [len(call.args) for call in calls(vllm, V2_RUNNER, "self.speculator.set_attn")] == [5]
+
+
+def test_workers_learn_a_shorter_context_before_the_kv_cache_is_made(vllm):
+    """`max_model_len=auto` shrinks it; both runners set what the drafter reads again in `set_attn` and its like."""
+    core = vllm.segment("vllm.v1.engine.core:EngineCore._initialize_kv_caches")
+    assert core.index("'update_max_model_len'") < core.index("initialize_from_config(")
+    worker = vllm.segment("vllm.v1.worker.gpu_worker:Worker.update_max_model_len")
+    assert "self.model_config.max_model_len = max_model_len" in worker
+
+
+def test_verification_refuses_a_place_that_holds_no_token(vllm):
+    """Places that were not drafted are invalid drafts to the rejection sampler, which makes them -1 (v2/verdict.py)."""
+    folder = V2_RUNNER.rpartition(".")[0]
+    kernels = vllm.text(f"{folder}.spec_decode.rejection_sampler_utils")
+    assert "is_valid_draft = draft_sampled >= 0" in kernels
+    assert "accepted &= is_valid_draft" in kernels
+    sampler = vllm.segment(f"{folder}.spec_decode.rejection_sampler:RejectionSampler.__call__")
+    assert "masked_fill(invalid_drafts, -1)" in sampler
+    (call,) = calls(vllm, V2_RUNNER, "self.rejection_sampler")
+    assert len(call.args) == 4 and ast.unparse(call.args[3]) == "invalid_drafts"
+
+
+def test_plugins_are_loaded_where_the_names_are_that_register_replaces(vllm):
+    """`register` imports nothing: the process that builds an engine has EngineArgs, one that runs it the worker."""
+    arguments = vllm.segment("vllm.engine.arg_utils:EngineArgs.__post_init__")
+    assert "load_general_plugins()" in arguments
+    assert "vllm.v1.worker.worker_base" in vllm.imported_with("vllm.v1.engine.core")
+    assert "load_general_plugins()" in vllm.segment("vllm.v1.worker.worker_base:WorkerWrapperBase.init_worker")
+
+
+def test_decoders_cut_their_loop_at_end_layer(vllm):
+    folder = vllm.file("vllm.model_executor.models").parent
+    cutting = {file.stem for file in folder.glob("*.py") if "self.end_layer)" in file.read_text(encoding="utf-8")}
+    assert len(cutting) >= 60
+    assert {"llama", "qwen3_moe", "gemma", "gemma2", "gemma3"} <= cutting
+
+
+def test_the_state_of_a_compiled_decoder_is_what_we_reset(vllm):
+    text = vllm.text("vllm.compilation.decorators")
+    for name in ("compiled", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk", "_compile_tag"):
+        assert f"self.{name} =" in text, name
+
+
+def test_reader_and_import_agree_on_the_installed_release():
+    """What is read as text is what Python sees: the check of the reader itself."""
+    import pkgutil
+
+    from test_vllm_seams import SIGNATURES, without_self
+
+    found = versions.installed()
+    folder = folder_of(found[1].partition("+")[0])
+    for target in SIGNATURES:
+        assert Source(folder).parameters(target) == without_self(pkgutil.resolve_name(target)), target
+
+
+def imported() -> Iterator[tuple[Path, str, str]]:
+    """(our file, module, name) of everything that this package imports from vLLM, for annotations too."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((file, node.module, alias.name) for alias in node.names)
+
+
+def calls_of_imported() -> Iterator[tuple[Path, ast.Call, str, str]]:
+    """(our file, call, module, name) where something that was imported from vLLM is called by its name."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        names = {}
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                names |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                yield file, node, *names[node.func.id]
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def our_class(file: str, name: str) -> ast.ClassDef:
+    (found,) = [node for node in parsed(PACKAGE / "vllm_plugin" / file).body if getattr(node, "name", "") == name]
+    return found
+
+
+def our_method(file: str, kind: str, name: str) -> ast.FunctionDef:
+    (found,) = [node for node in our_class(file, kind).body if getattr(node, "name", "") == name]
+    return found
+
+
+def calls(vllm: Source, module: str, function: str) -> list[ast.Call]:
+    nodes = [node for node in ast.walk(vllm.tree(module)) if isinstance(node, ast.Call)]
+    return [call for call in nodes if ast.unparse(call.func) == function]
+
+
+def keywords(call: ast.Call) -> set[str]:
+    return {keyword.arg for keyword in call.keywords if keyword.arg}

@@ -1,0 +1,96 @@
+"""A head and a gate from somebody else's package (tests/packages/toy): found by its entry points, fitted, saved, loaded
+and swept in vLLM, with no edit of selfspec."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import layer_skip, live
+from models import LAYERS, save_tokenizer
+from test_fit_heads import config
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.head_metadata import read_metadata
+from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.stages import fit
+
+pytestmark = pytest.mark.engine
+
+EXIT, SOME = LAYERS // 2, range(0, 32, 4)
+TOY = Path(__file__).parents[1] / "packages" / "toy"
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package is installed: its folder, with its metadata, is on the path."""
+
+    def forget() -> None:
+        for registry in (HEADS, GATES):
+            vars(registry).pop("_loaded", None)
+
+    monkeypatch.syspath_prepend(str(TOY))
+    forget()
+    yield
+    forget()
+
+
+def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp_path):
+    want, names = expected("llama"), ("lens", "one_direction", "one_direction_kl", "translator_r1")
+    assert "one_direction" in examples()
+    done = fit.run(
+        config(want.path, tmp_path), layers=[EXIT], heads=names, pairs=2000, ridge=1e-3, corpus="random", replay=4
+    )
+    found = {report["head"]: report for report in done.reports}
+    assert found["one_direction"]["agreement"] == pytest.approx(found["translator_r1"]["agreement"], abs=0.01)
+    for name in names[1:3]:
+        path = found[name]["path"]
+        assert read_metadata(path).spec == HeadSpec.from_name(name)
+        assert found[name]["parameters"] == 2 * 64
+        spec = layer_skip(EXIT, 3, head_path=path, gate="ratio", threshold=0.8)
+        with live(want.path, spec) as engine:
+            want.check(engine, SOME)
+            counts = engine.counts()
+            counts.require_both_verdicts()
+            assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
+
+
+def selfspec(*words: str) -> str:
+    """What a command prints in a process in which the package is installed."""
+    path = os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "selfspec_cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_sweep_over_a_gate_and_a_head_of_another_package(expected, tmp_path):
+    model = tmp_path / "tiny"
+    shutil.copytree(expected("llama").path, model)
+    save_tokenizer(model)
+    given = [f"model={model}", "engine.enforce_eager=true", "engine.kv_cache_gib=0.0625", f"head_dir={tmp_path}/heads"]
+    given += ["workload.prompts=random", "workload.input_len=24", "workload.output_len=32", "workload.num_prompts=4"]
+    grid = ["gate=ratio", f"layer={EXIT}", "k=3", "perplexity_tokens=0", "repeats=3", "warmup=0"]
+    selfspec("fit", "head=one_direction", f"layer={EXIT}", *given, "--pairs", "1000", "--corpus", "random")
+    results = tmp_path / "results"
+    selfspec("sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}")
+    with open(results / "summary.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == "layer_skip"]
+    assert {(row["head"], row["gate"], float(row["threshold"])) for row in rows} == {
+        (head, "ratio", threshold) for head in ("lens", "one_direction") for threshold in (0.3, 0.9)
+    }
+    assert all(row["status"] == "ok" for row in rows)
+
+
+def test_without_the_package_its_heads_are_unknown(expected, tmp_path):
+    with pytest.raises(SettingsError, match="'one_direction' is not known"):
+        HeadSpec.from_name("one_direction")

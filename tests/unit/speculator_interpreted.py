@@ -1,0 +1,224 @@
+"""The V2 speculator on the CPU, its own kernels in Triton's interpreter; vLLM's graphs are stood in for.
+
+Run by test_v2_kernels.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from transformers import LlamaConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin.v2 import speculator as v2
+from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
+
+K, VOCAB, REQUESTS = 4, 40, 3
+BY_BATCH_SIZE = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """vLLM's configuration of an engine with early exit, by the keys of its speculative_config."""
+    register()
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=32, intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=128,
+    ).save_pretrained(folder)  # fmt: skip
+
+    def create(**spec):
+        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        return EngineArgs(
+            str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=REQUESTS, speculative_config=spec
+        ).create_engine_config()
+
+    return create
+
+
+@pytest.fixture(scope="module")
+def plain(config):
+    """One length for every batch size."""
+    return config()
+
+
+@pytest.fixture(scope="module")
+def scheduled(config):
+    """A length for each batch size."""
+    return config(num_speculative_tokens_per_batch_size=BY_BATCH_SIZE)
+
+
+def start(config):
+    """The speculator of another engine, made as vLLM makes it, and the engine's request state."""
+    requests = SimpleNamespace()
+    original = pytest.fail  # vLLM's own speculators are for engines without early exit
+    return v2.init_with_early_exit(original)(config, torch.device("cpu"), requests), requests
+
+
+# ---- what the verifier is told --------------------------------------------------------------------------------------
+
+
+class Told:
+    """Stands for vLLM's rejection sampler: tells what it was told."""
+
+    def __init__(self, requests):
+        self.sampler = SimpleNamespace(req_states=requests)
+
+    def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
+        return invalid_drafts
+
+
+def verified(requests, invalid=None):
+    """Which places of a verify pass over requests 0 and 1, with two drafts each, are said to be no drafts."""
+    batch = SimpleNamespace(
+        expanded_idx_mapping=torch.tensor([0, 0, 0, 1, 1, 1]),
+        expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32),
+    )
+    told = with_short_drafts(Told)(requests)(None, batch, None, invalid)
+    return None if told is None else told.int().tolist()
+
+
+def test_two_engines_in_one_process_verify_their_own_drafts(plain):
+    (one, its_requests), (other, other_requests) = start(plain), start(plain)
+    one.state.lengths[:] = torch.tensor([2, 0, 0])
+    other.state.lengths[:] = torch.tensor([0, 1, 0])
+    assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
+    assert verified(other_requests) == [0, 1, 1, 0, 0, 1]
+    # An engine without early exit, started last, changes nothing for them and is told nothing.
+    v2.init_with_early_exit(lambda *arguments: None)(SimpleNamespace(speculative_config=None, additional_config={}),
+                                                     None, without := SimpleNamespace())  # fmt: skip
+    assert verified(without) is None
+    assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
+
+
+def test_drafts_that_a_grammar_forbids_stay_forbidden(plain):
+    speculator, requests = start(plain)
+    speculator.state.lengths[:] = torch.tensor([2, 1, 0])
+    forbidden = torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.bool)
+    assert verified(requests, forbidden) == [0, 1, 1, 0, 0, 1]
+
+
+# ---- a draft length for each batch size -----------------------------------------------------------------------------
+
+
+class Graphs:
+    """Stands for vLLM's captured graphs: one holds a loop over draft steps that ends on the device, as DeviceLoop's."""
+
+    def __init__(self, speculator):
+        self.state, self.replayed = speculator.state, []
+        self.end_step = EndStep(REQUESTS, VOCAB, None, torch.device("cpu"))
+
+    def dispatch(self, num_reqs, num_tokens, uniform_token_count, **unused):
+        return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=num_tokens, num_reqs=num_reqs)
+
+    def specialize_spec_tokens(self, batch, steps):
+        return batch
+
+    def run_fullgraph(self, batch):
+        self.replayed.append(batch)
+        while int(self.state.active):
+            self.end_step(self.state, torch.randn(REQUESTS, VOCAB))
+
+
+@pytest.fixture
+def drafting(scheduled, monkeypatch):
+    """A speculator whose graphs are captured, with a loop that ends on the device."""
+    speculator, _ = start(scheduled)
+    speculator.decode_cudagraph_manager = Graphs(speculator)
+    speculator.supports_decode_metadata_update, speculator._loop = True, object()
+    speculator._warm, speculator.attn_groups = True, []
+    monkeypatch.setattr(speculator, "_one_step", lambda *arguments: pytest.fail("a draft step outside a graph"))
+    monkeypatch.setattr(speculator, "_metadata", lambda *arguments: pytest.fail("metadata are built for eager steps"))
+
+    def copy(num_reqs, idx_mapping, *unused, **more):  # vLLM's own is a Triton kernel, which it has switched off here
+        speculator.idx_mapping.fill_(-1)
+        speculator.idx_mapping[:num_reqs] = idx_mapping
+
+    monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
+    return speculator
+
+
+def propose(speculator, requests, **more):
+    seq_lens = torch.full((requests,), 10, dtype=torch.int32)
+    batch = SimpleNamespace(
+        num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
+        idx_mapping=torch.arange(requests),
+    )  # fmt: skip
+    sampled, rejected = torch.ones(requests, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    last = torch.arange(REQUESTS).unsqueeze(1)
+    return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, None, None, **more)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, K])
+def test_the_graph_of_k_steps_is_replayed_for_fewer(drafting, steps):
+    propose(drafting, 2, num_speculative_tokens=steps)
+    assert drafting.state.lengths.tolist() == [steps, steps, 0]
+    assert drafting.counters.snapshot()["steps"] == steps
+    assert len(drafting.decode_cudagraph_manager.replayed) == 1
+
+
+def test_zero_drafts_launch_nothing(drafting):
+    assert (propose(drafting, 3, num_speculative_tokens=0) == -1).all()
+    assert drafting.counters.snapshot()["steps"] == 0
+    assert not drafting.decode_cudagraph_manager.replayed
+
+
+def test_the_length_follows_the_batch_from_round_to_round(drafting):
+    for requests, steps in ((1, 4), (2, 2), (3, 0), (1, 4), (2, 2)):
+        propose(drafting, requests, num_speculative_tokens=steps)
+        if steps:
+            assert drafting.state.lengths[:requests].tolist() == [steps] * requests
+    assert len(drafting.decode_cudagraph_manager.replayed) == 4
+
+
+def test_a_live_draft_length_holds_beside_it(drafting):
+    drafting.draft_length = 1
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert drafting.state.lengths.tolist() == [1, 1, 0]
+    drafting.draft_length = 3
+    propose(drafting, 2)  # a runner that names no number means k
+    assert drafting.state.lengths.tolist() == [3, 3, 0]
+
+
+def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):
+    assert not drafting._length_is_captured
+    drafting._loop = None
+    assert drafting._length_is_captured
+    drafting.supports_decode_metadata_update = False  # a graph of one step, replayed as often as there are drafts
+    assert not drafting._length_is_captured
+    unscheduled, _ = start(plain)
+    unscheduled.supports_decode_metadata_update = True
+    assert not unscheduled._length_is_captured
+
+
+def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):
+    manager, ran, drafting._loop = drafting.decode_cudagraph_manager, [], None
+    eager = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=2, num_reqs=2)
+    monkeypatch.setattr(manager, "specialize_spec_tokens", lambda batch, steps: eager)
+    monkeypatch.setattr(drafting, "_metadata", lambda *arguments: (None, None))
+    monkeypatch.setattr(drafting, "_one_step", lambda *arguments: ran.append(arguments))
+    propose(drafting, 2, num_speculative_tokens=1)
+    assert len(ran) == 1
+    assert not manager.replayed
+
+
+# ---- gates that cannot run here --------------------------------------------------------------------------------------
+
+
+def test_a_gate_without_a_device_expression_is_refused_on_cuda_before_the_model_is_loaded(config, monkeypatch):
+    monkeypatch.setitem(GATES._found, "cpu_only", replace(GATES["margin"], name="cpu_only", device=None))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cuda", lambda: True)
+    with pytest.raises(SettingsError, match=r"'cpu_only' has no device expression.*allowed on CUDA: none, adaedl"):
+        config(gate="cpu_only", tau=0.2)

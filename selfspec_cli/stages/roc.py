@@ -87,7 +87,7 @@ def facts(cfgs: Sequence[RunConfig], longest: int = LONGEST, prompts: int = PROM
         "layers": [cfg.layer for cfg in plan],
         "exits": [exits.name_of(cfg) for cfg in plan],
         "gates": list(GATES),
-        "lengths": f"1 to {longest} tokens a draft",
+        "k": f"1 to {longest}",
         "prompts": max(prompts, plan[0].workload.batch),
     }
 

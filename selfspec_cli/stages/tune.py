@@ -112,7 +112,7 @@ def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequenc
         "exits": [exits.name_of(cfg) for cfg in plan],
         "also": list(more),  # tried at the exits that look promising
         "gates": list(search.gates(features())),
-        "lengths": f"1 to {LONGEST} tokens a draft",
+        "k": f"1 to {LONGEST}",
         "minutes": minutes,
         "trials": f"at most {trials} on each of {min(ENGINES, len(plan) + len(more))} engine(s)",
         "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit

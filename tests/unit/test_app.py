@@ -232,10 +232,7 @@ def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
 
 def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):
     assert document(call("roc", model, "--dry-run", "--json"))["layers"] == [2, 4]
-    plan = document(call("tune", model, "k=3,5", "--minutes", "9", "--dry-run", "--json"))
-    assert plan["exits"] == [f"E{n}-lens" for n in (1, 2, 4)]
-    assert (plan["minutes"], plan["lengths"]) == (9, "1 to 12 tokens a draft")
-    assert {"none", "maxp", "margin"} <= set(plan["gates"])
+    assert document(call("tune", model, "k=3,5", "--dry-run", "--json"))["exits"] == [f"E{n}-lens" for n in (1, 2, 4)]
     assert document(call("roc", model, "layer=3,5", "--dry-run", "--json"))["layers"] == [3, 5]
     result = call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json")
     assert document(result)["layers"] == [3]

@@ -264,7 +264,7 @@ def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
     told = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14, trials=18)
     assert told["exits"] == ["E3-lens"]
     assert told["gates"] == ["none", *features()]
-    assert told["lengths"] == "1 to 5 tokens a draft"  # LONGEST, as it is here
+    assert told["k"] == "1 to 5"  # LONGEST, as it is here
     assert (told["minutes"], told["trials"]) == (14, "at most 18 on each of 1 engine(s)")
 
 

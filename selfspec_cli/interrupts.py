@@ -1,63 +1,58 @@
-"""Ctrl-C that is never lost.
+"""Ctrl-C, taken where it is safe: one interrupt ends the command at its next safe place, and is never lost.
 
-Python raises KeyboardInterrupt wherever the main thread happens to be. In a finaliser or in a weak reference's callback
-the interpreter prints "Exception ignored in ..." and goes on, and a sweep measures its next points as if nobody had
-asked it to stop. So the signal is also remembered here, and asked for at places where stopping is safe.
+Python raises KeyboardInterrupt wherever it happens to be, also inside a destructor or a weak reference's callback,
+where the exception is printed and dropped. So while `deferred` holds, an interrupt only leaves a note, and `check`,
+called between engine steps, repeats and points, raises. A second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
+_waiting = False  # an interrupt has come and its KeyboardInterrupt has not yet ended the outermost `deferred`
+_depth = 0
 
-@dataclass
-class _State:
-    asked: bool = False  # Ctrl-C was pressed since `watched` began
-    holding: int = 0  # how many `held` blocks the main thread is in
-
-
-_state = _State()
-
-
-@contextmanager
-def watched() -> Iterator[None]:
-    """While this block runs, remember Ctrl-C. Does nothing outside the main thread, which no signal reaches."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _state.asked = False
-    before = signal.signal(signal.SIGINT, _remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        _state.asked = False
+NOTE = "\ninterrupt: this command ends as soon as the work in hand allows it; press Ctrl-C again to end it at once\n"
 
 
 def check() -> None:
-    """A safe place to stop: raises KeyboardInterrupt if Ctrl-C was pressed and its exception was lost."""
-    if _state.asked:
+    """A safe place. Raises KeyboardInterrupt if an interrupt waits, and again at every later place until it has ended
+    the outermost `deferred`: one that something on the way has swallowed comes back."""
+    if _waiting:
         raise KeyboardInterrupt
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """A block that Ctrl-C does not tear apart, such as writing what belongs together; it is raised at the end of it."""
-    _state.holding += 1
+def deferred() -> Iterator[None]:
+    """Take SIGINT at `check` and at the end of the outermost block only. Outside the main thread it changes nothing."""
+    global _waiting, _depth
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _note) if _depth == 0 else None
+    _depth += 1
     try:
         yield
-    finally:
-        _state.holding -= 1
-    if not _state.holding:
         check()
+    except Exception as error:  # an engine's own processes have got the interrupt too, and may be gone
+        if _waiting:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+            _waiting = False
 
 
-def _remember(number: int, frame: FrameType | None) -> None:
-    _state.asked = True
-    if not _state.holding:
+def _note(number: int, frame: FrameType | None) -> None:
+    global _waiting
+    if _waiting:
         raise KeyboardInterrupt
+    _waiting = True
+    os.write(2, NOTE.encode())

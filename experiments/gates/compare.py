@@ -24,12 +24,12 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
-from selfspec_cli.record import provenance
-from selfspec_cli.stages import arms, exits
+from selfspec_cli.stages import exits, measure
 from selfspec_cli.texts import prompts as workload
 
 LONGEST, REPEATS = 12, 5
@@ -44,7 +44,8 @@ def setting(text: str) -> Setting:
 
 def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
     """Five repeats by turns; speedups over plain decoding, and against it the identity of every output."""
-    plain, *others = arms.measure(engine, cfg, workload.prompts(cfg, engine), [arms.PLAIN, *settings], repeats=REPEATS)
+    prompts = workload.prompts(cfg, engine)
+    plain, *others = measure.run(engine, cfg, prompts, [measure.PLAIN, *settings], repeats=REPEATS)
     rows = []
     for arm in [plain, *others]:
         same = sum(ours == theirs for ours, theirs in zip(arm.outputs(), plain.outputs(), strict=True))
@@ -75,7 +76,7 @@ def idle(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
 
 def recording(engine: Engine, cfg: RunConfig) -> float:
     """Speed with the record on over speed with it off: ungated drafts of 8, by turns, a median time for each prompt."""
-    arms.apply(engine, Setting("none", None, 8))
+    measure.apply(engine, Setting("none", None, 8))
     on = off = 0.0
     for prompt in workload.prompts(cfg, engine):
         kept, plain = [], []
@@ -94,7 +95,7 @@ def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     points += [Setting(gate, limit, k) for gate in log.features for k in GRID_LENGTHS
                for limit in replay.thresholds(log, gate, GRID_THRESHOLDS)]  # fmt: skip
     few = replace(cfg, workload=replace(cfg.workload, num_prompts=3, output_len=96))
-    plain, *screened = arms.measure(engine, few, workload.prompts(few, engine), [arms.PLAIN, *points], repeats=1)
+    plain, *screened = measure.run(engine, few, workload.prompts(few, engine), [measure.PLAIN, *points], repeats=1)
     ranked = sorted(screened, key=lambda arm: -arm.median)
     rows = race(engine, cfg, list(dict.fromkeys([arm.setting for arm in ranked[:6]] + named)))
     best = max(rows, key=lambda row: row["speedup"])
@@ -120,12 +121,12 @@ def main() -> None:
         for what in given.what:
             found = {"fixed": fixed, "grid": grid, "idle": idle}[what](engine, cfg, given.setting)
             where = "" if given.model is None else f"_{given.model.name}_k{given.longest}"
-            show(found, given.out / f"{what}_E{given.layer}{where}.json")
+            show(found, cfg, given.out / f"{what}_E{given.layer}{where}.json")
 
 
-def show(found: dict, file: Path) -> None:
+def show(found: dict, cfg: RunConfig, file: Path) -> None:
     """Write a JSON file and print its rows."""
-    found |= {"device": provenance.device(), "versions": provenance.versions()}
+    found |= {"device": machine.device(cfg), "versions": machine.versions()}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     with file.with_suffix(".csv").open("w", encoding="utf-8", newline="") as table:

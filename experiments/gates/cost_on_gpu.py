@@ -23,9 +23,10 @@ from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the unrolled loop can be asked for below
 
+from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig
 from selfspec_cli.engine.live import Engine, Generation, open_engine
-from selfspec_cli.record import provenance
+from selfspec_cli.record import latency
 from selfspec_cli.vllm_plugin.v2 import device_loop
 
 NEVER = {"maxp": 0.0, "varH": 1e9, "entropy": 1e9, "margin": 0.0, "survival": 0.0}  # AdaEDL's bound may be negative
@@ -55,8 +56,8 @@ def config(given: argparse.Namespace) -> RunConfig:
 
 def milliseconds(done: Generation) -> float:
     """A step of the batch, or a round that was verified, after the prefill."""
-    steps = len(done.outputs[0]) - 1 if done.drafts is None else done.drafts.rounds / len(done.outputs)
-    return 1e3 * (done.seconds - max(done.ttft)) / steps
+    steps = len(done.outputs[0]) - 1 if done.verified is None else done.verified.rounds / len(done.outputs)
+    return 1e3 * (done.seconds - max(map(latency.ttft, done.requests))) / steps
 
 
 def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
@@ -114,7 +115,7 @@ def main() -> None:
         if "unrolled k=3" in ms:
             print(f"  loop / unrolled: {ms[f'k={K}'] / ms['unrolled k=3']:.4f}")
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {"rows": rows, "device": provenance.device(), "versions": provenance.versions()}
+    found = {"rows": rows, "device": machine.device(cfg), "versions": machine.versions()}
     given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

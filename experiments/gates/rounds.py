@@ -26,13 +26,13 @@ from typing import Any
 
 from compare import LONGEST, setting
 
+from selfspec_cli.config import machine
 from selfspec_cli.config.schema import RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
-from selfspec_cli.record import provenance
-from selfspec_cli.stages import arms
+from selfspec_cli.stages import measure
 from selfspec_cli.texts import prompts as workload
 
 PARTS = ("step", "execute", "model", "propose", "d_forward", "d_logits", "d_gate")
@@ -107,13 +107,13 @@ def run_arms(engine: Engine, cfg: RunConfig, named: Setting, repeats: int) -> di
     for place, prompt in enumerate(workload.prompts(cfg, engine)):
         for name in plan:
             found[name].append([])
-        arms.apply(engine, named)
+        measure.apply(engine, named)
         watch.lengths.clear()
         engine.generate([prompt], cfg.workload.output_len, batch=1)
         lengths = list(watch.lengths)
         for number in range(repeats):
             for name in list(plan) if (place + number) % 2 else reversed(list(plan)):
-                arms.apply(engine, plan[name])
+                measure.apply(engine, plan[name])
                 watch.forced = list(lengths) if name == "forced" else None
                 watch.steps.clear()
                 engine.generate([prompt], cfg.workload.output_len, batch=1)
@@ -150,9 +150,9 @@ def by_size(found: dict[str, list[list[list[dict]]]]) -> tuple[list[dict[str, fl
 def everywhere(engine: Engine, cfg: RunConfig) -> DraftLog:
     """A draft of 12 from every position of the model's own greedy output, prompt after prompt."""
     prompts = workload.prompts(cfg, engine)
-    arms.apply(engine, Setting("none", None, 5))
+    measure.apply(engine, Setting("none", None, 5))
     outputs = engine.generate(prompts, cfg.workload.output_len, batch=1).outputs
-    arms.apply(engine, Setting("none", None, LONGEST))
+    measure.apply(engine, Setting("none", None, LONGEST))
     with engine.recording() as read:
         for prompt, output in zip(prompts, outputs, strict=True):
             engine.generate([prompt + output[:end] for end in range(len(output) - 1)], 2, batch=1)
@@ -215,7 +215,7 @@ def main() -> None:
     gate = (rounds["gated"]["step"] - rounds["forced"]["step"]) * rounds["gated"]["rounds"] / asked / 1e6
     best = bounds(log, cfg.workload.output_len - 1, verify, draft, gate)
     told = {"setting": given.setting.label(), "gate_us_each_time": gate * 1e6, "us_a_round": rounds, "bounds": best,
-            "device": provenance.device(), "versions": provenance.versions()}  # fmt: skip
+            "device": machine.device(cfg), "versions": machine.versions()}  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"rounds_E{given.layer}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     with (given.out / f"verify_E{given.layer}.csv").open("w", encoding="utf-8", newline="") as table:

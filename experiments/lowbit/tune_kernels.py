@@ -1,6 +1,6 @@
-"""How fast a few tokens times integer copies are, tile by tile, on the GPU at hand.
+"""How fast one token times integer copies is, tile by tile, on the GPU at hand.
 
-    python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 4 --out kernels.json
+    python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json
 
 Shapes are those of Llama 3 8B. Each product rotates over more copies than the cache holds, inside a CUDA graph, as a
 draft step reads every weight from memory. Figures: median microseconds a product, and bytes read as a share of the
@@ -32,12 +32,9 @@ SHAPES = {
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
 }
-TILES = {
-    1: [(8, 16, 4), (16, 16, 4), (8, 32, 4), (16, 8, 4), (8, 16, 2), (16, 8, 2), (8, 8, 2), (4, 32, 4), (4, 16, 2)],
-    2: [(8, 16, 4), (4, 16, 4), (8, 8, 4), (8, 8, 2)],
-    4: [(8, 8, 4), (8, 4, 2), (8, 16, 8), (4, 8, 2)],
-    8: [(4, 8, 4), (4, 16, 8), (8, 4, 4), (4, 4, 2)],
-}  # rows, groups, warps
+TILES = [(8, 16, 4), (16, 16, 4), (8, 32, 4), (16, 8, 4), (8, 16, 2), (16, 8, 2), (8, 8, 2), (4, 32, 4), (4, 16, 2)]
+"""Rows, groups and warps of a program."""
+
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
 
@@ -76,27 +73,26 @@ def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
     return [tensors, *more], size
 
 
-def rows(shape: str, bits: Sequence[int], tokens: Sequence[int]) -> list[dict[str, Any]]:
+def rows(shape: str, bits: Sequence[int]) -> list[dict[str, Any]]:
     """Every product of one shape: bf16 by cuBLAS and by our kernel, then each kind of copy by each tile."""
     out, inner = SHAPES[shape]
     weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, inner, device="cuda", dtype=torch.bfloat16)
+    plain, size = several({"weight": weight})
     found = []
-    for n in tokens:
-        x = torch.randn(n, inner, device="cuda", dtype=torch.bfloat16)
-        plain, size = several({"weight": weight})
-        for name, product in (("cublas", F.linear), *([("gemv", gemv)] if n == 1 else [])):
-            us = timed([partial(product, x, one["weight"]) for one in plain])
-            found.append({"shape": shape, "tokens": n, "kind": name, "us": us, "bytes": size})
-        del plain
-        for width in bits:
-            kind = DRAFT_WEIGHTS[f"int{width}"]
-            copies, size = several(kind.quantise(weight))
-            wanted = x.float() @ kind.dequantise(copies[0], torch.float32).T
-            for tile in TILES[n]:
-                calls = [partial(lowbit.product, x, c["words"], c.get("more"), c["scales"], tile=tile) for c in copies]
-                error = float((calls[0]().float() - wanted).norm() / wanted.norm())
-                row = {"shape": shape, "tokens": n, "kind": kind.name, "tile": tile, "error": error}
-                found.append({**row, "us": timed(calls), "bytes": size})
+    for name, product in (("cublas", F.linear), ("gemv", gemv)):
+        us = timed([partial(product, x, one["weight"]) for one in plain])
+        found.append({"shape": shape, "kind": name, "us": us, "bytes": size})
+    del plain
+    for width in bits:
+        kind = DRAFT_WEIGHTS[f"int{width}"]
+        copies, size = several(kind.quantise(weight))
+        wanted = x.float() @ kind.dequantise(copies[0], torch.float32).T
+        for tile in TILES:
+            calls = [partial(lowbit.product, x, c["words"], c.get("more"), c["scales"], tile=tile) for c in copies]
+            error = float((calls[0]().float() - wanted).norm() / wanted.norm())
+            row = {"shape": shape, "kind": kind.name, "tile": tile, "error": error}
+            found.append({**row, "us": timed(calls), "bytes": size})
     return found
 
 
@@ -105,23 +101,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1], choices=tuple(TILES))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     arguments = parser.parse_args()
     rate = copy_rate()
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
-        for row in rows(shape, arguments.bits, arguments.tokens):
+        for row in rows(shape, arguments.bits):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
         document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-        names = dict.fromkeys((row["tokens"], row["kind"]) for row in found if row["shape"] == shape)
-        for n, kind in names:
-            mine = [row for row in found if (row["shape"], row["tokens"], row["kind"]) == (shape, n, kind)]
+        for kind in dict.fromkeys(row["kind"] for row in found):
+            mine = [row for row in found if (row["shape"], row["kind"]) == (shape, kind)]
             best = min(mine, key=lambda row: row["us"])
-            what = f"{shape:<8} {n} tokens {kind:<7}"
-            print(f"{what} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)
+            print(f"{shape:<8} {kind:<7} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,16 +17,18 @@ from rich.console import Console
 from selfspec_cli import __version__
 from selfspec_cli.commands import screen as output
 from selfspec_cli.commands.help import TakesSettings
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
-from selfspec_cli.config import options
-from selfspec_cli.config.keys import baseline_of, run_key
+from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, note, only_stderr, rows_document, say, warn
+from selfspec_cli.config import machine, options
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.schema import HeadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.progress import bars
-from selfspec_cli.record import records
+from selfspec_cli.record import folder as results_folder
+from selfspec_cli.record import tables
+from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
+from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep as sweep_stage
 from selfspec_cli.texts import corpora
 
@@ -50,8 +52,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run; st
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="Start from a dumped config, such as results/runs/KEY/config.yaml."),
+    typer.Option("--config", help="Start from a dumped config, or from a point: results/runs/ID.json."),
 ]
+ReuseBaseline = Annotated[
+    bool,
+    typer.Option("--reuse-baseline", help="Compare with a baseline measured earlier on the same machine, versions, "
+                 "weights and workload, where there is one."),
+]  # fmt: skip
 
 
 def _version(wanted: bool) -> None:
@@ -110,6 +117,7 @@ def show_options(
 def bench(
     overrides: Overrides = None,
     config: Config = None,
+    reuse_baseline: ReuseBaseline = False,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -118,7 +126,7 @@ def bench(
     with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
         whole = any(override.startswith("experiment=") for override in overrides or [])
         runs = _several(overrides, sweep=whole, config=config)
-        _measure(runs, again=True, as_json=as_json, dry_run=dry_run)
+        _measure(runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
 
 
 @app.command(
@@ -129,6 +137,7 @@ def sweep(
     overrides: Overrides = None,
     config: Config = None,
     again: Annotated[bool, typer.Option("--again", help="Measure finished points once more.")] = False,
+    reuse_baseline: ReuseBaseline = False,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -136,7 +145,7 @@ def sweep(
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
     with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
         runs = _several(overrides, config=config)
-        _measure(runs, again=again, as_json=as_json, dry_run=dry_run)
+        _measure(runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
 
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
@@ -256,7 +265,8 @@ def roc(
             return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
         with only_stderr(), bars() as progress:
             result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
-        result.files["figure"] = str(roc_figure.draw(result.panels, Path(result.files["table"]).with_name("roc.png")))
+        png = Path(result.files["table"]).with_name("roc.png")
+        result.files["figure"] = str(roc_figure.draw(result.panels, png, machine.device(cfgs[0])))
         if as_json:
             emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
         else:
@@ -300,19 +310,22 @@ def tune(
         emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
 
 
-@app.command(epilog="Example: selfspec report results_dir=results --out results")
+Folder = Annotated[
+    list[str] | None, typer.Argument(metavar="[results_dir=FOLDER]", help="The folder that holds the results.")
+]
+
+
+@app.command(epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --out page")
 def report(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[results_dir=FOLDER]", help="The folder that holds the results.")
-    ] = None,
+    overrides: Folder = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; results_dir.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
     with guard(as_json, debug):
-        results = Path(_one(overrides, None).results_dir if overrides else RunConfig().results_dir)
-        made = report_stage.run(results, out or results)
+        folder = _results(overrides)
+        made = report_stage.run(folder, out or folder)
         warn(made.warnings)
         if as_json:
             emit({"rows": rows_document(made.rows), "chart": made.chart, "page": made.page, "warnings": made.warnings})
@@ -321,6 +334,24 @@ def report(
 
         table.show(made.rows, Console())
         say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
+
+
+@app.command(epilog="Example: selfspec export results_dir=results/mine")
+def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Make summary.csv and accept.tsv of a results folder again from its points."""
+    with guard(as_json, debug):
+        folder = _results(overrides)
+        if not (folder / results_folder.RUNS).is_dir():
+            raise ConfigError(f"{folder} holds no runs/: nothing was measured there")
+        count, warnings = results_folder.export(folder)
+        warn(warnings)
+        made = {"points": count, "summary": folder / results_folder.SUMMARY, "accept": folder / results_folder.ACCEPT}
+        emit(made) if as_json else output.show_facts(made)
+
+
+def _results(overrides: list[str] | None) -> Path:
+    """The results folder that a command reads."""
+    return Path(_one(overrides, None).results_dir if overrides else RunConfig().results_dir)
 
 
 def _several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
@@ -369,7 +400,7 @@ def _patches() -> list[tuple[str, bool, str]]:
     return [(name, found, reason) for name, found, reason in compat.check()]
 
 
-def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool) -> None:
+def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool) -> None:
     """Plan, measure, show; the exit code says how it went."""
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
@@ -377,46 +408,76 @@ def _measure(runs: list[RunConfig], *, again: bool, as_json: bool, dry_run: bool
     doubts = preflight.warnings(runs)
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)
-    folder = Path(sweep_stage.results_dir(runs))
-    summary = folder / records.SUMMARY
-    plan = sweep_stage.plan(runs, () if again else records.finished(summary))
+    folder = Path(planning.results_dir(runs))
     if dry_run:
+        plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
         return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
     preflight.check_device(runs[0])
-    output.begin(plan)
-    result = _sweep(runs, again)
-    wanted = {run_key(cfg) for cfg in runs} | {run_key(baseline_of(cfg)) for cfg in runs}
-    rows = [row for row in records.read(summary, records.Record)[0] if row.key in wanted]
+    plans: list[planning.Plan] = []
+    result = _sweep(runs, again, reuse_baseline, plans.append)
     warn(result.warnings)
     failed = len(result.failed)
-    counts = {"measured": len(result.rows) - failed, "skipped": result.skipped, "failed": failed}
+    counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
+    summary = folder / results_folder.SUMMARY
     if as_json:
-        told = {"drafting": result.drafting, "warnings": [*doubts, *result.warnings]}
+        drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
+        told = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
         emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
     else:
         from selfspec_cli.report import table
 
-        table.show(rows, Console())
+        wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
+        table.show(_with_baselines(folder, wanted), Console())
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
     raise typer.Exit(result.exit_code)
 
 
-def _sweep(runs: list[RunConfig], again: bool) -> sweep_stage.SweepResult:
-    """The sweep on real engines, with progress bars and the tracker."""
+def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
+    """The rows of a folder that have one of these keys, and the baselines that they were compared with."""
+    points, _ = results_folder.read(folder, keys)
+    missing = {point.compared_with.baseline for point in points if point.compared_with} - {p.id for p in points}
+    if missing:
+        points = results_folder.in_order([*points, *results_folder.read(folder, missing)[0]])
+    return [tables.row(point) for point in points]
+
+
+def _sweep(
+    runs: list[RunConfig], again: bool, reuse_baseline: bool, planned: Callable[[planning.Plan], None]
+) -> sweep_stage.SweepResult:
+    """The sweep on real engines, with progress bars and the tracker. planned: is told the plan when it begins."""
     from selfspec_cli.record.tracking import open_tracker
     from selfspec_cli.stages.bench import run as bench_one
 
-    run_id = records.new_run_id()
+    def announce(plan: planning.Plan) -> None:
+        planned(plan)
+        note(output.plan_in_short(plan))
+
+    run_id = results_folder.new_run_id()
     with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
-        return sweep_stage.run(
+        result = sweep_stage.run(
             runs,
             open_engine=_open_engine,
             bench=bench_one,
             progress=progress,
             tracker=tracker,
             again=again,
+            reuse_baseline=reuse_baseline,
             run_id=run_id,
+            announce=announce,
         )
+        if runs[0].tracker.kind != "none":
+            _send_chart(tracker, Path(planning.results_dir(runs)), result.warnings)
+        return result
+
+
+def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
+    """The chart of the folder's points, as `selfspec report` draws it, to the tracker; a failure is a warning."""
+    try:
+        chart = report_stage.chart(results_folder.read(folder)[0], folder)
+        if chart is not None:
+            tracker.chart(chart)
+    except Exception as error:
+        warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def _open_engine(cfg: RunConfig) -> Any:

@@ -9,22 +9,22 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from selfspec_cli import interrupts
-from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.options import Choice, Row
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
-from selfspec_cli.record.records import Record, identity
+from selfspec_cli.record.folder import RecordError
+from selfspec_cli.record.tables import Record, planned
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
-from selfspec_cli.stages.sweep import Plan, told_apart
+from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 if TYPE_CHECKING:
     from selfspec_cli.stages.heads import Comparison
@@ -60,12 +60,13 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
     then: GOES_ON, or whatever else is true after an interrupt.
     """
     try:
-        with interrupts.watched():
-            yield
+        yield
     except typer.Exit:
         raise
     except (ConfigError, SettingsError) as error:
         _fail(error, str(error), BAD_INPUT, as_json, debug)
+    except RecordError as error:
+        _fail(error, str(error), RUN_FAILED, as_json, debug)
     except KeyboardInterrupt as error:
         _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
@@ -126,51 +127,60 @@ def warn(messages: list[str]) -> None:
         Console(stderr=True, soft_wrap=True).print(Text(f"warning: {message}", style="yellow"))
 
 
-def point(cfg: RunConfig) -> dict[str, Any]:
+def note(message: str) -> None:
+    """A line for people about what goes on, on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(message))
+
+
+def point(chosen: Planned) -> dict[str, Any]:
     """A point of a plan: what would be measured."""
-    row = identity(cfg, run_id="")
-    return {"key": run_key(cfg)} | {name: getattr(row, name) for name in POINT}
+    row = planned(chosen.cfg, chosen.key)
+    return {"key": chosen.key} | {name: getattr(row, name) for name in POINT}
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """A plan as JSON: engines in the order in which they would start, each with its points."""
-    engines = [
-        [point(cfg) for cfg in group] for family in plan.families for group in [family.baselines, *family.groups]
-    ]
-    return {"dry_run": True, "engines": engines, "skipped": [point(cfg) for cfg in plan.skipped]}
+    engines = [[point(chosen) for chosen in group] for group in plan.engines]
+    return {"dry_run": True, "engines": engines, "skipped": [point(chosen) for chosen in plan.skipped],
+            "reused_baselines": [found.id for found in plan.reused.values()],
+            "expected_seconds": plan.seconds}  # fmt: skip
 
 
-def _groups(plan: Plan) -> list[list[RunConfig]]:
-    return [group for family in plan.families for group in [family.baselines, *family.groups]]
+def plan_in_short(plan: Plan) -> str:
+    """How much there is to do, and how long it may take."""
+    if not plan.points:
+        return f"nothing to measure: {len(plan.skipped)} point(s) are finished"
+    reused = f", {len(plan.reused)} baseline(s) of earlier runs reused" if plan.reused else ""
+    much = f"{len(plan.points)} point(s) on {len(plan.engines)} engine(s)"
+    return f"{much}, {len(plan.skipped)} finished before and skipped{reused}; {_expected(plan.seconds)}"
 
 
-def counts(plan: Plan) -> str:
-    """How much a plan is, in a line."""
-    groups = _groups(plan)
-    points = sum(map(len, groups))
-    return f"{len(groups)} engine(s), {points} point(s), {len(plan.skipped)} finished before and skipped"
-
-
-def begin(plan: Plan) -> None:
-    """Says before the first engine starts how much there is to do, on stderr."""
-    Console(stderr=True, soft_wrap=True).print(Text(counts(plan), style="bold"))
+def _expected(seconds: float | None) -> str:
+    if seconds is None:
+        return "how long it takes is not known: the folder holds no comparable point for some of them"
+    if seconds < 90:
+        return f"about {seconds:.0f} seconds, by comparable points of the folder"
+    return f"about {seconds / 60:.0f} minutes, by comparable points of the folder"
 
 
 def show_plan(plan: Plan) -> None:
-    """A plan for people: what would be measured, on which engine, and what would be skipped."""
-    groups = _groups(plan)
-    apart = told_apart([*(cfg for group in groups for cfg in group), *plan.skipped])
-
-    def line(cfg: RunConfig) -> str:
-        row, key = identity(cfg, run_id=""), run_key(cfg)
-        return f"  {label(row):<40} {group_title(row)}{f'  {apart[key]}' if apart[key] else ''}  [{key}]"
-
-    say(counts(plan), "bold")
-    for number, group in enumerate(groups, start=1):
-        heading = f"engine {number}: {group[0].model.path} on {group[0].engine.name}"
-        say("\n".join([heading, *map(line, group)]))
+    """A plan for people."""
+    say(plan_in_short(plan), "bold")
+    settings = distinguishing_settings([*plan.points, *plan.skipped])
+    for number, group in enumerate(plan.engines, start=1):
+        say(f"engine {number}: {group[0].cfg.model.path} on {group[0].cfg.engine.name}")
+        for chosen in group:
+            say(f"  {_point_line(chosen, settings)}")
     if plan.skipped:
-        say("\n".join(["finished before, and skipped:", *map(line, plan.skipped)]))
+        say("finished before, and skipped:")
+        for chosen in plan.skipped:
+            say(f"  {_point_line(chosen, settings)}")
+
+
+def _point_line(chosen: Planned, settings: dict[str, str]) -> str:
+    row = planned(chosen.cfg, chosen.key)
+    apart = f"  {settings[chosen.key]}" if settings[chosen.key] else ""
+    return f"{label(row):<40} {group_title(row)}{apart}  [{chosen.key}]"
 
 
 def show_options(rows: list[Row], choices: list[Choice]) -> None:
@@ -244,12 +254,13 @@ def show_tuned(document: dict[str, Any]) -> None:
     """What tuning measured last, what it chose, and how to use it."""
     for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
         limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
-        spread = f"{found['speedup']:.2f}x ({found['speedup_min']:.2f} to {found['speedup_max']:.2f})"
+        pair = (found["speedup_low"], found["speedup_high"])
+        spread = f"{found['speedup']:.2f}x" + (f" ({pair[0]:.2f} to {pair[1]:.2f})" if None not in pair else "")
         pace = f"plain decoding {found['plain_tok_s']:.0f} tok/s"
         say(f"E={found['E']} {found['head']} k={found['k']:<3} {found['gate']:<9} {limit:<7} {spread}, {pace}")
     say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, found in "
         f"{document['seconds']:.0f} s and {document['trials']} trials", "bold")  # fmt: skip
-    say(f"written to {document['file']}; use it with: selfspec sweep tuned={document['tuned']}")
+    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from selfspec_cli.config.choices import (
     of_registry,
 )
 from selfspec_cli.config.files import Files, first_line, load_config, open_files
-from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
 from selfspec_cli.config.validation import check_value, validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, option_of, parse
@@ -85,8 +85,9 @@ def compose_runs(
     # Not what tuning found: it fits together, and what of it is unused the user has chosen otherwise.
     validate_command(composed, {word.key: word.typed for word in [*itertools.chain(*grids), *users]})
     runs: dict[str, RunConfig] = {}
+    keys = Keys()
     for cfg in points:
-        runs.setdefault(run_key(cfg), cfg)
+        runs.setdefault(keys.settings(cfg), cfg)
     if not sweep and len(runs) > 1:
         raise ConfigError("one experiment at a time here; `selfspec sweep` runs several")
     return list(runs.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,13 +148,17 @@ def _schemas() -> dict[str, type]:
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read a config dumped as YAML; the result equals the dumped one.
+    """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
 
     Raises:
         ConfigError: not there, not YAML, or with a key or value that the schema refuses.
     """
     try:
-        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+        if Path(path).suffix == ".json":
+            given = OmegaConf.create(json.loads(Path(path).read_text(encoding="utf-8"))["config"])
+        else:
+            given = OmegaConf.load(path)
+        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), given))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # YAML's errors and OmegaConf's have no common base

@@ -4,62 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from selfspec_cli.config import digests as files
+from selfspec_cli.config import machine
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
     SPECULATIVE,
-    GateConfig,
     HeadConfig,
     Method,
-    ModelConfig,
     RunConfig,
     Runner,
     gate_threshold,
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.settings import OPTIONS
+from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
+MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
+NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device")}
+"""The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too."""
+
+_DEFAULT = RunConfig()
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def baseline_of(cfg: RunConfig) -> RunConfig:
-    """The baseline that `cfg` is compared with: same model, workload, engine and seed, no method."""
-    default = RunConfig()
-    return replace(
-        cfg,
-        method=Method.baseline,
-        gate=GateConfig(),
-        head=HeadConfig(),
-        layer=None,
-        k=default.k,
-        tau=default.tau,
-        tau_v=default.tau_v,
-        threshold=None,
-        vocab=default.vocab,
-        draft_weights=default.draft_weights,
-        verification=default.verification,
-        acceptance_length=None,
-        runner=default.runner,
-    )
+    """The baseline that `cfg` is compared with: same model, workload, engine and seed; nothing of how to draft."""
+    drafting = {item.name: getattr(_DEFAULT, item.name) for item in fields(DraftSettings)}
+    return replace(cfg, **drafting | {"method": Method.baseline, "runner": _DEFAULT.runner})
 
 
 def draft_options(cfg: RunConfig) -> dict[str, str]:
-    """What of `draft_weights` and `verification` is not the default; they came later, and keys of earlier runs stay."""
-    default = RunConfig()
-    names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(default, name)]
-    return {name: getattr(cfg, name) for name in names}
+    """What of `draft_weights` and `verification` is not the default."""
+    names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(_DEFAULT, name)]
+    return {name: str(getattr(cfg, name)) for name in names}
 
 
 def method_settings(cfg: RunConfig) -> dict[str, Any]:
     """Only those method knobs that can change what this run does; a knob that has no effect is not in it."""
-    settings: dict[str, Any] = {"method": cfg.method.value}
+    settings: dict[str, Any] = {"method": str(cfg.method)}
     if cfg.method is Method.baseline:
         return settings
     if cfg.method is not Method.ngram:
-        settings |= {"layer": cfg.layer}
+        settings |= {"layer": files.layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
         if not cfg.head.path:
@@ -69,7 +60,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
-    return settings | ({"runner": cfg.runner.value} if cfg.runner is not Runner.auto else {})
+    return settings | ({"runner": str(cfg.runner)} if cfg.runner is not Runner.auto else {})
 
 
 def uses(cfg: RunConfig, key: str) -> bool:
@@ -93,37 +84,104 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
 
 def _head_facts(head: HeadConfig) -> dict[str, Any]:
-    """A head's fields; those left at their default are not in it, so that a field added later changes no key."""
-    default = HeadConfig()
-    facts = to_plain(head)
-    return {key: facts[key] for key in facts if key in ("kind", "path") or getattr(head, key) != getattr(default, key)}
-
-
-def _model_facts(model: ModelConfig) -> dict[str, Any]:
-    """What of a model's config reaches the engine; `resolved` has put the rest into `layer` and `k`."""
-    return {key: value for key, value in to_plain(model).items() if key not in ("exit_layer", "draft_length")}
+    """A head's fields that are not left at their default."""
+    return {name: value for name, value in vars(head).items() if value != getattr(_DEFAULT.head, name)}
 
 
 def engine_key(cfg: RunConfig) -> str:
     """Runs with equal keys can share one live engine; gate, threshold, workload and seed are no part of it."""
-    facts = {"model": _model_facts(cfg.model), "engine": to_plain(cfg.engine), **method_settings(cfg)}
-    if cfg.model.load_format == "dummy":
-        facts["seed"] = cfg.seed  # the weights themselves depend on it
-    return _digest(facts)
+    return Keys().engine(cfg)
+
+
+def settings_key(cfg: RunConfig) -> str:
+    """Equal for two configs exactly when no knob that has an effect differs; reads no file and asks no machine."""
+    return Keys().settings(cfg)
 
 
 def run_key(cfg: RunConfig) -> str:
-    """Names what `cfg` measures: equal for two configs exactly when no knob that has an effect differs."""
-    facts: dict[str, Any] = {name: to_plain(getattr(cfg, name)) for name in ("engine", "workload")}
-    facts |= {"model": _model_facts(cfg.model)} | method_settings(cfg)
-    if cfg.method is Method.layer_skip:
-        facts |= {"gate": cfg.gate.kind, "threshold": gate_threshold(cfg)}
-    if cfg.gate.kind == "calibrated":
-        facts["calibration"] = cfg.gate.calibration
-    measuring = ("seed", "repeats", "warmup", "perplexity_tokens")
-    return _digest(facts | {name: getattr(cfg, name) for name in measuring})
+    """Names what `cfg` measures: its settings, what the files that it names hold, the device and the versions."""
+    return Keys().run(cfg)
 
 
-def _digest(facts: dict[str, Any]) -> str:
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
+class Keys:
+    """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
+
+    So one object stands for one moment: a file that changes later has the digest that it had.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, str], str] = {}
+        self._digests: dict[str, dict[str, str]] = {}
+        self._devices: dict[str, str] = {}
+        self._versions = _deciding_versions()
+        self._baselines: dict[str, tuple[str, RunConfig]] = {}
+
+    def run(self, cfg: RunConfig) -> str:
+        """`run_key` of a config."""
+        return _digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
+
+    def device(self, cfg: RunConfig) -> str:
+        """What a config runs on, see `machine.device`."""
+        loaded = device_of(cfg) + self._part(cfg, "model")
+        if loaded not in self._devices:
+            self._devices[loaded] = machine.device(cfg)
+        return self._devices[loaded]
+
+    def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
+        """The key and the config of the baseline that a config is compared with."""
+        parts = [self._part(cfg, name) for name in ("model", "engine", "workload")]
+        name = repr([device_of(cfg), *parts, *(getattr(cfg, name) for name in MEASURING)])
+        if name not in self._baselines:
+            baseline = baseline_of(cfg)
+            self._baselines[name] = (self.run(baseline), baseline)
+        return self._baselines[name]
+
+    def settings(self, cfg: RunConfig) -> str:
+        """`settings_key` of a config."""
+        facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine", "workload")}
+        facts |= method_settings(cfg) | {"device": device_of(cfg)}
+        if cfg.method == "layer_skip":
+            facts |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
+            facts |= {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
+        return _digest(facts | {name: getattr(cfg, name) for name in MEASURING})
+
+    def engine(self, cfg: RunConfig) -> str:
+        """`engine_key` of a config."""
+        facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
+        facts |= method_settings(cfg) | {"device": device_of(cfg)}
+        if cfg.model.load_format == "dummy":
+            facts["seed"] = cfg.seed  # the weights themselves depend on it
+        return _digest(facts)
+
+    def digests(self, cfg: RunConfig) -> dict[str, str]:
+        """What the files that a config names hold, see `digests.digests`."""
+        named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts]
+        if cfg.model.load_format == "dummy":
+            named.append(cfg.seed)  # the weights themselves depend on it
+        if cfg.method in EARLY_EXIT:
+            calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
+            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration]
+        name = repr(named)
+        if name not in self._digests:
+            self._digests[name] = files.digests(cfg)
+        return self._digests[name]
+
+    def _part(self, cfg: RunConfig, name: str) -> str:
+        """Digest of a group of settings, worked out once for all configs in which the group is the same."""
+        part = getattr(cfg, name)
+        text = (name, repr(vars(part)))
+        if text not in self._parts:
+            facts = to_plain(part)
+            for decided_elsewhere in NOT_IN_A_KEY.get(name, ()):
+                del facts[decided_elsewhere]
+            self._parts[text] = _digest(facts)
+        return self._parts[text]
+
+
+def _deciding_versions() -> dict[str, str]:
+    found = machine.versions()
+    return {name: found[name] for name in machine.DECISIVE if name in found}
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(_JSON.encode(facts).encode()).hexdigest()[:KEY_LENGTH]

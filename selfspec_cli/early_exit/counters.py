@@ -13,6 +13,41 @@ TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram")
 
 
+@dataclass(frozen=True)
+class VerifyCounts:
+    """Speculative decoding as vLLM counts it, over one stretch of work.
+
+    rounds: verify steps that had drafts, one a request. places: tokens that verify passes looked at. On CUDA vLLM plans
+    a pass before the drafts exist, so that it looks at k places of each request, whatever was drafted; elsewhere the
+    places are the drafted tokens but for those that a request's last round no longer needed. accepted: tokens.
+    accepted_at: tokens accepted at draft position 1..k.
+    """
+
+    rounds: int
+    places: int
+    accepted: int
+    accepted_at: list[int]
+
+    def since(self, before: VerifyCounts) -> VerifyCounts:
+        """What happened after an earlier reading."""
+        at = [new - old for new, old in zip(self.accepted_at, before.accepted_at, strict=True)]
+        return VerifyCounts(
+            self.rounds - before.rounds, self.places - before.places, self.accepted - before.accepted, at
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable[VerifyCounts | None]) -> VerifyCounts | None:
+        """Several stretches together; None where none of them drafted."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        at = [sum(position) for position in zip(*(part.accepted_at for part in known), strict=True)]
+        return cls(
+            sum(part.rounds for part in known), sum(part.places for part in known),
+            sum(part.accepted for part in known), at,
+        )  # fmt: skip
+
+
 @dataclass
 class DraftCounters:
     """Counters of one draft loop. A round drafts for a whole batch; it has as many steps as its longest draft."""

@@ -21,39 +21,42 @@ from selfspec_cli import interrupts
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
 from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.record.latency import RequestTimes
 
 MIB = 2**20
 
 
 @dataclass
-class DraftCounts:
-    """Speculative decoding as vLLM counts it, over one stretch of work."""
-
-    rounds: int  # verify steps that had drafts, one a request
-    drafted: int  # tokens
-    accepted: int  # tokens
-    accepted_at: list[int]  # tokens accepted at draft position 1..k
-
-
-@dataclass
 class Generation:
-    """What one closed loop generated, and how fast."""
+    """What one closed loop generated, and how fast.
 
-    outputs: list[list[int]]  # token ids, in the order of the prompts
-    seconds: float  # wall time from the first request in to the last token out
-    ttft: list[float]  # seconds to the first token, one a request
-    itl: list[float]  # mean seconds between the tokens after the first, one a request
-    drafts: DraftCounts | None  # None for an engine that does not draft
-    drafting: counters.Snapshot | None = None  # the draft loop's own counters; None where it keeps none
+    outputs: token ids, in the order of the prompts. seconds: wall time from the first request in to the last token out.
+    requests: raw times of each request, in the order of the prompts. verified: vLLM's counters; None for an engine that
+    does not draft. drafting: the draft loop's own counters; None where it keeps none.
+    """
+
+    outputs: list[list[int]]
+    seconds: float
+    requests: list[RequestTimes]
+    verified: VerifyCounts | None
+    drafting: counters.Snapshot | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens a second, all requests together."""
         return sum(map(len, self.outputs)) / self.seconds
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted: the draft loop's own count, or the places verified of a drafter that keeps none; else 0."""
+        if self.drafting is not None:
+            return int(self.drafting["drafted"])
+        return self.verified.places if self.verified is not None else 0
 
 
 @dataclass
@@ -139,6 +142,9 @@ class Engine:
         waiting = list(enumerate(prompts))[::-1]
         numbers: dict[str, int] = {}
         finished: dict[int, Any] = {}
+        arrived: dict[int, float] = {}
+        events: dict[str, list[float]] = {}
+        clock = time.perf_counter
 
         def submit() -> None:
             number, prompt = waiting.pop()
@@ -152,31 +158,34 @@ class Engine:
                 seed=seed + number if temperature > 0 else None,
             )
             numbers[name] = number
+            events[name] = []
+            arrived[number] = clock() - start
             core.add_request(name, {"prompt_token_ids": prompt}, params)
 
-        start = time.perf_counter()
-        for _ in range(min(batch, len(waiting))):
-            submit()
-        while core.has_unfinished_requests():
-            interrupts.check()
-            for output in core.step():
-                if output.finished:
-                    finished[numbers[output.request_id]] = output
-                    if waiting:
-                        submit()
-        seconds = time.perf_counter() - start
-        done = [finished[number] for number in range(len(prompts))]
-        drafts, drafting = self._drafted_since(before), counters.since(self._drafting(), own)
-        if drafts is not None and drafting is not None:
-            # vLLM counts the places that it verified; the V2 runner verifies k of every request, whatever was drafted.
-            drafts.drafted = min(drafts.drafted, drafting["drafted"])
+        start = clock()
+        with interrupts.deferred():
+            for _ in range(min(batch, len(waiting))):
+                submit()
+            while core.has_unfinished_requests():
+                outputs = core.step()
+                moment = clock() - start
+                for output in outputs:
+                    events[output.request_id].append(moment)
+                    if output.finished:
+                        finished[numbers[output.request_id]] = output
+                        if waiting:
+                            submit()
+                interrupts.check()
+        seconds = clock() - start
+        tokens = [list(finished[number].outputs[0].token_ids) for number in range(len(prompts))]
+        times = {number: tuple(events[name]) for name, number in numbers.items()}
+        after = self._counts()
         return Generation(
-            outputs=[list(output.outputs[0].token_ids) for output in done],
+            outputs=tokens,
             seconds=seconds,
-            ttft=[output.metrics.first_token_latency for output in done],
-            itl=[_between_tokens(output) for output in done if len(output.outputs[0].token_ids) > 1],
-            drafts=drafts,
-            drafting=drafting,
+            requests=[RequestTimes(arrived[number], times[number], len(ids)) for number, ids in enumerate(tokens)],
+            verified=None if before is None or after is None else after.since(before),
+            drafting=counters.since(self._drafting(), own),
         )
 
     def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
@@ -198,35 +207,19 @@ class Engine:
     def _drafting(self) -> counters.Snapshot | None:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def _counts(self) -> DraftCounts | None:
+    def _counts(self) -> VerifyCounts | None:
         if self.cfg.method not in SPECULATIVE:
             return None
         values: dict[str, Any] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith("vllm:spec_decode"):
                 values[metric.name] = getattr(metric, "values", None) or metric.value
-        return DraftCounts(
+        return VerifyCounts(
             rounds=int(values["vllm:spec_decode_num_drafts"]),
-            drafted=int(values["vllm:spec_decode_num_draft_tokens"]),
+            places=int(values["vllm:spec_decode_num_draft_tokens"]),
             accepted=int(values["vllm:spec_decode_num_accepted_tokens"]),
             accepted_at=[int(count) for count in values["vllm:spec_decode_num_accepted_tokens_per_pos"]],
         )
-
-    def _drafted_since(self, before: DraftCounts | None) -> DraftCounts | None:
-        after = self._counts()
-        if before is None or after is None:
-            return None
-        return DraftCounts(
-            after.rounds - before.rounds,
-            after.drafted - before.drafted,
-            after.accepted - before.accepted,
-            [new - old for new, old in zip(after.accepted_at, before.accepted_at, strict=True)],
-        )
-
-
-def _between_tokens(output: Any) -> float:
-    times = output.metrics
-    return (times.last_token_ts - times.first_token_ts) / (len(output.outputs[0].token_ids) - 1)
 
 
 @contextmanager
@@ -249,7 +242,6 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     from vllm import LLM
 
     llm = None
-    interrupts.check()
     try:
         with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
@@ -261,7 +253,6 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         draft = sum(share["draft"] for share in weights) / MIB
         yield Engine(llm, cfg, layers, target + draft, draft)
     except Exception as error:
-        interrupts.check()  # Ctrl-C reaches vLLM's own processes too, and an engine that died of it has not failed
         raise _as_bad_input(error) from error
     finally:
         if llm is not None:

@@ -21,10 +21,11 @@ class HeadRow:
     the head in a draft step. head_us: microseconds of it. pairs, ridge, residual, explained, condition: of the fit
     (`fitting.FitReport`).
     predicted_speedup: at best_k, by the cost model with step times measured on this machine. measured_*: in the engine,
-    k = best_k; min and max over the repeats. efficiency: measured over predicted. Three ratios say where it comes from;
-    their product is close to it, for they use the median time between tokens, not the speed of whole repeats:
-    tokens_ratio (tokens a round, measured over predicted), round_ratio (time of a round, predicted over measured),
-    baseline_ratio (the baseline's step when the head was measured, over T: how the machine drifted between).
+    k = best_k; min and max over the repeats, low and high the ends of the 95 % interval. efficiency: measured over
+    predicted. Three ratios say where it comes from; their product is close to it, for they use the median time between
+    tokens, not the speed of whole repeats: tokens_ratio (tokens a round, measured over predicted), round_ratio (time of
+    a round, predicted over measured), baseline_ratio (the baseline's step when the head was measured, over T: how the
+    machine drifted between).
     """
 
     model: str
@@ -60,6 +61,8 @@ class HeadRow:
     round_ratio: float | None = None
     baseline_ratio: float | None = None
     path: str | None = None
+    measured_low: float | None = None
+    measured_high: float | None = None
 
     @classmethod
     def of(cls, model: str, report: dict[str, Any]) -> HeadRow:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_plain
-from selfspec_cli.record.records import Record, header
+from selfspec_cli.record.tables import Record, header
 
 
 class Tracker:

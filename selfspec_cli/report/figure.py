@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record.records import OK, Record
-from selfspec_cli.report.rows import groups, label, latest, span, target_for
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report.rows import groups, interval, label, target_for
 
 INK, MUTED, BASE, ARM, LOSSY, TARGET = "#1f2933", "#6b7785", "#a7b1bc", "#2f6fb3", "#b9803a", "#c23b4b"
 BAR = 0.62  # of the distance between bars
@@ -19,8 +19,8 @@ def draw(rows: list[Record], path: str | Path, footer: str = "") -> Path | None:
     Args:
         footer: machine, date and versions, in small print.
     """
-    shown = [row for row in latest(rows) if row.status == OK and row.speedup is not None]
-    panels = [(title, members) for title, members in groups(shown) if members]
+    found = [(group.title, [row for row in group.rows if row.speedup is not None]) for group in groups(rows)]
+    panels = [(title, members) for title, members in found if members]
     if not panels:
         return None
     import matplotlib
@@ -53,11 +53,11 @@ def save(figure: Any, path: str | Path) -> Path:
 def _panel(axis: Any, title: str, members: list[Record]) -> None:
     furthest = 1.0
     for place, row in enumerate(members):
-        speedup, pair, target = row.speedup or 0, span(row), target_for(row)
+        speedup, pair, target = row.speedup or 0, interval(row), target_for(row)
         axis.barh(place, speedup, height=BAR, color=_colour(row), zorder=2)
         if pair:
-            axis.errorbar(speedup, place, xerr=[[speedup - pair[0]], [pair[1] - speedup]], fmt="none", ecolor=INK,
-                          elinewidth=1.1, capsize=3.5, zorder=4)  # fmt: skip
+            reach = [[max(speedup - pair[0], 0)], [max(pair[1] - speedup, 0)]]
+            axis.errorbar(speedup, place, xerr=reach, fmt="none", ecolor=INK, elinewidth=1.1, capsize=3.5, zorder=4)
         if target:
             axis.plot(target.speedup, place, marker="D", markersize=6, color=TARGET, zorder=5, linestyle="none")
         furthest = max(furthest, speedup, *(pair or ()), target.speedup if target else 0)
@@ -104,7 +104,9 @@ def _colour(row: Record) -> str:
 def _axis_label(members: list[Record]) -> str:
     repeats = sorted({row.repeats for row in members if row.repeats})
     counted = f" of {repeats[0]} repeats" if len(repeats) == 1 else ""
-    parts = [f"bar: median{counted}, whisker: slowest to fastest"]
+    arms = [row for row in members if row.arm != "baseline"]
+    whisker = "whisker: 95 % interval" if any(interval(row) for row in arms) else "no whisker: repeats were not kept"
+    parts = [f"bar: median{counted}, {whisker}"] if arms else [f"bar: median{counted}"]
     parts += ["red diamond: target"] if any(target_for(row) for row in members) else []
     parts += ["brown: not verified, lossy"] if any(row.arm == "skip" for row in members) else []
     return "   ·   ".join(parts)

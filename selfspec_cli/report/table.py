@@ -8,8 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from selfspec_cli.record.records import OK, Record
-from selfspec_cli.report.rows import groups, headline, label, latest, target_for
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report.rows import groups, label, overview, target_for, times
 
 
 def _number(digits: int) -> Callable[[float | None], str]:
@@ -21,10 +22,6 @@ def _speed(row: Record) -> str:
         return ""
     spread = f" ({row.tok_s_min:,.0f}–{row.tok_s_max:,.0f})" if row.tok_s_min and row.tok_s_max else ""
     return f"{row.tok_s_median:,.1f}{spread}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
 
 
 def _share(value: float | None) -> str:
@@ -56,13 +53,23 @@ COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
         label,
     ),
     ("tok/s", "generated tokens a second: median (slowest to fastest repeat)", _speed),
-    ("speedup", "tok/s over the baseline's, same model, workload and run", lambda row: _times(row.speedup)),
+    (
+        "speedup",
+        "tok/s over that of the baseline in the same table, with the 95 % interval (bootstrap over the repeats of both "
+        "sides); arms whose intervals overlap are not told apart",
+        times,
+    ),
     ("target", "the speedup, accept rate and ΔPPL that users were promised for this arm", _target),
-    ("accept", "draft tokens accepted / drafted", lambda row: _share(row.accept_rate)),
+    ("accept", "accepted / drafted tokens", lambda row: _share(row.accept_rate)),
     ("tok/step", "tokens that one verify step yields", lambda row: _number(2)(row.mean_accepted_len)),
     ("drafts", "draft tokens a round", lambda row: _number(2)(row.drafted_per_round)),
-    ("TTFT ms", "time to first token, median", lambda row: _number(1)(row.ttft_ms)),
-    ("ITL ms", "time between later tokens, median", lambda row: _number(2)(row.itl_ms)),
+    ("TTFT ms", "time to first token, median over requests", lambda row: _number(1)(row.ttft_ms)),
+    ("TPOT ms", "time for each later output token, median over requests", lambda row: _number(2)(row.tpot_ms)),
+    (
+        "ITL ms",
+        "time between successive outputs of a request, which may hold several tokens, median",
+        lambda row: _number(2)(row.itl_ms),
+    ),
     ("PPL", "perplexity of the arm's own predictions on held-out text", lambda row: _number(2)(row.ppl)),
     ("ΔPPL", "perplexity minus the baseline's", lambda row: _delta(row.delta_ppl)),
     ("same", "outputs identical to the baseline's, token for token", _same),
@@ -77,25 +84,24 @@ def cells(row: Record) -> list[str]:
 
 
 def render(rows: list[Record]) -> RenderableType:
-    """The tables of a report, one a group, for a rich console."""
+    """The tables of a report, one a group, each with its own headline, for a rich console."""
     parts: list[RenderableType] = []
-    rows = latest(rows)
-    for title, members in groups(rows):
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    found = groups(rows)
+    for group in found:
+        table = Table(title=group.title, title_justify="left", title_style="bold", header_style="bold", box=None)
         for name, _, _ in COLUMNS:
             table.add_column(name, justify="left" if name in ("arm", "target") else "right", no_wrap=True)
-        failed = [row for row in members if row.status != OK]
-        for row in members:
+        for row in group.rows:
             if row.status == OK:
                 table.add_row(*cells(row), style="dim" if row.arm == "baseline" else "")
         parts.append(table)
-        parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in failed]
-        parts.append(Text())
-    return Group(*parts, Text(headline(rows), style="bold"))
+        parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in group.rows if row.status != OK]
+        parts += [Text(f"  {group.headline}"), Text()] if len(found) > 1 else [Text()]
+    return Group(*parts, Text(overview(found), style="bold"))
 
 
 def show(rows: list[Record], console: Console) -> None:
     """Print the tables, wide enough for every column where the output is no terminal."""
     if not console.is_terminal:
-        console = Console(file=console.file, width=220)
+        console = Console(file=console.file, width=260)
     console.print(render(rows))

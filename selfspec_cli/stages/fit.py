@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts.head_files import draft_vocabulary
+from selfspec_cli.config import machine
 from selfspec_cli.config.facts import model_facts, needed
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
@@ -20,7 +21,6 @@ from selfspec_cli.early_exit.fitting import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import provenance
 from selfspec_cli.texts import corpora
 from selfspec_cli.texts.corpora import Corpus
 
@@ -147,7 +147,7 @@ def _solve(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus) -> 
         assert ids is not None
         tag = str(draft_vocab.tag_of(vocab, ids))
         vocabularies[tag], words[tag] = ids.tolist(), vocab
-    about = {"corpus": corpus.name, "versions": provenance.versions()}
+    about = {"corpus": corpus.name, "versions": machine.versions()}
     reports = engine.call("early_exit_fit", str(folder), about, vocabularies, request.timed)
     return [found | {"vocab": words[found["vocab"]]} for found in reports]
 

@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfig
 from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.record import provenance
 from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
-from selfspec_cli.record.records import Record
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import Record
 from selfspec_cli.stages import bench, fit, sweep
 from selfspec_cli.stages.head_plan import HeadPlan
 
@@ -99,8 +100,8 @@ def run(
     facts = {
         "step_times": found.times and found.times.to_dict(),
         "fit_seconds": fitted.seconds,
-        "device": provenance.device(),
-        "versions": provenance.versions(),
+        "device": machine.device(cfg),
+        "versions": machine.versions(),
         "workload": asdict(cfg.workload),
         "pairs": pairs,
         "corpus": corpus,
@@ -136,18 +137,19 @@ def _step_times(
     points = [
         replace(cfg, layer=layer, k=k, perplexity_tokens=0) for layer, k in ((low, SHORT), (low, LONG), (high, LONG))
     ]
+    keys = [run_key(point) for point in points]  # before a model of the Hub is fetched, as the sweep does
     measured = _swept(points, open_engine, progress, failed)
     baseline = next((row for row in measured.values() if row.arm == "baseline"), None)
-    if baseline is None or baseline.itl_ms is None or len(measured) < 4:
+    if baseline is None or baseline.tpot_ms is None or len(measured) < 4:
         return None
     rounds = []
-    for point in points:
-        row = measured[run_key(point)]
-        if row.itl_ms is None or row.mean_accepted_len is None or row.E is None or row.k is None:
+    for key in keys:
+        row = measured[key]
+        if row.tpot_ms is None or row.mean_accepted_len is None or row.E is None or row.k is None:
             return None
-        rounds.append((row.E, row.k, row.itl_ms / 1000 * row.mean_accepted_len))
+        rounds.append((row.E, row.k, row.tpot_ms / 1000 * row.mean_accepted_len))
     try:
-        return fit_step_times(baseline.itl_ms / 1000, rounds, head_seconds)
+        return fit_step_times(baseline.tpot_ms / 1000, rounds, head_seconds)
     except ValueError as error:
         failed.append(f"no prediction: {error}")
         return None
@@ -184,13 +186,14 @@ def beside(row: HeadRow, record: Record, baseline: Record, times: Costs) -> None
     row.measured_speedup, row.measured_tokens = record.speedup, record.mean_accepted_len
     row.measured_min = None if record.tok_s_min is None else record.tok_s_min / baseline.tok_s_median
     row.measured_max = None if record.tok_s_max is None else record.tok_s_max / baseline.tok_s_median
+    row.measured_low, row.measured_high = record.speedup_low, record.speedup_high
     row.efficiency = efficiency(record.speedup, row.predicted_speedup)
-    if record.mean_accepted_len is None or not record.itl_ms or not baseline.itl_ms:
+    if record.mean_accepted_len is None or not record.tpot_ms or not baseline.tpot_ms:
         return
     predicted_round = times.at(row.E, (row.head_us or 0.0) / 1e6).round(row.best_k)
     row.tokens_ratio = record.mean_accepted_len / row.tokens[row.best_k]
-    row.round_ratio = predicted_round / (record.itl_ms / 1000 * record.mean_accepted_len)
-    row.baseline_ratio = baseline.itl_ms / 1000 / times.plain
+    row.round_ratio = predicted_round / (record.tpot_ms / 1000 * record.mean_accepted_len)
+    row.baseline_ratio = baseline.tpot_ms / 1000 / times.plain
 
 
 def _swept(
@@ -198,5 +201,5 @@ def _swept(
 ) -> dict[str, Record]:
     """The rows of `points` and of their baseline that could be measured, by run key."""
     result = sweep.run(points, open_engine=open_engine, bench=bench.run, progress=progress, again=True)
-    failed += [f"{row.arm} E={row.E} k={row.k}: {row.status}" for row in result.failed]
-    return {row.key: row for row in result.rows if row not in result.failed}
+    failed += [f"{row.arm} E={row.E} k={row.k}: {row.status}" for row in result.rows if row.status != OK]
+    return {row.key: row for row in result.rows if row.status == OK}

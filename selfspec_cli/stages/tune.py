@@ -27,7 +27,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import arms, exits, preflight, search
+from selfspec_cli.stages import exits, measure, preflight, search
 from selfspec_cli.stages.exits import Exit, OpenEngine
 from selfspec_cli.texts import prompts as workload
 
@@ -278,8 +278,8 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
     while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
         asked = search.ask(study, found.log, min(BATCH, budget.trials - done))
         before = budget.spent
-        plain, *measured = arms.measure(
-            engine, found.cfg, prompts, [arms.PLAIN, *asked.values()], repeats=1, warmup=warmup
+        plain, *measured = measure.run(
+            engine, found.cfg, prompts, [measure.PLAIN, *asked.values()], repeats=1, warmup=warmup
         )
         slowest, warmup = max(slowest, budget.spent - before), 0
         search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
@@ -296,11 +296,11 @@ def _final(
     study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting]))
     prompts = workload.prompts(found.cfg, engine)
-    plain, *measured = arms.measure(
+    plain, *measured = measure.run(
         engine,
         found.cfg,
         prompts,
-        [arms.PLAIN, *settings],
+        [measure.PLAIN, *settings],
         repeats=FINAL_REPEATS,
         another=lambda seconds: budget.left - seconds > until,
         progress=progress,

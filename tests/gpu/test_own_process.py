@@ -18,7 +18,7 @@ if __name__ == "__main__":
     engine = EngineConfig(name="gpu", enforce_eager=True, kv_cache_gib=1.0)
     with open_engine(RunConfig(model=ModelConfig(dtype="bfloat16"), engine=engine, layer=3, k=4)) as engine:
         done = engine.generate([[5, 6, 7]], 16, batch=1)
-        assert len(done.outputs[0]) == 16 and done.drafts.drafted
+        assert len(done.outputs[0]) == 16 and done.drafted
         print("generated")
 """
 

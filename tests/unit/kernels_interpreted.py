@@ -289,12 +289,11 @@ def test_an_8_bit_weight_times_one_token(rows, columns):
 
 
 @pytest.mark.parametrize("name", ["int4", "int5", "int6", "int8"])
-@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("rows", "columns"), [(6, 192), (4, 256)])  # a part of a tile, and whole ones
-def test_a_few_tokens_times_an_integer_copy(name, tokens, rows, columns):
+def test_one_token_times_an_integer_copy(name, rows, columns):
     kind = DRAFT_WEIGHTS[name]
     copy = kind.quantise(torch.randn(rows, columns))
-    x, bias = torch.randn(tokens, columns), torch.randn(rows)
+    x, bias = torch.randn(1, columns), torch.randn(rows)
     got = lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], bias, tile=(4, 4, 4), asm=False)
     want = x.double() @ kind.dequantise(copy, torch.float64).T + bias
     # The kernel rounds tokens to 8 bits, which is all that it adds.

@@ -3,15 +3,18 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import pytest
 from commands import call, document, stand_in
+from points import baseline, measured
 
 from selfspec_cli.config.schema import Method
-from selfspec_cli.record import records
-from selfspec_cli.record.records import BenchResult, Record
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.tracking import Tracker
+from selfspec_cli.report import figure
+from selfspec_cli.stages import roc, tune
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +47,17 @@ def engines(monkeypatch):
         opened.append(cfg)
         yield Engine(cfg)
 
-    def run(cfg, engine, baseline, progress):
+    def run(cfg, engine, progress):
         if cfg.tau_v == 6 and cfg.method is not Method.baseline:
             raise RuntimeError("boom")
-        row = records.identity(cfg, "", layer=4)
-        return BenchResult(replace(row, tok_s_median=100.0, speedup=1.0), [[1]])
+        return measured(100.0, 101.0, 99.0)
 
     stand_in(monkeypatch, "selfspec_cli.engine.live", open_engine)
     stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
     return opened
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report"])
+@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "export"])
 def test_every_command_has_help_with_an_example(command):
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -113,11 +115,14 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
-        (("report", "results_dir=nothing"), "no rows"),
+        (("report", "results_dir=nothing"), "no points"),
+        (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
+        (("export", "results_dir=nothing"), "nothing was measured there"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
-    given = words if words[0] in ("swep", "report") or any("model" in word for word in words) else (*words, model)
+    alone = words[0] in ("swep", "report", "export") or any("model" in word for word in words)
+    given = words if alone else (*words, model)
     result = call(*given)
     assert result.exit_code == 2
     assert expected in result.stderr
@@ -139,7 +144,7 @@ def test_a_dry_run_names_engines_and_points_and_starts_none(engines, model):
     assert result.exit_code == 0
     assert [[point["threshold"] for point in points] for points in document(result)["engines"]] == [[None], [4, 5, 6]]
     text = call("sweep", "gate=varH", "tau_v=4,5,6", model, "--dry-run").stdout
-    assert "2 engine(s), 4 point(s)" in text
+    assert "4 point(s) on 2 engine(s), 0 finished before and skipped; how long it takes is not known" in text
     assert engines == []
     assert not os.path.exists("results")
 
@@ -215,10 +220,108 @@ def test_a_sweep_measures_and_shows(engines, model):
     assert len(engines) == 2
 
 
+def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model, monkeypatch):
+    """The machine is slower the second time: 75 tok/s then is a greater speedup than 110 tok/s at first."""
+    paces = {None: 100.0, 4: 110.0, 5: 75.0}
+    pace = {"slow": 1.0}
+
+    def run(cfg, engine, progress):
+        speed = paces[None] * pace["slow"] if cfg.method is Method.baseline else paces[cfg.tau_v]
+        return measured(speed, 1.001 * speed, 0.999 * speed)
+
+    stand_in(monkeypatch, "selfspec_cli.stages.bench", run)
+    assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
+    pace["slow"] = 0.5
+    result = call("sweep", "gate=varH", "tau_v=4,5", model)
+    assert "2 measured, 1 skipped" in result.stdout
+    assert "1.10x" in result.stdout and "1.50x" in result.stdout
+    assert "2 tables, each with a baseline of its own" in result.stdout
+    for line in result.stdout.splitlines():
+        if line.startswith("  Fastest"):
+            assert ("varH ≤ 4" in line) == ("1.10x" in line)
+    reused = call("sweep", "gate=varH", "tau_v=4,5", "--again", "--reuse-baseline", model)
+    assert "2 measured, 0 skipped" in reused.stdout
+    assert "1 baseline(s) of earlier runs reused" in reused.stderr
+    assert len(engines) == 5
+
+
+@pytest.mark.parametrize("broken", [None, "draw", "send"])
+def test_a_tracker_gets_the_chart_of_all_points_and_its_failure_is_a_warning(engines, model, monkeypatch, broken):
+    sent, drawn, draw = [], [], figure.draw
+
+    class Charts(Tracker):
+        def chart(self, png):
+            if broken == "send":
+                raise OSError("no network")
+            sent.append(png.read_bytes()[:4])
+
+    def drawing(rows, *words, **more):
+        if broken == "draw":
+            raise ValueError("no ink")
+        drawn.append([row.threshold for row in rows])
+        return draw(rows, *words, **more)
+
+    monkeypatch.setattr(figure, "draw", drawing)
+    monkeypatch.setattr("selfspec_cli.record.tracking.open_tracker", lambda cfg, run_id: nullcontext(Charts()))
+    assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
+    assert sent == drawn == []  # no tracker was asked for
+    result = call("sweep", "gate=varH", "tau_v=5", model, "tracker=wandb")
+    assert result.exit_code == 0
+    if broken is None:
+        assert (sent, drawn) == ([b"\x89PNG"], [[None, 4, None, 5]])
+    else:
+        assert f"chart: {'no ink' if broken == 'draw' else 'no network'}" in result.stderr
+
+
+def test_a_plan_is_told_before_the_first_engine_starts_and_in_a_dry_run(engines, model):
+    assert "not known" in call("sweep", "gate=varH", "tau_v=4", model).stderr
+    result = call("sweep", "gate=varH", "tau_v=5", model)
+    assert "2 point(s) on 2 engine(s), 0 finished before and skipped; about" in result.stderr
+    plan = call("sweep", "gate=varH", "tau_v=4,5,7", model, "--dry-run", "--json")
+    assert document(plan)["expected_seconds"] is not None
+    assert [skipped["threshold"] for skipped in document(plan)["skipped"]] == [4, 5]
+    assert "varH ≤ 4" in call("sweep", "gate=varH", "tau_v=4,5,7", model, "--dry-run").stdout
+
+
+def test_tables_are_made_again_on_demand(engines, model, tmp_path):
+    assert call("sweep", model, "results_dir=mine").exit_code == 0
+    before = (tmp_path / "mine" / "summary.csv").read_bytes()
+    (tmp_path / "mine" / "summary.csv").write_text("garbage")
+    assert document(call("export", "results_dir=mine", "--json"))["points"] == 2
+    assert (tmp_path / "mine" / "summary.csv").read_bytes() == before
+    for words in (("results_dir=mine",), ("--results", "mine")):
+        assert len(document(call("report", *words, "--json"))["rows"]) == 2
+
+
+def test_a_results_folder_that_cannot_be_written_is_bad_input(engines, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = call("sweep", model, "results_dir=file/inside")
+    assert (result.exit_code, engines) == (2, [])
+    assert "results_dir=file/inside" in result.stderr and "make it writable" in result.stderr
+
+
+def test_a_disk_that_fills_up_ends_the_command_with_what_to_do(engines, model, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "results/runs/x.part")
+
+    monkeypatch.setattr("selfspec_cli.record.folder.os.link", full)
+    result = call("sweep", model)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr and "free some space" in result.stderr
+    assert not [name for name in os.listdir("results/runs") if name.endswith(".part")]
+
+
+def test_the_config_of_a_point_can_be_measured_again(engines, model):
+    assert call("bench", "gate=varH", "tau_v=4", model).exit_code == 0
+    (arm,) = [point for point in folder.read("results")[0] if point.arm["arm"] == "layer_skip"]
+    plan = document(call("bench", "--config", f"results/runs/{arm.id}.json", "--dry-run", "--json"))
+    assert plan["engines"][1][0]["key"] == arm.key
+
+
 def test_a_sweep_in_json_ends_in_one_document(engines, model):
     found = document(call("sweep", "gate=varH", "tau_v=4,5", model, "--json"))
     assert (found["measured"], found["failed"], len(found["rows"])) == (3, 0, 3)
-    assert set(found["rows"][0]) == set(records.header(Record))
+    assert set(found["rows"][0]) == set(tables.header(tables.Record))
 
 
 def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
@@ -295,15 +398,15 @@ def test_an_interrupt_exits_with_130_and_says_what_the_same_command_does_then(en
 
     for stage in ("bench", "fit", "heads"):
         stand_in(monkeypatch, f"selfspec_cli.stages.{stage}", run)
-    monkeypatch.setattr("selfspec_cli.stages.roc.run", run)
-    monkeypatch.setattr("selfspec_cli.stages.tune.run", run)
+    monkeypatch.setattr(roc, "run", run)
+    monkeypatch.setattr(tune, "run", run)
     result = call(*words, model)
     assert result.exit_code == signal.SIGINT + 128, result.output
     assert result.stderr.splitlines()[-1].endswith(then)
 
 
 def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
-    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_: 1 / 0)
+    monkeypatch.setattr("selfspec_cli.stages.sweep.plan", lambda *_, **__: 1 / 0)
     result = call("sweep", model)
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stderr
@@ -312,7 +415,7 @@ def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
 
 
 def test_help_and_report_load_neither_torch_nor_vllm(tmp_path):
-    records.append(tmp_path / "results" / "summary.csv", Record("r", "2026-11-21", "baseline", "m", key="0" * 12))
+    folder.save(tmp_path / "results", baseline())
     code = (
         "import sys; from selfspec_cli.commands.app import app\n"
         "try: app(sys.argv[1:])\n"

@@ -11,7 +11,7 @@ from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
 from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
-from selfspec_cli.record.records import Record
+from selfspec_cli.record.tables import Record
 from selfspec_cli.report import heads
 from selfspec_cli.stages.heads import beside, predict
 
@@ -96,10 +96,10 @@ def test_measured_beside_predicted_says_where_they_differ():
     tokens, k = head.tokens[head.best_k], head.best_k
     round_ms = 1.1 * 1000 * times.at(2, 300e-6).round(k)  # a round takes a tenth longer, the baseline a twentieth
     itl = round_ms / (0.9 * tokens)
-    baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, itl_ms=8.4)
+    baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, tpot_ms=8.4)
     speed = 1000 / itl
     record = Record("r", "t", "layer_skip", "m", tok_s_median=speed, tok_s_min=0.9 * speed, tok_s_max=speed,
-                    speedup=speed * 8.4 / 1000, mean_accepted_len=0.9 * tokens, itl_ms=itl)  # fmt: skip
+                    speedup=speed * 8.4 / 1000, mean_accepted_len=0.9 * tokens, tpot_ms=itl)  # fmt: skip
     beside(head, record, baseline, times)
     assert (head.tokens_ratio, head.round_ratio, head.baseline_ratio) == pytest.approx((0.9, 1 / 1.1, 1.05))
     assert head.efficiency == pytest.approx(head.tokens_ratio * head.round_ratio * head.baseline_ratio)

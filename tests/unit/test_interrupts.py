@@ -1,96 +1,138 @@
-"""One Ctrl-C ends a command, wherever it arrives."""
-
+# ruff: noqa: PT012  (what is raised after an interrupt is raised somewhere in the block: that is the point)
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
+from contextlib import suppress
 
 import pytest
 
 from selfspec_cli import interrupts
-from selfspec_cli.commands.screen import INTERRUPTED
 
 
-class Thing:
-    pass
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def press_where_nobody_can_hear():
-    """Ctrl-C inside a weak reference's callback: Python prints the exception and goes on."""
-    thing = Thing()
-    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
-    del thing
-    return reference
+def test_an_interrupt_waits_for_a_safe_place_and_is_not_lost_in_a_callback(capfd):
+    """Without `deferred` the KeyboardInterrupt is raised inside the callback, printed and dropped."""
 
+    class Thing:
+        pass
 
-def run(*steps):
-    """The names of the steps that were reached, and whether the command was interrupted."""
     reached = []
-    try:
-        with interrupts.watched():
-            for step in steps:
-                step()
-                reached.append(step.__name__)
-    except KeyboardInterrupt:
-        return reached, True
-    return reached, False
-
-
-def press():
-    signal.raise_signal(signal.SIGINT)
-
-
-def measure():
-    """A stage at work: it asks at its safe places."""
-    interrupts.check()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_loses_is_raised_at_the_next_safe_place_once():
-    assert run(measure, press_where_nobody_can_hear, measure) == (["measure", "press_where_nobody_can_hear"], True)
-    assert run(measure) == (["measure"], False)  # the next command of this process
-
-
-def test_an_interrupt_that_is_not_lost_is_raised_where_it_arrives():
-    assert run(measure, press, measure) == (["measure"], True)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_what_belongs_together_is_finished_first():
-    written = []
-
-    def save():
-        with interrupts.held(), interrupts.held():
-            press()
-            written.append("the other half")
-
-    assert run(save, measure) == ([], True)
-    assert written == ["the other half"]
-
-
-COMMAND = """
-import signal, sys, weakref
-from selfspec_cli import interrupts
-from selfspec_cli.commands import screen
-class Thing: pass
-def main():
-    with screen.guard(False, False):
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         thing = Thing()
-        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+        watched = weakref.ref(thing, lambda _: interrupt())
         del thing
-        for point in range(3):
-            interrupts.check()  # as Engine.generate does before each of vLLM's steps
-            print("measured", point)
+        assert watched() is None
+        reached.append("after the callback")
+        interrupts.check()
+        reached.append("after the check")
+    assert reached == ["after the callback"]
+    told = capfd.readouterr().err
+    assert "press Ctrl-C again" in told
+    assert "Exception ignored" not in told
+    interrupts.check()  # it has ended the block, once
+
+
+def test_one_that_is_swallowed_comes_back_at_the_next_safe_place():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        with suppress(KeyboardInterrupt):
+            interrupts.check()
+        interrupts.check()
+        pytest.fail("the interrupt was lost")
+
+
+def test_one_that_comes_last_still_ends_the_command():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+
+
+def test_a_second_one_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        interrupt()
+        pytest.fail("the second interrupt waited")
+
+
+def test_blocks_may_nest_and_leave_the_handler_as_it_was():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        with interrupts.deferred():
+            interrupt()
+        pytest.fail("the inner block ended without raising")
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts.deferred():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_fails_because_of_an_interrupt_is_the_interrupt():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()
+        raise RuntimeError("the engine core is dead")
+    with pytest.raises(RuntimeError), interrupts.deferred():
+        raise RuntimeError("of itself")
+
+
+def test_outside_the_main_thread_nothing_changes():
+    seen = []
+
+    def work():
+        with interrupts.deferred():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert seen == [before]
+
+
+def test_a_sweep_ends_after_one_interrupt_wherever_it_comes(tmp_path):
+    """A process that sweeps over fake engines and spends its time in weak references' callbacks."""
+    code = f"""
+import sys, time, weakref
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from contextlib import nullcontext
+from points import measured
+from selfspec_cli.config.schema import GateConfig, RunConfig
+from selfspec_cli.stages import sweep
+from selfspec_cli import interrupts
+
+class Engine:
+    def set_gate(self, *words): pass
+
+class Thing: pass
+
+def bench(cfg, engine, progress):
+    for _ in range(20):
+        thing = Thing()
+        ref = weakref.ref(thing, lambda _: time.sleep(0.01))
+        del thing
+        interrupts.check()
+    print(cfg.threshold, flush=True)
+    return measured(100.0, 101.0, 99.0)
+
+cfgs = [RunConfig(gate=GateConfig("varH"), threshold=t / 10, results_dir={str(tmp_path)!r}) for t in range(60)]
 try:
-    main()
-except BaseException as error:
-    sys.exit(getattr(error, "exit_code", 99))
+    sweep.run(cfgs, open_engine=lambda cfg: nullcontext(Engine()), bench=bench)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
 """
-
-
-def test_a_command_ends_with_130_and_measures_nothing_more():
-    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=False)
-    assert done.returncode == INTERRUPTED
-    assert "Exception ignored" in done.stderr  # so the exception itself was lost
-    assert "interrupted;" in done.stderr
-    assert "measured" not in done.stdout
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=environment) as other:  # fmt: skip
+        assert other.stdout.readline()  # the baseline
+        other.stdout.readline()
+        time.sleep(0.05)
+        other.send_signal(signal.SIGINT)
+        rest = other.stdout.read().split()
+        assert rest[-1] == "interrupted"
+        assert len(rest) <= 2  # at most the point that was in hand when the signal came
+        assert "Exception ignored" not in other.stderr.read()

@@ -1,24 +1,27 @@
 import re
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
+from points import against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import records
-from selfspec_cli.record.records import Record
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.tables import Record
 from selfspec_cli.report import figure, page, rows, table
 from selfspec_cli.report import make as report
 
 BASE = Record(run_id="r", time="2026-11-21T00:00:00+0000", arm="baseline", model="m", workload="headline", batch=1,
               input_len=32, output_len=128, temperature=0.0, repeats=5, tok_s_median=100.0, tok_s_min=90.0,
-              tok_s_max=105.0, speedup=1.0, device="a machine", key="0" * 12)  # fmt: skip
+              tok_s_max=105.0, speedup=1.0, device="a machine", key="0" * 12, point="base")  # fmt: skip
 ARM = replace(BASE, arm="layer_skip", E=4, k=5, head="lens", vocab="full", gate="varH", threshold=5.0,
-              tok_s_median=150.0, tok_s_min=140.0, tok_s_max=160.0, speedup=1.5, accept_rate=0.625,
-              identical=31, outputs=32, key="1" * 12)  # fmt: skip
-FAILED = replace(ARM, threshold=6.0, tok_s_median=None, tok_s_min=None, tok_s_max=None, speedup=None,
-                 accept_rate=None, status="failed: <no> memory", key="2" * 12)  # fmt: skip
+              tok_s_median=150.0, tok_s_min=140.0, tok_s_max=160.0, speedup=1.5, speedup_low=1.41, speedup_high=1.62,
+              accept_rate=0.625, identical=31, outputs=32, key="1" * 12, baseline="base", point="arm")  # fmt: skip
+FAILED = replace(ARM, threshold=6.0, tok_s_median=None, tok_s_min=None, tok_s_max=None, speedup=None, speedup_low=None,
+                 speedup_high=None, accept_rate=None, status="failed: <no> memory", key="2" * 12, baseline=None,
+                 point="failed")  # fmt: skip
 
 
 def printed(shown):
@@ -30,9 +33,9 @@ def printed(shown):
 def test_the_table_has_the_figures_and_the_target():
     text = printed([BASE, ARM])
     (line,) = [line for line in text.splitlines() if "varH ≤ 5" in line and "E=4" in line and "140" in line]
-    for figure_ in ("150.0 (140–160)", "1.50x", "62%", "31/32", "2.05x, 50%"):
+    for figure_ in ("150.0 (140–160)", "1.50x (1.41x to 1.62x)", "62%", "31/32", "2.05x, 50%"):
         assert figure_ in line
-    assert "Fastest verified arm: 1.50x" in text
+    assert "Fastest verified arm: 1.50x (1.41x to 1.62x)" in text
 
 
 def test_a_failed_arm_is_named_with_its_reason():
@@ -56,9 +59,42 @@ def test_the_last_measurement_of_a_key_wins_and_a_failure_never_hides_one():
 
 
 def test_rows_of_other_workloads_and_machines_stand_apart():
-    other = [replace(BASE, batch=4), replace(BASE, device="another"), replace(BASE, model="n")]
-    assert len(rows.groups([ARM, BASE, *other])) == 4
-    assert [row.arm for row in rows.groups([ARM, BASE])[0][1]] == ["baseline", "layer_skip"]
+    other = [replace(BASE, point=f"b{n}", key=f"{n}" * 12, **change) for n, change in enumerate(
+        [{"batch": 4}, {"device": "another"}, {"model": "n"}, {"model_fingerprint": "refitted"}], start=3)]  # fmt: skip
+    assert len(rows.groups([ARM, BASE, *other])) == 5
+    assert [row.arm for row in rows.groups([ARM, BASE])[0].rows] == ["baseline", "layer_skip"]
+
+
+def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
+    """`sweep tau_v=4,5,6`, later `tau_v=7` on a machine that has become slower: 211 of then is more than 189 of now."""
+    second = replace(BASE, run_id="s", time="2026-11-22T00:00:00+0000", tok_s_median=80.0, point="base2")
+    late = replace(ARM, run_id="s", threshold=7.0, tok_s_median=130.0, speedup=1.625, speedup_low=1.6,
+                   speedup_high=1.65, baseline="base2", key="7" * 12, point="late")  # fmt: skip
+    shown = [BASE, ARM, second, late]
+    first, other = rows.groups(shown)
+    assert (first.rows, other.rows) == ([BASE, ARM], [second, late])
+    assert first.title.endswith("baseline of 2026-11-21T00:00:00+0000")
+    assert "so arms of different tables are not compared" in rows.overview([first, other])
+    text = printed(shown)
+    assert text.index("100.0 (90") < text.index("150.0 (140") < text.index("80.0 (90") < text.index("130.0 (140")
+    assert "fastest" not in rows.overview([first, other])
+    html = page.html(shown, None, [])
+    assert html.count('<tr class="baseline">') == 2
+
+
+def test_a_baseline_without_arms_of_its_own_is_shown_once():
+    newer = replace(BASE, tok_s_median=80.0, point="base2")
+    assert [group.rows for group in rows.groups([BASE, ARM, newer])] == [[BASE, ARM], [newer]]
+    assert [group.rows for group in rows.groups([BASE, newer])] == [[newer]]
+
+
+def test_failures_stand_with_the_newest_baseline():
+    newer = replace(BASE, run_id="s", point="base2")
+    late = replace(ARM, baseline="base2", key="3" * 12, point="late")
+    found = [group.rows for group in rows.groups([BASE, ARM, newer, late, FAILED])]
+    assert found == [[BASE, ARM], [newer, late, FAILED]]
+    (only,) = rows.groups([FAILED])
+    assert only.rows == [FAILED]
 
 
 @pytest.mark.parametrize(
@@ -82,30 +118,54 @@ def test_other_arms_have_no_target(row):
     assert rows.target_for(row) is None
 
 
-SET = replace(ARM, acceptance_length=3.0, speedup=1.9, tok_s_median=190.0, identical=None, outputs=None, key="4" * 12)
+SET = replace(ARM, acceptance_length=3.0, speedup=1.9, speedup_low=1.8, speedup_high=2.0, tok_s_median=190.0,
+              identical=None, outputs=None, key="4" * 12, point="set")  # fmt: skip
 
 
 def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
     for arm, name in (("layer_skip", "E=4 k=5 · lens · varH ≤ 5"), ("ngram", "vLLM n-gram k=5"),
                       ("draft_model", "vLLM draft_model of 4 layers k=5")):  # fmt: skip
         assert rows.label(replace(SET, arm=arm)) == f"{name} · acceptance set to 3"
-    (real, arms), (set_, others) = rows.groups([ARM, BASE, SET, replace(BASE, batch=4)])[:2]
-    assert (arms, others) == ([BASE, ARM], [BASE, SET])
-    assert set_ == f"{real}, acceptance set to 3"
+    elsewhere = replace(BASE, batch=4, key="8" * 12, point="b4")
+    real, set_ = rows.groups([ARM, BASE, SET, elsewhere])[:2]
+    assert (real.rows, set_.rows) == ([BASE, ARM], [BASE, SET])
+    assert set_.title == f"{real.title}, acceptance set to 3"
     assert len(rows.groups([BASE, SET])) == len(rows.groups([BASE])) == 1
     assert "acceptance" not in printed([BASE, ARM])
 
 
 def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
-    assert "1.50x the baseline (E=4 k=5 · lens · varH ≤ 5, 62%" in rows.headline([BASE, SET, ARM])
-    assert "1.90x the baseline (E=4 k=5 · lens · varH ≤ 5 · acceptance set to 3" in rows.headline([BASE, SET])
+    assert "1.62x) the baseline (E=4 k=5 · lens · varH ≤ 5, 62%" in rows.headline([BASE, SET, ARM])
+    assert "2.00x) the baseline (E=4 k=5 · lens · varH ≤ 5 · acceptance set to 3" in rows.headline([BASE, SET])
+
+
+NEAR = replace(ARM, threshold=4.0, speedup=1.55, speedup_low=1.45, speedup_high=1.7, key="5" * 12, point="near")
+SLOW = replace(ARM, threshold=9.0, speedup=1.1, speedup_low=0.95, speedup_high=1.3, key="6" * 12, point="slow")
+
+
+def test_no_arm_is_called_the_fastest_where_intervals_overlap():
+    told = rows.headline([BASE, ARM, NEAR, SLOW])
+    assert told.startswith("No arm is clearly the fastest: 1.55x (1.45x to 1.70x)")
+    assert "one other arm have intervals that overlap" in told
+    assert rows.headline([BASE, ARM, SLOW]).startswith("Fastest verified arm: 1.50x")
+    assert "its interval holds 1, so it may be no faster than the baseline" in rows.headline([BASE, SLOW])
+    assert 'class="best"' not in page.html([BASE, ARM, NEAR], None, [])
+    assert 'class="best"' in page.html([BASE, ARM, SLOW], None, [])
+
+
+def test_without_intervals_nothing_is_called_the_fastest():
+    bare = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)]
+    told = rows.headline([BASE, *bare])
+    assert told.startswith("Greatest speedup measured: 1.50x the baseline")
+    assert told.endswith("no interval, because repeats were not kept.")
+    assert 'class="best"' not in page.html([BASE, *bare], None, [])
 
 
 def test_a_target_is_reached_by_what_was_measured_alone():
     assert rows.target_for(SET) is None
-    text = page.html([FAILED, SET], None, {})
+    text = page.html([FAILED, SET], None, [])
     assert text.count("not measured") == len(rows.TARGETS)
-    assert page.html([BASE, FAILED], None, {}).count("not measured") == len(rows.TARGETS) - 1
+    assert page.html([BASE, FAILED], None, []).count("not measured") == len(rows.TARGETS) - 1
 
 
 def test_long_names_are_whole_where_the_output_is_no_terminal():
@@ -115,11 +175,6 @@ def test_long_names_are_whole_where_the_output_is_no_terminal():
     assert "…" not in printed([BASE, arm])
 
 
-def test_the_span_is_relative_to_the_baseline():
-    assert rows.span(ARM) == pytest.approx((1.4, 1.6))
-    assert rows.span(replace(ARM, tok_s_min=None)) is None
-
-
 def test_skip_is_never_the_fastest_verified_arm():
     fast = replace(ARM, arm="skip", speedup=9.0)
     assert "1.50x" in rows.headline([BASE, ARM, fast])
@@ -127,14 +182,15 @@ def test_skip_is_never_the_fastest_verified_arm():
 
 
 def test_the_chart_is_a_png_and_nothing_without_a_speedup(tmp_path):
-    path = figure.draw([BASE, ARM, FAILED, replace(BASE, batch=4, key="3" * 12)], tmp_path / "deep" / "chart.png")
+    shown = [BASE, ARM, FAILED, replace(BASE, batch=4, key="3" * 12, point="b4")]
+    path = figure.draw(shown, tmp_path / "deep" / "chart.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert figure.draw([FAILED], tmp_path / "none.png") is None
 
 
 def test_the_page_is_self_contained_and_escapes(tmp_path):
     png = figure.draw([BASE, ARM], tmp_path / "chart.png")
-    text = page.html([BASE, ARM, FAILED], png, {"machine": "<b>"})
+    text = page.html([BASE, ARM, FAILED], png, [{"machine": "<b>"}])
     assert not re.search(r"""(src|href)=["'](?!data:)|https?://|@import|url\(""", text)
     assert "data:image/png;base64," in text
     assert "&lt;no&gt; memory" in text
@@ -143,38 +199,70 @@ def test_the_page_is_self_contained_and_escapes(tmp_path):
     assert "2.05x" in text
 
 
-def test_the_stage_writes_chart_and_page(tmp_path):
-    for row in (BASE, ARM, FAILED):
-        records.append(tmp_path / "in" / "summary.csv", row)
-    made = report.run(tmp_path / "in", tmp_path / "out")
+@pytest.fixture
+def results(tmp_path):
+    base = baseline()
+    for made in (base, against(base), failed("2", "<no> memory", number=2)):
+        folder.save(tmp_path / "in", made)
+    return tmp_path / "in"
+
+
+def test_the_stage_writes_chart_and_page(results, tmp_path):
+    (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
+    made = report.run(results, tmp_path / "out")
     assert made.chart == tmp_path / "out" / "speedup.png"
     assert made.page.read_text().count("<tr") > 4
-    assert len(made.rows) == 3
+    assert (len(made.rows), made.warnings) == (3, [])
 
 
-def test_no_rows_say_how_to_make_some(tmp_path):
+def test_no_points_say_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="selfspec sweep"):
         report.run(tmp_path, tmp_path)
 
 
-def test_provenance_comes_from_the_runs_folder(tmp_path):
-    assert report.provenance_of(ARM, tmp_path) == {"machine": "a machine", "date": "2026-11-21"}
-    folder = tmp_path / "runs" / ARM.key
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"versions": {"vllm": "0.32.0"}, "git": {"revision": "abc", "dirty": true}}')
-    facts = report.provenance_of(ARM, tmp_path)
-    assert facts["versions"] == "vllm 0.32.0"
-    assert facts["git revision"] == "abc with changes"
+def test_a_folder_that_two_machines_filled_shows_both_apart():
+    here, there = baseline(), baseline("a", device="another", run_id="20261122-000000-aaaa")
+    shown = [tables.row(made) for made in (here, against(here), there, against(there, "b", device="another"))]
+    assert [[row.device for row in group.rows] for group in rows.groups(shown)] == [["a machine"] * 2, ["another"] * 2]
 
 
-def test_roc_figures_in_the_results_are_in_the_page(tmp_path):
-    for row in (BASE, ARM):
-        records.append(tmp_path / "summary.csv", row)
-    folder = tmp_path / "roc" / "m"
-    folder.mkdir(parents=True)
-    figure.draw([BASE, ARM], folder / "roc.png")
-    (folder / "auc.csv").write_text("gate,auc\n<margin>,0.81\n")
-    text = report.run(tmp_path, tmp_path).page.read_text()
+def test_provenance_is_every_points_own():
+    """A later run, of another version, does not lend its provenance to the points of the first."""
+    newer = {"versions": {"selfspec": "0.2.0"}, "git": {"revision": "b" * 40, "dirty": True}}
+    points = [baseline(), against(baseline()), failed("1", run_id="20261122-000000-bbbb", **newer)]
+    first, second = report.provenance(points)
+    assert (first["versions"], first["git revision"], first["date"]) == ("selfspec 0.1.0", "a" * 10, "2026-11-21")
+    assert first["runs"] == "20261121-000000-aaaa (selfspec sweep)"
+    assert (second["versions"], second["git revision"]) == ("selfspec 0.2.0", "b" * 10 + " with changes")
+    assert report.provenance([point(versions={}, git=None, command=None)])[0].keys() == {"machine", "date", "runs"}
+
+
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+
+
+@pytest.mark.parametrize("place", sorted(file.parent for file in PUBLISHED.rglob("summary.csv")), ids=str)
+def test_published_tables_are_those_of_the_published_points(place):
+    points, warnings = folder.read(place)
+    assert warnings == []
+    shown = [tables.row(point) for point in points]
+    assert (place / "summary.csv").read_text() == tables.text(Record, shown)
+    accepts = [made for point in points if (made := tables.accept_row(point)) is not None]
+    assert (place / "accept.tsv").read_text() == tables.text(tables.AcceptRow, accepts)
+    by_point = {row.point: row for row in shown}
+    for row in shown:
+        if row.baseline is not None:
+            assert row.speedup == pytest.approx(row.tok_s_median / by_point[row.baseline].tok_s_median, rel=1e-4)
+    arms = [row for row in shown if row.arm == "layer_skip"]
+    told = rows.overview(rows.groups(shown))
+    assert not arms or "fastest" not in told  # repeats were not kept, so there are no intervals
+
+
+def test_roc_figures_in_the_results_are_in_the_page(results):
+    place = results / "roc" / "m"
+    place.mkdir(parents=True)
+    figure.draw([BASE, ARM], place / "roc.png")
+    (place / "auc.csv").write_text("gate,auc\n<margin>,0.81\n")
+    text = report.run(results, results).page.read_text()
     assert text.count("data:image/png") == 2
     assert "ROC of the gates: m" in text
     assert "<td>&lt;margin&gt;</td><td>0.81</td>" in text

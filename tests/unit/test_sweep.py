@@ -1,8 +1,13 @@
+import multiprocessing
+import random
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from points import measured
 
+from selfspec_cli import interrupts
 from selfspec_cli.config.keys import engine_key, run_key
 from selfspec_cli.config.schema import (
     ConfigError,
@@ -11,16 +16,13 @@ from selfspec_cli.config.schema import (
     Method,
     ModelConfig,
     RunConfig,
-    TrackerConfig,
-    TrackerKind,
     WorkloadConfig,
     gate_threshold,
 )
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.record import records
-from selfspec_cli.record.records import AcceptRow, BenchResult, Record
+from selfspec_cli.record import folder, tables
 from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.report import figure
+from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
 
 VARH = GateConfig(kind="varH")
@@ -38,7 +40,7 @@ class Lab:
     """Fake engines and a fake bench that remember what was asked of them."""
 
     def __init__(self, folder):
-        self.folder, self.engines, self.live, self.measured = folder, [], 0, []
+        self.folder, self.engines, self.live, self.measured, self.pace = folder, [], 0, [], 100.0
         self.fail_point = self.fail_open = self.fail_close = lambda cfg: None
 
     @contextmanager
@@ -53,26 +55,25 @@ class Lab:
         if error := self.fail_close(cfg):
             raise error
 
-    def bench(self, cfg, engine, baseline, progress):
+    def bench(self, cfg, engine, progress):
         assert engine_key(engine.cfg) == engine_key(cfg)
         if cfg.method is Method.layer_skip:
             assert engine.gates[-1] == (cfg.gate.kind, gate_threshold(cfg))
-        assert (baseline is None) == (cfg.method is Method.baseline)
         if error := self.fail_point(cfg):
             raise error
         self.measured.append(cfg)
-        record = records.identity(cfg, "", layer=8)
-        record.tok_s_median = 100.0 if baseline is None else 150.0
-        record.speedup = 1.0 if baseline is None else record.tok_s_median / baseline.record.tok_s_median
-        accept = None if baseline is None else records.accept_identity(record)
-        return BenchResult(record, [[1, 2]], accept)
+        pace = self.pace if cfg.method is Method.baseline else 1.5 * self.pace
+        return measured(pace, 1.01 * pace, 0.99 * pace)
 
     def run(self, cfgs, **options):
         cfgs = [replace(cfg, results_dir=str(self.folder)) for cfg in cfgs]
         return sweep.run(cfgs, open_engine=self.open_engine, bench=self.bench, **options)
 
+    def points(self):
+        return folder.read(self.folder)[0]
+
     def rows(self):
-        return records.read(self.folder / "summary.csv", Record)[0]
+        return [tables.row(point) for point in self.points()]
 
 
 @pytest.fixture
@@ -88,9 +89,10 @@ def test_a_gate_sweep_opens_two_engines_baseline_first(lab):
     assert [engine.cfg.method for engine in lab.engines] == [Method.baseline, Method.layer_skip]
     assert lab.engines[1].gates == [("varH", 4.0), ("varH", 5.0), ("varH", 6.0)]
     assert [row.arm for row in lab.rows()] == ["baseline", *["layer_skip"] * 3]
-    assert [row.speedup for row in lab.rows()] == [1.0, 1.5, 1.5, 1.5]
+    assert [row.speedup for row in lab.rows()] == pytest.approx([1.0, 1.5, 1.5, 1.5])
     assert {row.run_id for row in lab.rows()} == {result.run_id}
-    assert len(records.read(lab.folder / "accept.tsv", AcceptRow)[0]) == 3
+    base, *arms = lab.points()
+    assert {arm.compared_with.baseline for arm in arms} == {base.id}
     assert result.exit_code == 0
     assert lab.live == 0
 
@@ -102,10 +104,13 @@ def test_draft_weights_need_an_engine_each_and_share_a_baseline(lab):
     assert [row.draft_weights for row in lab.rows()] == [None, "shared", "shared", "fp8", "fp8"]
 
 
-def test_every_row_has_its_provenance(lab):
+def test_every_point_has_its_provenance(lab):
     lab.run(VARH_SWEEP[:1])
-    for row in lab.rows():
-        assert {file.name for file in (lab.folder / "runs" / row.key).iterdir()} == {"config.yaml", "run.json"}
+    for point in lab.points():
+        assert point.config["results_dir"] == str(lab.folder)
+        assert point.versions["python"] and point.hardware["cores"] and point.device and point.command
+        assert point.start_seconds is not None and point.seconds is not None
+        assert point.digests["model"]
 
 
 def test_points_share_engines_whatever_their_order(lab):
@@ -162,8 +167,6 @@ def test_without_a_baseline_no_candidate_is_measured(lab):
         "failed: bad model", *["failed: its baseline failed: bad model"] * 3,
     ]  # fmt: skip
     assert result.exit_code == 2
-    for row in lab.rows():
-        assert {file.name for file in (lab.folder / "runs" / row.key).iterdir()} == {"config.yaml", "run.json"}
 
 
 def test_an_engine_that_does_not_close_is_a_warning(lab):
@@ -178,7 +181,7 @@ def test_a_rerun_of_what_is_finished_opens_no_engine(lab):
     before = lab.rows()
     result = lab.run(VARH_SWEEP)
     assert len(lab.engines) == 2
-    assert (result.skipped, result.rows, result.exit_code) == (3, [], 0)
+    assert (result.skipped, result.points, result.exit_code) == (3, [], 0)
     assert lab.rows() == before
     lab.run(VARH_SWEEP, again=True)
     assert len(lab.engines) == 4
@@ -217,57 +220,14 @@ def test_a_baseline_alone_needs_one_engine(lab):
 
 
 def test_a_results_folder_in_use_is_refused(lab):
-    with records.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
+    with folder.sweep_lock(lab.folder), pytest.raises(ConfigError, match="pid"):
         lab.run(VARH_SWEEP)
     assert lab.engines == []
 
 
-@pytest.mark.parametrize("again", [True, False])
-@pytest.mark.parametrize("name", ["summary.csv", "accept.tsv"])
-def test_a_file_with_another_header_is_refused_before_any_engine(lab, name, again):
-    (lab.folder / name).write_text("other\nrow\n")
-    with pytest.raises(ConfigError, match=r"another header(.|\n)*results_dir=NAME"):
-        lab.run(VARH_SWEEP, again=again)
-    assert lab.engines == []
-    assert (lab.folder / name).read_text() == "other\nrow\n"
-
-
-@pytest.mark.parametrize("again", [True, False])
-def test_a_folder_of_an_earlier_version_goes_on(lab, again):
-    lab.run(VARH_SWEEP[:1])
-    summary = lab.folder / "summary.csv"
-    lines = [line.split(",") for line in summary.read_text().splitlines()]
-    place = lines[0].index("verification")
-    summary.write_text("".join(",".join(line[:place] + line[place + 1 :]) + "\n" for line in lines))
-    before = lab.rows()
-    result = lab.run(VARH_SWEEP, again=again)
-    assert (result.skipped, len(result.rows)) == ((0, 4) if again else (1, 3))
-    assert lab.rows() == [*before, *result.rows]
-    assert summary.read_text().splitlines()[0].split(",") == records.header(Record)
-
-
-def test_the_row_that_marks_a_point_as_finished_comes_last(lab, monkeypatch):
-    append = records.append
-
-    def interrupted(path, row):
-        if path.name == "summary.csv" and row.arm == "layer_skip":
-            raise KeyboardInterrupt
-        append(path, row)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(records, "append", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            lab.run(VARH_SWEEP[:1])
-    result = lab.run(VARH_SWEEP[:1])
-    assert [row.arm for row in result.rows] == ["baseline", "layer_skip"]
-    accepts = records.read(lab.folder / "accept.tsv", AcceptRow)[0]
-    assert [row.run_id for row in accepts][1:] == [result.run_id]  # the one before belongs to no row of the summary
-    assert accepts[0].run_id not in {row.run_id for row in lab.rows() if row.arm == "layer_skip"}
-
-
 def test_a_sweep_writes_to_one_folder():
     with pytest.raises(ConfigError, match="a,b"):
-        sweep.results_dir([RunConfig(results_dir="a"), RunConfig(results_dir="b")])
+        planning.results_dir([RunConfig(results_dir="a"), RunConfig(results_dir="b")])
 
 
 def test_a_tracker_gets_every_row_and_its_failure_is_a_warning(lab):
@@ -285,54 +245,22 @@ def test_a_tracker_gets_every_row_and_its_failure_is_a_warning(lab):
     assert "no network" in result.warnings[0]
 
 
-class Charts(Tracker):
-    def __init__(self):
-        self.seen = []
-
-    def chart(self, png):
-        self.seen.append(png.read_bytes()[:4])
+def distinguished(cfgs):
+    told = planning.distinguishing_settings(planning.plan(cfgs).points)
+    return [told[run_key(cfg)] for cfg in cfgs]
 
 
-WANDB = TrackerConfig(kind=TrackerKind.wandb)
-
-
-def test_a_tracker_gets_the_chart_of_all_rows_of_the_folder(lab, monkeypatch):
-    drawn, draw = [], figure.draw
-    monkeypatch.setattr(figure, "draw", lambda rows, *words, **more: drawn.append(rows) or draw(rows, *words, **more))
-    tracker = Charts()
-    lab.run(VARH_SWEEP[:1], tracker=tracker)
-    assert tracker.seen == drawn == []  # no tracker was asked for
-    lab.run([replace(cfg, tracker=WANDB) for cfg in VARH_SWEEP], tracker=tracker)
-    assert tracker.seen == [b"\x89PNG"]
-    assert drawn == [lab.rows()]
-    assert {row.threshold for row in drawn[0]} == {None, 4, 5, 6}
-
-
-def test_a_chart_that_cannot_be_drawn_or_sent_is_a_warning(lab, monkeypatch):
-    class Broken(Tracker):
-        def chart(self, png):
-            raise OSError("no network")
-
-    cfgs = [replace(cfg, tracker=WANDB) for cfg in VARH_SWEEP]
-    sent = lab.run(cfgs, tracker=Broken())
-    monkeypatch.setattr(figure, "draw", lambda *_, **__: 1 / 0)
-    drawn = lab.run(cfgs, tracker=Broken(), again=True)
-    assert (sent.exit_code, sent.warnings) == (0, ["chart: no network"])
-    assert (drawn.exit_code, drawn.warnings) == (0, ["chart: division by zero"])
-
-
-def test_points_that_rows_call_the_same_are_told_apart_by_their_settings():
+def test_points_that_a_row_would_call_the_same_are_told_apart_by_their_settings():
     eager, half = EngineConfig(device="cpu", enforce_eager=True), ModelConfig(dtype="bfloat16")
-    cfgs = [RunConfig(), RunConfig(engine=eager), RunConfig(model=half), RunConfig(gate=VARH)]
-    told = sweep.told_apart(cfgs)
-    assert [told[run_key(cfg)] for cfg in cfgs] == [
+    assert distinguished([RunConfig(), RunConfig(engine=eager), RunConfig(model=half), RunConfig(gate=VARH)]) == [
         "model.dtype=float32 engine.enforce_eager=False",
         "model.dtype=float32 engine.enforce_eager=True",
         "model.dtype=bfloat16 engine.enforce_eager=False",
         "",
     ]
     extra = [RunConfig(engine=EngineConfig(device="cpu", extra=more)) for more in ({}, {"block_size": 32})]
-    assert list(sweep.told_apart(extra).values()) == ["engine.extra.block_size=null", "engine.extra.block_size=32"]
+    assert distinguished(extra) == ["engine.extra.block_size=null", "engine.extra.block_size=32"]
+    assert distinguished([RunConfig(seed=1), RunConfig(seed=2)]) == ["seed=1", "seed=2"]
 
 
 def test_progress_counts_to_the_end(lab):
@@ -342,6 +270,95 @@ def test_progress_counts_to_the_end(lab):
 
 
 def test_the_plan_counts_engines():
-    plan = sweep.plan([*VARH_SWEEP, RunConfig(engine=EngineConfig(enforce_eager=True))])
-    assert plan.engines == 4
-    assert sweep.plan([]).engines == 0
+    plan = planning.plan([*VARH_SWEEP, RunConfig(engine=EngineConfig(enforce_eager=True))])
+    assert len(plan.engines) == 4
+    assert len(plan.points) == 6
+    assert planning.plan([]).engines == []
+
+
+def test_a_later_point_stands_with_its_own_baseline_and_leaves_the_earlier_ones_theirs(lab):
+    """The machine is half as fast the second time; nothing of the first command may be divided by that."""
+    lab.run(VARH_SWEEP)
+    lab.pace = 50.0
+    lab.run([RunConfig(gate=VARH, tau_v=7.0)])
+    first, *early, second, late = lab.points()
+    assert {arm.compared_with.baseline for arm in early} == {first.id}
+    assert late.compared_with.baseline == second.id != first.id
+    assert [arm.compared_with.speedup for arm in (*early, late)] == pytest.approx([1.5] * 4)
+    assert not late.compared_with.reused
+
+
+def test_a_valid_baseline_is_reused_where_that_is_asked_for_and_the_point_says_so(lab):
+    lab.run(VARH_SWEEP)
+    lab.pace = 50.0
+    lab.run([RunConfig(gate=VARH, tau_v=7.0)], reuse_baseline=True)
+    first, *_, late = lab.points()
+    assert [engine.cfg.method for engine in lab.engines[2:]] == [Method.layer_skip]
+    assert (late.compared_with.baseline, late.compared_with.reused) == (first.id, True)
+    assert late.compared_with.speedup == pytest.approx(0.75)
+    lab.run([RunConfig(gate=VARH, tau_v=7.0, seed=1)], reuse_baseline=True)  # another workload: none is valid
+    assert not lab.points()[-1].compared_with.reused
+
+
+def test_a_failed_rerun_changes_nothing_of_a_good_point(lab):
+    lab.run(VARH_SWEEP[:1])
+    before = lab.points()
+    lab.fail_point = lambda cfg: RuntimeError("no") if cfg.method is Method.layer_skip else None
+    lab.run(VARH_SWEEP[:1], again=True)
+    assert lab.points()[:2] == before
+    assert lab.run(VARH_SWEEP[:1]).skipped == 1
+
+
+def test_a_sweep_killed_three_times_and_resumed_ends_with_the_points_of_one_left_alone(tmp_path):
+    whole, broken = Lab(tmp_path / "whole"), Lab(tmp_path / "broken")
+    grid = [RunConfig(layer=layer, gate=VARH, tau_v=tau) for layer in (2, 4) for tau in (4.0, 5.0, 6.0)]
+    whole.run(grid)
+    broken.fail_point = lambda cfg: time.sleep(0.03)  # seven points take at least 0.2 s
+    draw, killed = random.Random(4), 0
+    for _ in range(3):
+        worker = multiprocessing.get_context("fork").Process(target=broken.run, args=(grid,))
+        worker.start()
+        worker.join(draw.uniform(0.05, 0.15))
+        killed += worker.is_alive()
+        worker.kill()
+        worker.join()
+    assert killed == 3
+    broken.run(grid)
+    found = broken.points()
+    assert {point.key: point.arm for point in found} == {point.key: point.arm for point in whole.points()}
+    arms = [point for point in found if point.arm["arm"] != "baseline"]
+    assert len(arms) == len({arm.key for arm in arms}) == 6
+    baselines = {point.id for point in found} - {arm.id for arm in arms}
+    assert {arm.compared_with.baseline for arm in arms} <= baselines
+    assert broken.run(grid).points == []
+    lines = (broken.folder / "summary.csv").read_text().splitlines()[1:]
+    assert sorted(line.rpartition(",")[2] for line in lines) == sorted(point.id for point in found)
+    assert not list((broken.folder / "runs").glob(".*.part"))
+
+
+def test_what_was_asked_to_stop_is_not_written_down_as_failed(lab):
+    """An engine's own processes get Ctrl-C too; that such an engine then fails is the interrupt, not a result."""
+
+    def interrupted(cfg):
+        if cfg.tau_v == 5 and cfg.gate == VARH:
+            interrupts._note(2, None)
+            return RuntimeError("the engine core is dead")
+        return None
+
+    lab.fail_point = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(VARH_SWEEP)
+    assert [row.status for row in lab.rows()] == ["ok", "ok"]
+    interrupts.check()  # the interrupt is over
+
+
+def test_how_long_it_may_take_comes_from_comparable_points(lab):
+    assert planning.plan(VARH_SWEEP).seconds is None
+    lab.run(VARH_SWEEP[:1])
+    known = [replace(head, seconds=20.0, start_seconds=60.0) for head in folder.heads(lab.folder)]
+    rest = [replace(cfg, results_dir=str(lab.folder)) for cfg in VARH_SWEEP[1:]]
+    assert planning.plan(rest, known).seconds == 2 * 60 + 3 * 20  # two engines; a baseline and two arms
+    longer = [replace(cfg, workload=replace(cfg.workload, output_len=999)) for cfg in rest]
+    assert planning.plan(longer, known).seconds is None
+    elsewhere = [replace(head, device="another") for head in known]
+    assert planning.plan(rest, elsewhere).seconds is None

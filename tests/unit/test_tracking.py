@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
-from selfspec_cli.record.records import Record, header
+from selfspec_cli.record.tables import Record, header
 from selfspec_cli.record.tracking import open_tracker
 
 ROW = Record(run_id="r", time="t", arm="baseline", model="m", tok_s_median=100.0, key="0" * 12)

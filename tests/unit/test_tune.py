@@ -22,13 +22,13 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.cost_model import Costs
-from selfspec_cli.early_exit.counters import DraftCounters
+from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
-from selfspec_cli.engine.live import DraftCounts, Generation
-from selfspec_cli.stages import arms, exits, search, tune
+from selfspec_cli.engine.live import Generation
+from selfspec_cli.stages import exits, measure, search, tune
 
 OPENING = 30.0  # seconds until an engine is there
 
@@ -72,16 +72,16 @@ class FakeEngine:
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
         if not self.setting.k:
-            return Generation(outputs, tokens * COSTS.plain, [1.0], [1.0], DraftCounts(0, 0, 0, []), counters_of([]))
+            return Generation(outputs, tokens * COSTS.plain, [], VerifyCounts(0, 0, 0, []), counters_of([]))
         outcome, lengths = self.replayed(self.setting)
         share = tokens / (outcome.rounds + outcome.accepted)
         seconds = tokens * self.costs.plain / outcome.speedup
-        counts = DraftCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
+        counts = VerifyCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
         own = counters_of(lengths)
         own["seconds"] = outcome.drafted * self.costs.draft * share
         for name in ("rounds", "steps", "drafted"):
             own[name] *= share
-        return Generation(outputs, seconds, [1.0], [1.0], counts, own)
+        return Generation(outputs, seconds, [], counts, own)
 
 
 class Clock:
@@ -321,20 +321,20 @@ def test_a_race_ends_before_the_repeat_that_has_no_time():
         asked.append(seconds)
         return len(asked) < 2
 
-    settings = [arms.PLAIN, Setting("none", None, 2)]
-    measured = arms.measure(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
+    settings = [measure.PLAIN, Setting("none", None, 2)]
+    measured = measure.run(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=5, warmup=1, another=another)
     assert [len(arm.repeats) for arm in measured] == [2, 2]
     assert asked[0] == pytest.approx(sum(part.seconds for arm in measured for part in arm.repeats[0]))
 
 
 def test_a_stall_in_one_repeat_does_not_enter_the_costs():
     cfg, clock = RunConfig(layer=3, k=10, workload=WorkloadConfig(num_prompts=2, output_len=50)), Clock()
-    settings = [arms.PLAIN, *(Setting("none", None, k) for k in (1, 5, 10))]
-    plain, *drafting = arms.measure(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=2)
-    expected = arms.costs(plain, drafting)
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in (1, 5, 10))]
+    plain, *drafting = measure.run(FakeEngine(cfg, clock), cfg, [[1]] * 2, settings, repeats=2)
+    expected = measure.costs(plain, drafting)
     for arm in (plain, drafting[1]):
         arm.repeats[1][0].seconds *= 3
-    assert arms.costs(plain, drafting) == expected
+    assert measure.costs(plain, drafting) == expected
 
 
 def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
@@ -370,15 +370,27 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
             order.append((self.setting.k, len(prompts)))
             return super().generate(prompts, output_len, **options)
 
-    settings = [arms.PLAIN, Setting("none", None, 2)]
-    plain, two = arms.measure(Noted(cfg, Clock()), cfg, [[1]] * 4, settings, repeats=3, warmup=0)
+    settings = [measure.PLAIN, Setting("none", None, 2)]
+    plain, two = measure.run(Noted(cfg, Clock()), cfg, [[1]] * 4, settings, repeats=3, warmup=0)
     assert len(order) == 3 * 2 * 2
     assert all(count == 2 for _, count in order)
     assert {order[0][0], order[1][0]} == {0, 2}
     assert order[0] != order[2]  # who goes first changes
     told = two.to_dict(plain)
     assert told["speedup"] == pytest.approx(two.median / plain.median)
+    assert told["speedup_low"] <= told["speedup"] <= told["speedup_high"]
     assert plain.to_dict(plain)["accept_rate"] is None
+
+
+def test_one_arm_has_all_prompts_at_once_and_leaves_the_engine_as_it_is():
+    cfg = RunConfig(layer=3, k=5, workload=WorkloadConfig(num_prompts=4, batch=2, output_len=8))
+    engine, order = FakeEngine(cfg, Clock()), []
+    generate = engine.generate
+    engine.generate = lambda prompts, *words, **more: order.append(len(prompts)) or generate(prompts, *words, **more)
+    engine.set_gate = engine.set_draft_length = None  # may not be called
+    (arm,) = measure.run(engine, cfg, [[1]] * 4, repeats=3, warmup=1, timed=lambda: order.append("timed"))
+    assert order == [4, "timed", 4, 4, 4]
+    assert len(arm.repeats) == 3
 
 
 def test_heads_that_are_not_fitted_are_not_tried(tmp_path):

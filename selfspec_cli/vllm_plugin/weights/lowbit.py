@@ -84,7 +84,7 @@ def _low_and_high(words, more, at, inside, WIDTH: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def _one(
+def _one_token(
     x,
     words,
     more,
@@ -146,88 +146,10 @@ def _one(
     tl.store(out + rows, totals.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit
-def _few(
-    x,
-    words,
-    more,
-    scales,
-    bias,
-    out,
-    tokens,
-    rows_of_weight,
-    groups_of_row,
-    x_stride,
-    BIASED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """One token or a few, in bytes. Tensors are [TOKENS, ROWS, GROUPS, WIDTH] or broadcast to it."""
-    WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
-    OFFSET: tl.constexpr = 0 if BITS == 8 else 2 ** (BITS - 1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, group, word = tl.arange(0, TOKENS), tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-    exists = rows < rows_of_weight
-    row_start = rows.to(tl.int64) * groups_of_row
-    sums = tl.zeros([TOKENS, ROWS, GROUPS, WIDTH], tl.float32)
-    for start in tl.range(0, groups_of_row, GROUPS):
-        groups = start + group
-        here = groups < groups_of_row
-        # The weights are asked for first: the token is turned into bytes while they come.
-        inside = exists[:, None] & here[None, :]
-        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
-        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
-        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
-        values = x + token[:, None, None] * x_stride + groups[None, :, None] * GROUP + word[None, None, :]
-        valid = (token < tokens)[:, None, None] & here[None, :, None] & (word < WIDTH)[None, None, :]
-        x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-        most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
-        largest = tl.max(most, axis=2)  # [TOKENS, GROUPS]
-        inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, :, None]
-        low_x, high_x = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
-        ones = tl.full([TOKENS, GROUPS, WIDTH], 0x01010101, tl.int32)
-        zeros = tl.zeros([TOKENS, GROUPS, WIDTH], tl.int32)
-        less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
-        whole: tl.constexpr = [TOKENS, ROWS, GROUPS, WIDTH]
-        products = _dp4a(
-            tl.broadcast_to(low[None, :, :, :], whole),
-            tl.broadcast_to(low_x[:, None, :, :], whole),
-            tl.broadcast_to(less[:, None, :, :], whole),
-            ASM,
-        )
-        products = _dp4a(
-            tl.broadcast_to(high[None, :, :, :], whole), tl.broadcast_to(high_x[:, None, :, :], whole), products, ASM
-        )
-        both = scale[None, :, :] * (largest * (1.0 / 127.0))[:, None, :]  # [TOKENS, ROWS, GROUPS]
-        sums += products.to(tl.float32) * both[:, :, :, None]
-    totals = tl.sum(tl.sum(sums, axis=3), axis=2)  # [TOKENS, ROWS]
-    if BIASED:
-        totals += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)[None, :]
-    place = out + token[:, None].to(tl.int64) * rows_of_weight + rows[None, :]
-    tl.store(place, totals.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & exists[None, :])
+# Bits -> rows and groups of a program's tile, and its warps; found on an H100 (experiments/lowbit/tune_kernels.py).
+TILES = {4: (8, 16, 4), 5: (8, 16, 4), 6: (16, 16, 4), 8: (8, 16, 4)}
 
-
-# Bits -> rows and groups of a program's tile and its warps, for one token and for more; found on an H100 with groups of
-# 64 and 128 (experiments/lowbit/tune_kernels.py).
-TILES_ONE = {4: (8, 16, 4), 5: (8, 16, 4), 6: (16, 16, 4), 8: (8, 16, 4)}
-TILES_FEW = {4: (8, 8, 4), 5: (8, 8, 4), 6: (8, 8, 4), 8: (8, 8, 4)}
-MOST_TOKENS = 8  # beyond it the arithmetic takes longer than reading the bf16 weight
-
-
-COMPILE_SIZES = (1,)  # one token is multiplied by another kernel than more are
+COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -238,9 +160,10 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
     """x [n, in] bf16 times a copy of `draft_weights.integers` -> [n, out], bias [out] included. CUDA only.
 
-    Beyond MOST_TOKENS tokens it multiplies by the target's own weight [out, in].
+    Only one token is multiplied by the copy. More are multiplied by the target's own weight [out, in]: for four tokens
+    this way of doing it was 1.5 times as fast as bf16 at best, and kernels for them take minutes to compile.
     """
-    if x.shape[0] > MOST_TOKENS:
+    if x.shape[0] > 1:
         return F.linear(x, weight, bias)
     out: Tensor = torch.ops.selfspec.linear_integers(x, tensors["words"], tensors.get("more"), tensors["scales"], bias)
     return out
@@ -276,28 +199,30 @@ def product(
     tile: tuple[int, int, int] | None = None,
     asm: bool = True,
 ) -> Tensor:
-    """A few tokens x [n, in], 1 <= n <= MOST_TOKENS, times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
+    """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
     x is contiguous. tile: rows and groups of a program, warps. asm: False where there is no PTX (Triton's interpreter).
     """
-    (n, columns), (rows_of_weight, groups) = x.shape, scales.shape
+    columns, (rows_of_weight, groups) = x.shape[1], scales.shape
     bits = width_of(words, more, columns)
-    rows, tile_groups, warps = tile or (TILES_ONE if n == 1 else TILES_FEW)[bits]
-    out = torch.empty(n, rows_of_weight, dtype=x.dtype, device=x.device)
-    pointers = (x, words, words if more is None else more, scales, x if bias is None else bias, out)
-    fixed = {
-        "BIASED": bias is not None,
-        "BITS": bits,
-        "GROUP": columns // groups,
-        "WHOLE": rows_of_weight % rows == 0 and groups % tile_groups == 0,
-        "ROWS": rows,
-        "GROUPS": tile_groups,
-        "ASM": asm,
-        "num_warps": warps,
-    }
-    grid = (triton.cdiv(rows_of_weight, rows),)
-    if n == 1:
-        _one[grid](*pointers, rows_of_weight, groups, **fixed)
-    else:
-        _few[grid](*pointers, n, rows_of_weight, groups, columns, TOKENS=triton.next_power_of_2(n), **fixed)
+    rows, tile_groups, warps = tile or TILES[bits]
+    out = torch.empty(1, rows_of_weight, dtype=x.dtype, device=x.device)
+    _one_token[(triton.cdiv(rows_of_weight, rows),)](
+        x,
+        words,
+        words if more is None else more,
+        scales,
+        x if bias is None else bias,
+        out,
+        rows_of_weight,
+        groups,
+        BIASED=bias is not None,
+        BITS=bits,
+        GROUP=columns // groups,
+        WHOLE=rows_of_weight % rows == 0 and groups % tile_groups == 0,
+        ROWS=rows,
+        GROUPS=tile_groups,
+        ASM=asm,
+        num_warps=warps,
+    )
     return out

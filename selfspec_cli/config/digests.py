@@ -1,0 +1,119 @@
+"""What the files that a config names hold, as short digests: a file that was written anew is another measurement.
+
+Digests are kept for the life of the process by path, modification time and size, so that ten thousand configs that
+share a model read it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from selfspec_cli.config.facts import exit_layer
+from selfspec_cli.config.model_digest import head_folder, model_fingerprint
+from selfspec_cli.config.paths import model_path
+from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, RunConfig, head_spec
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import find_head
+from selfspec_cli.early_exit.head_spec import HeadSpec
+
+DIGITS = 16
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
+
+
+def digests(cfg: RunConfig) -> dict[str, str]:
+    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, calibration.
+
+    What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
+    """
+    model = _model(cfg)
+    found = {"model": model, "tokenizer": _tokenizer(cfg)}
+    if cfg.workload.prompts not in ("heldout", "random"):
+        found["prompts"] = file_digest(Path(cfg.workload.prompts))
+    if cfg.method in EARLY_EXIT and model is not None:
+        found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
+    if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" and cfg.gate.calibration is not None:
+        found["calibration"] = file_digest(Path(cfg.gate.calibration).expanduser())
+    return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def file_digest(path: Path) -> str | None:
+    """Digest of a file's whole content; None where it cannot be read."""
+    try:
+        stat = path.stat()
+        return _content_digest(str(path), stat.st_mtime_ns, stat.st_size)
+    except OSError:
+        return None
+
+
+def _model(cfg: RunConfig) -> str | None:
+    try:
+        return model_fingerprint(cfg)
+    except ConfigError:
+        return None
+
+
+def _head(cfg: RunConfig) -> str | None:
+    spec = head_spec(replace(cfg.head, path=None))
+    if cfg.head.path is None and spec.target is None:
+        return None  # it needs no fit and has no file
+    path = Path(cfg.head.path).expanduser() if cfg.head.path is not None else head_folder(cfg)
+    if not path.is_dir():
+        return file_digest(path)
+    layer = layer_in_force(cfg)
+    asked = None if cfg.head.path is not None and spec == HeadSpec() else spec
+    found = None if layer is None else _head_in(str(path), _stamps(path), layer, asked)
+    return None if found is None else file_digest(Path(found))
+
+
+@lru_cache(maxsize=1024)
+def _head_in(folder: str, stamps: tuple[tuple[str, int, int], ...], layer: int, spec: HeadSpec | None) -> str | None:
+    """The head file of a folder whose files have these stamps; None where there is none, or more than one."""
+    try:
+        return str(find_head(folder, layer, spec))
+    except SettingsError:
+        return None
+
+
+def _vocabulary(cfg: RunConfig) -> str | None:
+    """Of a list of token ids the list; of a number the token counts that say which tokens are the most frequent."""
+    if cfg.vocab == "full":
+        return None
+    return file_digest(head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab).expanduser())
+
+
+def _tokenizer(cfg: RunConfig) -> str | None:
+    try:
+        folder = Path(cfg.model.tokenizer or model_path(cfg.model)).expanduser()
+    except ConfigError:
+        return None
+    found = [digest for name in TOKENIZER_FILES if (digest := file_digest(folder / name)) is not None]
+    return _text_digest(" ".join(found)) if found else None
+
+
+def layer_in_force(cfg: RunConfig) -> int | None:
+    """The exit layer of a config, half of the layers where none is given; None where nothing here says how many."""
+    try:
+        return exit_layer(cfg)
+    except ConfigError:
+        return None
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    with os.scandir(folder) as entries:
+        files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in files))
+
+
+@lru_cache(maxsize=4096)
+def _content_digest(path: str, mtime_ns: int, size: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

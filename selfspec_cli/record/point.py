@@ -1,0 +1,250 @@
+"""One measured point: everything that was measured, and what it takes to believe it. Written once, never changed.
+
+A point is a JSON file `results/runs/<id>.json`. Its first line holds what a list of points shows (`HEAD`), so that a
+plan need not read the times of every request; every further line is one section. Rows, tables and figures are made from
+points (`tables.row`), never the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from selfspec_cli.early_exit.counters import Snapshot, VerifyCounts
+from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.record.latency import RequestTimes
+
+FORMAT = 1
+OK, FAILED = "ok", "failed"
+HEAD = ("format", "id", "key", "run_id", "number", "time", "status", "reason", "seconds", "start_seconds", "device",
+        "arm")  # fmt: skip
+MICRO = 1_000_000
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One timed repeat: every prompt of the workload once.
+
+    seconds: wall time from the first request in to the last token out. verified: vLLM's counters; None for an engine
+    that does not draft. drafting: the draft loop's own counters; None where it keeps none.
+    """
+
+    seconds: float
+    requests: tuple[RequestTimes, ...]
+    verified: VerifyCounts | None = None
+    drafting: Snapshot | None = None
+
+    @property
+    def tok_s(self) -> float:
+        """Generated tokens a second, all requests together."""
+        return sum(request.tokens for request in self.requests) / self.seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an arm was compared with, complete enough to check it without the baseline's own file.
+
+    baseline: id of the baseline's point. key: its run key. reused: it was measured by an earlier command. tok_s: of its
+    repeats; empty where they were not kept. speedup: median over median, in the interval low..high (None where repeats
+    were not kept). perplexity: the baseline's. identical: outputs equal to its, token for token, of `outputs`; None
+    where acceptance was set, which makes its own text.
+    """
+
+    baseline: str
+    key: str
+    reused: bool
+    tok_s: tuple[float, ...]
+    speedup: float | None
+    low: float | None = None
+    high: float | None = None
+    perplexity: float | None = None
+    identical: int | None = None
+    outputs: int | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one arm did on a live engine.
+
+    outputs: a digest of each request's output tokens in the last repeat. engine: facts of the engine by the names of a
+    row's columns (layer, weights_mib, draft_mib, kv_blocks, peak_mem_mib, sm_util, ...) and `step_bytes`. perplexity:
+    None where it was not asked for. seconds: that measuring took, warm-up and perplexity included.
+    """
+
+    repeats: tuple[Repeat, ...]
+    outputs: tuple[str, ...] = ()
+    engine: dict[str, Any] = field(default_factory=dict)
+    perplexity: float | None = None
+    seconds: float | None = None
+
+    @property
+    def tok_s(self) -> tuple[float, ...]:
+        """Generated tokens a second of every repeat."""
+        return tuple(repeat.tok_s for repeat in self.repeats)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point. Sections that do not apply are None or empty: a failed point has no measurement, a baseline is compared
+    with nothing.
+
+    id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
+    start_seconds: that starting its engine took. arm: what was measured, by the names of a row's columns. figures: of a
+    point whose raw values were not kept, the columns of both tables that were, and its drafting summary.
+    """
+
+    id: str
+    key: str
+    run_id: str
+    number: int
+    time: str
+    status: str
+    reason: str | None
+    seconds: float | None
+    start_seconds: float | None
+    device: str
+    arm: dict[str, Any]
+    command: list[str] | None = None
+    config: dict[str, Any] | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] | None = None
+    git: dict[str, Any] | None = None
+    compared_with: Comparison | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    perplexity: float | None = None
+    outputs: tuple[str, ...] = ()
+    figures: dict[str, Any] | None = None
+    repeats: tuple[Repeat, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was measured."""
+        return self.status == OK
+
+    @property
+    def tok_s(self) -> tuple[float, ...]:
+        """Generated tokens a second of every repeat; empty where repeats were not kept."""
+        return tuple(repeat.tok_s for repeat in self.repeats)
+
+
+def point_id(key: str, run_id: str) -> str:
+    """The name of the point that a command measured under a key."""
+    return f"{key}-{run_id}"
+
+
+def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool) -> Comparison:
+    """Put a measurement beside the baseline that was measured for it.
+
+    Args:
+        real_text: whether the outputs can be the baseline's at all (acceptance was not set).
+    """
+    theirs = baseline.tok_s
+    interval = speedup_interval(ours.tok_s, theirs) or (None, None)
+    same = None
+    if real_text and len(ours.outputs) == len(baseline.outputs):
+        same = sum(one == other for one, other in zip(ours.outputs, baseline.outputs, strict=True))
+    return Comparison(
+        baseline=baseline.id,
+        key=baseline.key,
+        reused=reused,
+        tok_s=theirs,
+        speedup=median(ours.tok_s) / median(theirs),
+        low=interval[0],
+        high=interval[1],
+        perplexity=baseline.perplexity,
+        identical=same,
+        outputs=None if same is None else len(ours.outputs),
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    """The median of at least one value."""
+    import statistics
+
+    return statistics.median(values)
+
+
+def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:
+    """A digest of each output's token ids: equal outputs, equal digests."""
+    return tuple(hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16] for tokens in outputs)
+
+
+def to_json(point: Point) -> str:
+    """The text of a point's file."""
+    document = {"format": FORMAT} | {item.name: getattr(point, item.name) for item in fields(Point)}
+    document["compared_with"] = point.compared_with and asdict(point.compared_with)
+    document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
+    head = ", ".join(_entry(name, document[name]) for name in HEAD)
+    rest = ",\n ".join(_entry(name, value) for name, value in document.items() if name not in HEAD)
+    return f"{{{head},\n {rest}}}\n"
+
+
+def from_json(text: str) -> Point:
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError: the text is no point, or of another format.
+    """
+    data = json.loads(text)
+    _check(data)
+    known = {item.name: data[item.name] for item in fields(Point) if item.name in data}
+    try:
+        if (comparison := known.get("compared_with")) is not None:
+            known["compared_with"] = Comparison(**comparison | {"tok_s": tuple(comparison["tok_s"])})
+        known["repeats"] = tuple(map(_repeat_from_plain, known.get("repeats", ())))
+        known["outputs"] = tuple(known.get("outputs", ()))
+        return Point(**known)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"it is no point: {error}") from error
+
+
+def head_from_line(line: str) -> Point:
+    """What the first line of a file says of its point; all other sections are empty.
+
+    Raises:
+        ValueError: the line is none that `to_json` wrote.
+    """
+    data = json.loads(line.rstrip().rstrip(",") + "}")
+    _check(data)
+    try:
+        return Point(**{name: data[name] for name in HEAD if name != "format"})
+    except KeyError as error:
+        raise ValueError(f"it is no point: {error} is missing") from error
+
+
+def _check(data: Any) -> None:
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError("it is no point")
+    if data["format"] != FORMAT:
+        raise ValueError(f"it has format {data['format']}; this selfspec reads format {FORMAT}")
+
+
+def _entry(name: str, value: Any) -> str:
+    return f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+
+
+def _repeat_to_plain(repeat: Repeat) -> dict[str, Any]:
+    """Times as whole microseconds, which is finer than what they are good for, and half as long."""
+    requests = [
+        {"arrival_us": _micro(one.arrival), "tokens": one.tokens, "events_us": list(map(_micro, one.events))}
+        for one in repeat.requests
+    ]
+    verified = None if repeat.verified is None else asdict(repeat.verified)
+    return {"seconds": repeat.seconds, "verified": verified, "drafting": repeat.drafting, "requests": requests}
+
+
+def _repeat_from_plain(data: Mapping[str, Any]) -> Repeat:
+    requests = tuple(
+        RequestTimes(one["arrival_us"] / MICRO, tuple(event / MICRO for event in one["events_us"]), one["tokens"])
+        for one in data["requests"]
+    )
+    verified = None if data["verified"] is None else VerifyCounts(**data["verified"])
+    return Repeat(data["seconds"], requests, verified, data["drafting"])
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * MICRO)

@@ -1,0 +1,279 @@
+"""Points as rows: `Record` is the header of summary.csv and `AcceptRow` that of accept.tsv. Everything here is pure.
+
+A value that was not measured is an empty cell (`None`), never 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, efficiency
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.record import latency
+from selfspec_cli.record.point import FAILED, OK, Point, median
+
+
+@dataclass
+class Record:
+    """One arm, measured. Times are wall time; tok/s counts generated tokens only."""
+
+    run_id: str  # the command that measured it
+    time: str  # ISO 8601, with the offset from UTC
+    arm: str  # baseline, layer_skip, skip; vLLM's own draft_model, ngram
+    model: str
+    E: int | None = None  # exit layer
+    k: int | None = None  # draft tokens a round, at most
+    head: str | None = None
+    vocab: str | None = None  # draft vocabulary
+    draft_weights: str | None = None  # shared: the target's own; fp8: 8-bit copies
+    verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
+    gate: str | None = None
+    threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
+    runner: str | None = None  # vLLM's model runner, where one was asked for
+    acceptance_length: float | None = None  # synthetic; empty: real acceptance
+    workload: str | None = None
+    batch: int | None = None  # requests in flight
+    input_len: int | None = None  # tokens
+    output_len: int | None = None  # tokens
+    temperature: float | None = None
+    seed: int | None = None
+    repeats: int | None = None
+    tok_s_median: float | None = None  # generated tokens a second, all requests together
+    tok_s_min: float | None = None
+    tok_s_max: float | None = None
+    speedup: float | None = None  # tok_s_median over that of the baseline that `baseline` names
+    predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
+    efficiency: float | None = None  # speedup / predicted
+    accept_rate: float | None = None  # accepted / drafted tokens
+    mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
+    drafted_per_round: float | None = None
+    ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
+    itl_ms: float | None = None  # time between successive outputs of a request, median
+    ppl: float | None = None  # of the arm's own predictive distribution on held-out text
+    delta_ppl: float | None = None  # ppl minus the baseline's
+    identical: int | None = None  # outputs equal to the baseline's, token for token
+    outputs: int | None = None  # outputs compared
+    peak_mem_mib: float | None = None  # while measuring: tensors on a GPU, else this process's resident memory
+    weights_mib: float | None = None
+    kv_blocks: int | None = None  # of the KV cache
+    sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
+    dram_util: float | None = None  # share of the memory bandwidth (NVML)
+    power_w: float | None = None  # mean board power (NVML)
+    device: str | None = None  # in use: one GPU of eight is one GPU
+    status: str = OK  # "ok", or "failed: reason"
+    key: str = ""  # config.keys.run_key
+    tpot_ms: float | None = None  # time for each output token after the first, median over requests
+    e2e_ms: float | None = None  # time to the last token, median
+    ttft_p90_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p90_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    itl_p90_ms: float | None = None
+    itl_p99_ms: float | None = None
+    e2e_p90_ms: float | None = None
+    e2e_p99_ms: float | None = None
+    speedup_low: float | None = None  # 95 % interval of the speedup, by bootstrap over the repeats of both sides
+    speedup_high: float | None = None
+    verified_accept_rate: float | None = None  # accepted tokens / places that a verify pass looked at
+    baseline: str | None = None  # id of the point that the speedup is over
+    baseline_reused: bool | None = None  # whether an earlier command had measured it
+    model_fingerprint: str | None = None
+    point: str = ""  # id: the file results/runs/<id>.json
+
+
+@dataclass
+class AcceptRow:
+    """Drafting of one arm, summed over the timed repeats; it belongs to the summary row of the same point."""
+
+    run_id: str
+    arm: str
+    model: str
+    E: int | None = None
+    k: int | None = None
+    head: str | None = None
+    gate: str | None = None
+    threshold: float | None = None
+    batch: int | None = None
+    rounds: int | None = None  # verify steps that had drafts (vLLM's counter)
+    drafted: int | None = None  # tokens
+    accepted: int | None = None  # tokens
+    accepted_at: str | None = None  # tokens accepted at position 1..k, separated by spaces
+    key: str = ""
+    places: int | None = None  # that verify passes looked at (vLLM's counter)
+    point: str = ""
+
+
+COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")
+"""The columns of accept.tsv that are counters."""
+
+
+def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
+    """The columns that say what `cfg` measures.
+
+    Args:
+        layer: the exit layer that the engine chose, where `cfg.layer` is None.
+    """
+    work = cfg.workload
+    columns: dict[str, Any] = {
+        "arm": str(cfg.method), "model": cfg.model.name, "workload": work.name, "batch": work.batch,
+        "input_len": work.input_len, "output_len": work.output_len, "temperature": work.temperature,
+        "seed": cfg.seed, "repeats": cfg.repeats,
+    }  # fmt: skip
+    if cfg.method in EARLY_EXIT or cfg.method == "draft_model":
+        columns["E"] = cfg.layer if cfg.layer is not None else layer
+    if cfg.method in EARLY_EXIT:
+        columns |= {"head": head_spec(cfg.head, columns["E"]).name, "vocab": cfg.vocab}
+    if cfg.method in SPECULATIVE:
+        columns |= {"k": cfg.k, "acceptance_length": cfg.acceptance_length}
+        columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
+    if cfg.method == "layer_skip":
+        columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
+        columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
+    return columns
+
+
+def planned(cfg: RunConfig, key: str | None = None) -> Record:
+    """A row that says what `cfg` would measure, with no measurement in it."""
+    return Record(run_id="", time="", key=run_key(cfg) if key is None else key, **identity(cfg))
+
+
+def row(point: Point) -> Record:
+    """The row of a point."""
+    record = Record(
+        run_id=point.run_id,
+        time=point.time,
+        **point.arm,
+        device=point.device,
+        status=OK if point.ok else f"{FAILED}: {point.reason}",
+        key=point.key,
+        model_fingerprint=point.digests.get("model"),
+        point=point.id,
+    )
+    against = point.compared_with
+    if against is not None:
+        record = replace(record, baseline=against.baseline, baseline_reused=against.reused)
+    if point.figures is not None:
+        return replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
+    return _measured(record, point) if point.ok else record
+
+
+def accept_row(point: Point) -> AcceptRow | None:
+    """The drafting of a point; None where nothing drafted, or it was not kept."""
+    verified, drafted = drafting(point)
+    kept = point.figures or {}
+    counted: dict[str, Any] = {name: kept[name] for name in COUNTED if name in kept}
+    if verified is not None:
+        at = " ".join(map(str, verified.accepted_at))
+        counted = dict(zip(COUNTED, (verified.rounds, drafted, verified.accepted, at, verified.places), strict=True))
+    if not counted:
+        return None
+    known = {name: point.arm[name] for name in header(AcceptRow) if name in point.arm}
+    return AcceptRow(run_id=point.run_id, **known, **counted, key=point.key, point=point.id)
+
+
+def drafting(point: Point) -> tuple[VerifyCounts | None, int | None]:
+    """vLLM's counters over all repeats, and the tokens drafted: the draft loop's own count, or the places verified of a
+    drafter that keeps none (vLLM's own, which drafts what it verifies)."""
+    verified = VerifyCounts.total(repeat.verified for repeat in point.repeats)
+    if verified is None:
+        return None, None
+    own = counters.total(repeat.drafting for repeat in point.repeats)
+    return verified, verified.places if own is None else own["drafted"]
+
+
+def drafting_summary(point: Point) -> dict[str, Any] | None:
+    """How the drafts of a point went (`counters.summary`); None where no draft loop counted."""
+    if point.figures is not None:
+        return point.figures.get("drafting")
+    own = counters.total(repeat.drafting for repeat in point.repeats)
+    verified, drafted = drafting(point)
+    if own is None or verified is None:
+        return None
+    return counters.summary(own, verified.rounds, drafted or 0, verified.accepted)
+
+
+def _measured(record: Record, point: Point) -> Record:
+    """Every figure that follows from the raw values of a point."""
+    against, engine = point.compared_with, point.engine
+    facts: dict[str, Any] = {name: engine[name] for name in ENGINE_COLUMNS if engine.get(name) is not None}
+    times: dict[str, Any] = latency.summary(request for repeat in point.repeats for request in repeat.requests)
+    record = replace(record, ppl=point.perplexity, **facts, **times)
+    if speeds := point.tok_s:
+        record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
+        record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
+    if against is not None:
+        record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high,
+                         identical=against.identical, outputs=against.outputs)  # fmt: skip
+        if record.ppl is not None and against.perplexity is not None:
+            record.delta_ppl = record.ppl - against.perplexity
+    return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
+
+
+ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w")
+
+
+def _with_drafting(record: Record, point: Point) -> Record:
+    verified, drafted = drafting(point)
+    if verified is None or not verified.rounds or not drafted:
+        return record
+    return replace(
+        record,
+        accept_rate=verified.accepted / drafted,
+        verified_accept_rate=verified.accepted / verified.places if verified.places else None,
+        mean_accepted_len=1 + verified.accepted / verified.rounds,
+        drafted_per_round=drafted / verified.rounds,
+    )
+
+
+def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
+    """The cost model's speedup for the accepted length that was measured, a step's time taken as the bytes it reads.
+
+    read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time.
+    """
+    if read is None or record.mean_accepted_len is None or record.drafted_per_round is None or record.speedup is None:
+        return record
+    assert record.input_len is not None and record.output_len is not None and record.batch is not None
+    tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
+    predicted = Costs.from_bytes(read, tokens).speedup(record.mean_accepted_len, record.drafted_per_round)
+    return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))
+
+
+def header(kind: type) -> list[str]:
+    """The column names, in order."""
+    return [column.name for column in fields(kind)]
+
+
+def header_line(kind: type) -> str:
+    """The first line of a table's file."""
+    return _line(header(kind), kind)
+
+
+def line(made: Record | AcceptRow) -> str:
+    """One row as a line of its file."""
+    return _line([_cell(getattr(made, name)) for name in header(type(made))], type(made))
+
+
+def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
+    """A whole file."""
+    return "".join([header_line(kind), *map(line, rows)])
+
+
+def _line(cells: list[str], kind: type) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return " ".join(str(value).split())  # a newline inside a cell would break whole-line appends

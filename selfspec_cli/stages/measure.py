@@ -1,0 +1,186 @@
+"""The measuring loop: one arm, or several settings of one live engine by turns.
+
+By turns the arms generate prompt chunk by prompt chunk, a second or less each, so that whatever slows the machine slows
+all of them and their ratios survive. Plain decoding is an arm like the others: the same engine, drafting nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec_cli import interrupts
+from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, fit_costs
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.engine.live import Engine, Generation
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record.intervals import speedup_interval
+
+PLAIN = Setting("none", None, 0)
+"""No drafts at all."""
+
+AS_FOUND = Setting("as found", None, 0)
+"""Stands for whatever the engine is set to."""
+
+Repeat = list[Generation]
+"""What one arm generated in one repeat: a generation for each prompt chunk."""
+
+
+@dataclass
+class Arm:
+    """One setting and what it did in each repeat."""
+
+    setting: Setting
+    repeats: list[Repeat] = field(default_factory=list)
+
+    @property
+    def tok_s(self) -> list[float]:
+        """Generated tokens a second, one number a repeat."""
+        return [_tokens(repeat) / sum(part.seconds for part in repeat) for repeat in self.repeats]
+
+    @property
+    def median(self) -> float:
+        """Tokens a second of a median repeat: each prompt chunk takes the median of its times.
+
+        A machine that stalls spoils one chunk of one arm, and with it that arm's whole repeat; not its median chunk.
+        """
+        seconds = (statistics.median(part.seconds for part in chunk) for chunk in zip(*self.repeats, strict=True))
+        return _tokens(self.repeats[0]) / sum(seconds)
+
+    def outputs(self) -> list[list[int]]:
+        """Token ids of the last repeat, one list a prompt."""
+        return [output for part in self.repeats[-1] for output in part.outputs]
+
+    def ratios(self, other: Arm) -> list[float]:
+        """Speed over another arm's in the same repeat."""
+        return [ours / theirs for ours, theirs in zip(self.tok_s, other.tok_s, strict=True)]
+
+    def to_dict(self, reference: Arm) -> dict[str, Any]:
+        """As JSON, with the speed over `reference`, which took turns with this arm."""
+        parts = [part for repeat in self.repeats for part in repeat]
+        verified = VerifyCounts.total(part.verified for part in parts)
+        rounds, accepted, places = (verified.rounds, verified.accepted, verified.places) if verified else (0, 0, 0)
+        drafted = sum(part.drafted for part in parts)
+        ratios = self.ratios(reference)
+        low, high = speedup_interval(self.tok_s, reference.tok_s, paired=True) or (None, None)
+        return {
+            "gate": self.setting.gate,
+            "threshold": self.setting.threshold,
+            "k": self.setting.k,
+            "tok_s": self.tok_s,
+            "tok_s_median": self.median,
+            "speedup": self.median / reference.median,
+            "speedup_low": low,
+            "speedup_high": high,
+            "speedup_min": min(ratios),
+            "speedup_max": max(ratios),
+            "accept_rate": accepted / drafted if drafted else None,
+            "verified_accept_rate": accepted / places if places else None,
+            "drafted_per_round": drafted / rounds if rounds else None,
+            "mean_accepted_len": 1 + accepted / rounds if rounds else None,
+        }
+
+
+def apply(engine: Engine, setting: Setting, calibration: dict[str, Any] | None = None) -> None:
+    """Make a live engine draft by `setting`; calibration: the map of gate `calibrated`."""
+    engine.set_draft_length(setting.k)
+    engine.set_gate(setting.gate, setting.threshold, calibration if setting.gate == "calibrated" else None)
+
+
+def run(
+    engine: Engine,
+    cfg: RunConfig,
+    prompts: Sequence[list[int]],
+    settings: Sequence[Setting] = (AS_FOUND,),
+    *,
+    repeats: int,
+    warmup: int = 1,
+    calibration: dict[str, Any] | None = None,
+    timed: Callable[[], Any] | None = None,
+    another: Callable[[float], bool] | None = None,
+    progress: Progress = ignore,
+) -> list[Arm]:
+    """Run every setting over every prompt `repeats` times, after `warmup` times that are thrown away.
+
+    One arm has all prompts at once, `cfg.workload.batch` of them in flight. Several take turns chunk by chunk, a batch
+    each, and the order turns around from chunk to chunk. An interrupt ends it between two chunks, if not sooner.
+
+    Args:
+        settings: what each arm drafts by; AS_FOUND leaves the engine as it is.
+        timed: called once, when warming up is over.
+        another: whether to go on after a repeat that is not the last one, given the seconds that it took.
+    """
+    arms = [Arm(setting) for setting in settings]
+    size = cfg.workload.batch if len(arms) > 1 else len(prompts)
+    chunks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    for number in range(warmup + repeats):
+        if number == warmup and timed is not None:
+            timed()
+        # One chunk is enough to warm up: it has run every setting's code.
+        taken = _repeat(engine, cfg, arms, chunks if number >= warmup else chunks[:1], number, calibration)
+        if number >= warmup:
+            for arm, generations in zip(arms, taken, strict=True):
+                arm.repeats.append(generations)
+        progress("repeats", number + 1, warmup + repeats)
+        seconds = sum(part.seconds for generations in taken for part in generations)
+        last = number + 1 == warmup + repeats
+        if number >= warmup and not last and another is not None and not another(seconds):
+            progress("repeats", warmup + repeats, warmup + repeats)
+            break
+    return arms
+
+
+def _repeat(
+    engine: Engine,
+    cfg: RunConfig,
+    arms: Sequence[Arm],
+    chunks: Sequence[Sequence[list[int]]],
+    number: int,
+    calibration: dict[str, Any] | None,
+) -> list[Repeat]:
+    """One repeat of every arm, by turns."""
+    work = cfg.workload
+    taken: list[Repeat] = [[] for _ in arms]
+    for place, chunk in enumerate(chunks):
+        order = range(len(arms)) if (place + number) % 2 else reversed(range(len(arms)))
+        for index in order:
+            interrupts.check()
+            if arms[index].setting is not AS_FOUND:
+                apply(engine, arms[index].setting, calibration)
+            taken[index].append(
+                engine.generate(chunk, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
+            )
+    return taken
+
+
+def costs(plain: Arm, drafting: Sequence[Arm]) -> Costs:
+    """What a step costs here, from arms of fixed draft lengths; seconds of a step of the whole batch."""
+    points = []
+    for arm in drafting:
+        parts = _typical(arm)
+        own = counters.total(part.drafting for part in parts)
+        assert own is not None
+        seconds = sum(part.seconds for part in parts)
+        points.append((own["steps"] / own["rounds"], seconds, own.get("seconds"), float(own["rounds"])))
+    parts = _typical(plain)
+    # A step yields a token for each request of the batch; what one request waits for a token is the step.
+    return fit_costs(points, sum(part.seconds for part in parts) / _tokens(parts) * _in_flight(plain))
+
+
+def _typical(arm: Arm) -> Repeat:
+    """Of every prompt chunk the repeat that took the median time (the shorter of two): a stall spoils the others."""
+    chunks = zip(*arm.repeats, strict=True)
+    return [sorted(chunk, key=lambda part: part.seconds)[(len(chunk) - 1) // 2] for chunk in chunks]
+
+
+def _in_flight(arm: Arm) -> float:
+    return statistics.mean(len(part.outputs) for repeat in arm.repeats for part in repeat)
+
+
+def _tokens(repeat: Sequence[Generation]) -> int:
+    return sum(len(output) for part in repeat for output in part.outputs)

@@ -1,0 +1,185 @@
+"""What a sweep will do, before it does it: which points share an engine, which are finished, how long it may take.
+
+A family is one model on one engine setting. Its baselines are measured first, on one engine; then every group of
+points that differ only in gate, threshold or workload runs on one engine more. So `gate=varH tau_v=4,5,6` opens two
+engines: the baseline's and the candidates'.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
+from selfspec_cli.record import tables
+from selfspec_cli.record.point import Point
+
+COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats")
+"""Points that agree in these, and in the device, take about as long."""
+
+NOT_SHOWN = ("workload", "seed", "repeats")
+"""Columns that neither a row's label nor its table's title shows."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A config with its keys, worked out once: what a file holds when the plan is made is what is measured.
+
+    baseline: key of the baseline that it is compared with; its own where it is one.
+    """
+
+    cfg: RunConfig
+    key: str
+    baseline: str
+    digests: dict[str, str]
+    device: str
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is what others are compared with."""
+        return self.key == self.baseline
+
+
+@dataclass
+class Family:
+    """One model on one engine setting: baselines that share an engine, then groups of points that share one each."""
+
+    baselines: list[Planned]
+    groups: list[list[Planned]]
+
+    @property
+    def engines(self) -> list[list[Planned]]:
+        """Points by the engine that they share, in the order in which the engines start."""
+        return [group for group in [self.baselines, *self.groups] if group]
+
+
+@dataclass
+class Plan:
+    """What a sweep will do.
+
+    skipped: points that an earlier run finished. reused: by key, the baselines of earlier commands that are taken as
+    they are. seconds: how long it may take, by comparable points of the folder; None where it has none.
+    """
+
+    families: list[Family]
+    skipped: list[Planned] = field(default_factory=list)
+    reused: dict[str, Point] = field(default_factory=dict)
+    seconds: float | None = None
+
+    @property
+    def engines(self) -> list[list[Planned]]:
+        """Points by the engine that they share, in the order in which the engines start."""
+        return [group for family in self.families for group in family.engines]
+
+    @property
+    def points(self) -> list[Planned]:
+        """Every point that will be measured."""
+        return [planned for group in self.engines for planned in group]
+
+
+def plan(
+    cfgs: Iterable[RunConfig], known: Sequence[Point] = (), *, again: bool = False, reuse_baseline: bool = False
+) -> Plan:
+    """Group points by the engine they can share.
+
+    Args:
+        known: points of the folder (their first lines are enough). Those that are measured are skipped; their
+            comparable ones say how long the others may take.
+        again: measure finished points too.
+        reuse_baseline: take the newest measured baseline with the right key, where there is one.
+    """
+    keys = Keys()
+    measured = {point.key: point for point in known if point.ok}
+    families: dict[str, Family] = {}
+    seen: dict[str, set[str]] = {}
+    groups: dict[str, list[Planned]] = {}
+    result = Plan([])
+    for cfg in cfgs:
+        base_key, base = keys.baseline(cfg)
+        planned = Planned(cfg, keys.run(cfg), base_key, keys.digests(cfg), keys.device(cfg))
+        if planned.key in measured and not again:
+            result.skipped.append(planned)
+            continue
+        name = keys.engine(base)
+        family = families.setdefault(name, Family([], []))
+        earlier = measured.get(base_key) if reuse_baseline and not planned.is_baseline else None
+        if earlier is not None and earlier.seconds is not None:  # else its repeats were not kept
+            result.reused[base_key] = earlier
+        elif base_key not in seen.setdefault(name, set()):
+            seen[name].add(base_key)
+            family.baselines.append(Planned(base, base_key, base_key, keys.digests(base), planned.device))
+        if planned.is_baseline:
+            continue
+        engine = keys.engine(cfg)
+        if engine not in groups:
+            family.groups.append(groups.setdefault(engine, []))
+        groups[engine].append(planned)
+    result.families = list(families.values())
+    result.seconds = expected_seconds(result.engines, known)
+    return result
+
+
+def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point]) -> float | None:
+    """Seconds that points on these engines may take: for each the median of the comparable points that are known, and
+    for each engine the median of their engines' starts. None where a point has no comparable one."""
+    times: dict[tuple[Any, ...], list[Point]] = {}
+    for point in known:
+        if point.ok and point.seconds is not None and point.start_seconds is not None:
+            times.setdefault(_comparable(point.arm, point.device), []).append(point)
+    total = 0.0
+    medians = {
+        name: [statistics.median(getattr(point, field) for point in some) for field in ("seconds", "start_seconds")]
+        for name, some in times.items()
+    }
+    for group in engines:
+        for number, planned in enumerate(group):
+            median = medians.get(_comparable(tables.identity(planned.cfg), planned.device))
+            if median is None:
+                return None
+            total += median[0] + (median[1] if number == 0 else 0.0)
+    return total
+
+
+def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
+    return (device, *(arm.get(name) for name in COMPARABLE))
+
+
+def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
+    """By run key: the settings, as a user types them, in which a point differs from others of which a row would show
+    the same label and title; empty where there are none."""
+    alike: dict[tuple[Any, ...], list[Planned]] = {}
+    for planned in points:
+        shown = tuple(item for item in tables.identity(planned.cfg).items() if item[0] not in NOT_SHOWN)
+        alike.setdefault(shown, []).append(planned)
+    told = {}
+    for same in alike.values():
+        settings = [_flat(to_plain(planned.cfg)) for planned in same] if len(same) > 1 else [{}]
+        names = dict.fromkeys(name for flat in settings for name in flat)
+        differing = [name for name in names if any(flat.get(name) != settings[0].get(name) for flat in settings)]
+        for planned, flat in zip(same, settings, strict=True):
+            values = {name: "null" if flat.get(name) is None else flat[name] for name in differing}
+            told[planned.key] = " ".join(f"{name}={value}" for name, value in values.items())
+    return told
+
+
+def _flat(settings: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return flat
+
+
+def results_dir(cfgs: Sequence[RunConfig]) -> str:
+    """The one folder that all points write to.
+
+    Raises:
+        ConfigError: they name more than one.
+    """
+    folders = sorted({cfg.results_dir for cfg in cfgs})
+    if len(folders) != 1:
+        raise ConfigError(f"results_dir={','.join(folders)}: one command writes to one folder")
+    return folders[0]

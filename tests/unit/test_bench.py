@@ -1,0 +1,123 @@
+"""Measuring one arm: bench and the closed loop of `Engine.generate`, on stand-ins for vLLM."""
+
+import signal
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.engine.live import Engine, Generation
+from selfspec_cli.record.latency import RequestTimes, itl, tpot, ttft
+from selfspec_cli.record.point import output_digests
+from selfspec_cli.stages import bench
+
+WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
+
+
+@dataclass
+class Core:
+    """vLLM's engine core: a prefill gives one token, every later step two, for all requests in flight."""
+
+    steps: int = 0
+    running: dict = field(default_factory=dict)
+    most: int = 0
+    at_step: dict = field(default_factory=dict)
+
+    def add_request(self, name, prompt, params):
+        self.running[name] = (params.max_tokens, [])
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        self.steps += 1
+        self.most = max(self.most, len(self.running))
+        self.at_step.get(self.steps, lambda: None)()
+        outputs = []
+        for name, (wanted, tokens) in list(self.running.items()):
+            tokens += [7] * min(1 if not tokens else 2, wanted - len(tokens))
+            if done := len(tokens) == wanted:
+                del self.running[name]
+            outputs.append(SimpleNamespace(request_id=name, finished=done, outputs=[SimpleNamespace(token_ids=tokens)]))
+        return outputs
+
+
+@pytest.fixture
+def live(monkeypatch):
+    """An `Engine` on that core, without vLLM; its clock moves by 0.01 s with each step."""
+    vllm = ModuleType("vllm")
+    vllm.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    core = Core()
+    monkeypatch.setattr("selfspec_cli.engine.live.time", SimpleNamespace(perf_counter=lambda: core.steps / 100))
+    cfg = RunConfig(method=Method.baseline, workload=WORK)
+    return Engine(SimpleNamespace(llm_engine=core), cfg, 8, 1.0, 0.0), core
+
+
+def test_every_output_of_a_request_has_its_time(live):
+    engine, core = live
+    done = engine.generate([[1]] * 3, 6, batch=2)
+    assert core.most == 2  # in flight
+    assert done.outputs == [[7] * 6] * 3
+    first, second, third = done.requests
+    assert first == second == RequestTimes(0.0, pytest.approx((0.01, 0.02, 0.03, 0.04)), 6)  # 1, 2, 2, 1 tokens
+    assert third.arrival == pytest.approx(0.04)  # when one of the others was done
+    assert third.events == pytest.approx((0.05, 0.06, 0.07, 0.08))
+    assert (ttft(third), tpot(third), len(itl(third))) == (pytest.approx(0.01), pytest.approx(0.03 / 5), 3)
+    assert done.seconds == pytest.approx(0.08)
+    assert (done.verified, done.drafting, done.drafted) == (None, None, 0)
+
+
+def test_an_interrupt_ends_the_loop_between_two_steps(live):
+    engine, core = live
+    core.at_step[2] = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1]] * 3, 6, batch=2)
+    assert core.steps == 2  # the step in hand was finished, and no other begun
+
+
+def test_what_the_loop_drafted_and_what_was_verified_are_not_mixed_up(monkeypatch, live):
+    engine, _ = live
+    engine.cfg = RunConfig(workload=WORK)
+    counts = iter([VerifyCounts(0, 0, 0, [0]), VerifyCounts(10, 50, 20, [20])])
+    own = iter([DraftCounters(5).snapshot(), DraftCounters(5).snapshot() | {"drafted": 30}])
+    monkeypatch.setattr(engine, "_counts", lambda: next(counts))
+    monkeypatch.setattr(engine, "_drafting", lambda: next(own))
+    done = engine.generate([[1]] * 3, 6, batch=2)
+    assert (done.verified.places, done.drafting["drafted"], done.drafted) == (50, 30, 30)
+
+
+@dataclass
+class FakeEngine:
+    """Generates at once; remembers what was asked of it."""
+
+    layer = 4
+    weights_mib, draft_mib, kv_blocks, max_model_len, vocab_size = 10.0, 1.0, 99, 512, 50
+    asked: list = field(default_factory=list)
+
+    def call(self, method):
+        self.asked.append(method)
+        return {"early_exit_meter_stop": {"sm_util": 0.5}}.get(method)
+
+    def generate(self, prompts, output_len, *, batch, temperature, seed):
+        self.asked.append(len(prompts))
+        number = self.asked.count(len(prompts))
+        times = [RequestTimes(0.0, (0.1, 0.2), output_len) for _ in prompts]
+        return Generation([[number] * output_len] * len(prompts), 0.5 * number, times, None)
+
+
+def test_a_measurement_keeps_every_repeat_and_the_last_outputs():
+    engine, seen = FakeEngine(), []
+    cfg = RunConfig(workload=WORK, repeats=3, warmup=1, perplexity_tokens=0)
+    found = bench.run(cfg, engine, lambda *words: seen.append(words))
+    assert engine.asked == [3, "early_exit_meter_start", 3, 3, 3, "early_exit_meter_stop", "early_exit_step_bytes"]
+    assert [repeat.seconds for repeat in found.repeats] == [1.0, 1.5, 2.0]  # not the one that warmed up
+    assert found.tok_s == pytest.approx((18.0, 12.0, 9.0))
+    assert found.outputs == output_digests([[4] * 6] * 3)
+    assert (found.engine["kv_blocks"], found.engine["layer"], found.engine["sm_util"]) == (99, 4, 0.5)
+    assert found.perplexity is None
+    assert found.seconds > 0
+    assert seen[-1] == ("repeats", 4, 4)

@@ -1,0 +1,270 @@
+import csv
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from points import RUN, against, baseline, drafts, failed, point, repeat
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.folder import RecordError
+
+BASE = baseline()
+ARM = against(BASE)
+
+
+def lines(results, name="summary.csv"):
+    with (Path(results) / name).open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t" if name.endswith(".tsv") else ","))
+
+
+def names(results):
+    return sorted(path.name for path in (Path(results) / "runs").iterdir() if path.name != ".tables.lock")
+
+
+def test_a_point_is_one_file_and_a_line_of_each_table(tmp_path):
+    drafted = replace(ARM, repeats=(repeat(150.0, drafts()),))
+    for made in (BASE, drafted):
+        assert folder.save(tmp_path, made) == tmp_path / "runs" / f"{made.id}.json"
+    assert folder.read(tmp_path) == ([BASE, drafted], [])
+    assert [head.id for head in folder.heads(tmp_path)] == [BASE.id, drafted.id]
+    assert names(tmp_path) == sorted(f"{made.id}.json" for made in (BASE, drafted))
+    assert [line["point"] for line in lines(tmp_path)] == [BASE.id, drafted.id]
+    assert [(line["drafted"], line["accepted"]) for line in lines(tmp_path, "accept.tsv")] == [("50", "30")]
+
+
+def test_points_are_in_the_order_in_which_they_were_measured(tmp_path):
+    later = point("0", run_id="20261122-000000-aaaa")
+    for made in (later, replace(ARM, number=2), BASE):
+        folder.save(tmp_path, made)
+    assert folder.read(tmp_path)[0] == [BASE, replace(ARM, number=2), later]
+    assert folder.read(tmp_path, {BASE.key})[0] == [BASE, later]
+    assert folder.read(tmp_path, {later.id})[0] == [later]
+
+
+def test_a_point_is_never_written_twice(tmp_path):
+    file = folder.save(tmp_path, BASE)
+    before = file.read_bytes()
+    with pytest.raises(RecordError, match="never written twice"):
+        folder.save(tmp_path, replace(BASE, seconds=9.0))
+    assert file.read_bytes() == before
+    assert len(lines(tmp_path)) == 1
+    assert names(tmp_path) == [file.name]
+
+
+def test_a_file_system_without_hard_links_will_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
+    folder.save(tmp_path, BASE)
+    with pytest.raises(RecordError, match="never written twice"):
+        folder.save(tmp_path, BASE)
+    assert folder.read(tmp_path)[0] == [BASE]
+
+
+def test_the_tables_are_made_again_from_the_points(tmp_path):
+    for made in (BASE, ARM, failed(number=2)):
+        folder.save(tmp_path, made)
+    before = {name: (tmp_path / name).read_bytes() for name in ("summary.csv",)}
+    (tmp_path / "summary.csv").unlink()
+    assert folder.export(tmp_path) == (3, [])
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert list(lines(tmp_path)[0]) == tables.header(tables.Record)
+
+
+@pytest.mark.parametrize("spoil", ["garbage", "half a line", "another header", "binary"])
+def test_a_spoiled_table_is_one_clear_line_and_made_again(tmp_path, spoil):
+    for made in (BASE, ARM):
+        folder.save(tmp_path, made)
+    summary = tmp_path / "summary.csv"
+    good = summary.read_bytes()
+    spoiled = {
+        "garbage": good + b"".join(b"%d,what is this\n" % number for number in range(150)),
+        "half a line": good[:-10],
+        "another header": b"arm,colour\nbaseline,blue\n",
+        "binary": bytes(random.Random(0).randrange(256) for _ in range(3000)),
+    }[spoil]
+    summary.write_bytes(spoiled)
+    assert [row.point for row in map(tables.row, folder.read(tmp_path)[0])] == [BASE.id, ARM.id]  # reports read points
+    (warning,) = folder.prepare(tmp_path)
+    assert "it is now summary.csv.1" in warning
+    assert summary.read_bytes() == good
+    assert (tmp_path / "summary.csv.1").read_bytes() == spoiled
+    assert folder.prepare(tmp_path) == []
+
+
+def test_a_line_that_a_killed_process_did_not_write_is_there_after_the_next_start(tmp_path, monkeypatch):
+    folder.save(tmp_path, BASE)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_add_lines", lambda *_: None)
+        folder.save(tmp_path, ARM)
+    assert len(lines(tmp_path)) == 1
+    (tmp_path / "runs" / f".{ARM.id}.99999.part").write_text("half")
+    assert folder.prepare(tmp_path) == []
+    assert [line["point"] for line in lines(tmp_path)] == [BASE.id, ARM.id]
+    assert not [name for name in names(tmp_path) if name.endswith(".part")]
+
+
+def test_files_that_are_no_points_are_one_warning_and_left_alone(tmp_path):
+    folder.save(tmp_path, BASE)
+    for number in range(76):
+        (tmp_path / "runs" / f"{number}.json").write_text("garbage")
+    points, warnings = folder.read(tmp_path)
+    assert points == [BASE]
+    assert len(warnings) == 1
+    assert "and 73 more" in warnings[0]
+    assert [head.id for head in folder.heads(tmp_path)] == [BASE.id]
+
+
+def test_a_failed_rerun_leaves_a_good_point_as_it_was(tmp_path):
+    file = folder.save(tmp_path, ARM)
+    before = file.read_bytes()
+    folder.save(tmp_path, failed("1", run_id="20261122-000000-bbbb", versions={"selfspec": "9"}))
+    assert file.read_bytes() == before
+    kept, rerun = folder.read(tmp_path)[0]
+    assert (kept, rerun.ok, kept.versions, rerun.versions) == (ARM, False, {"selfspec": "0.1.0"}, {"selfspec": "9"})
+
+
+def _save_many(results, name, acknowledged):
+    """Save 1,000 points and say of each that it is saved."""
+    for number in range(1000):
+        made = replace(BASE, id=f"{name}{number:011d}-{RUN}", key=f"{name}{number:011d}", number=number)
+        folder.save(results, made)
+        os.write(acknowledged, f"{made.id}\n".encode())
+
+
+def test_eight_processes_killed_at_random_lose_no_point_that_was_acknowledged(tmp_path):
+    context, draw = multiprocessing.get_context("fork"), random.Random(7)
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    workers = [context.Process(target=_save_many, args=(tmp_path, name, write_end)) for name in "abcdef01"]
+    said: list[bytes] = []
+    reader = threading.Thread(target=lambda: said.extend(iter(lambda: os.read(read_end, 1 << 16), b"")), daemon=True)
+    for worker in workers:
+        worker.start()
+    os.close(write_end)
+    reader.start()
+    for worker in workers:
+        time.sleep(draw.uniform(0.1, 0.6))
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    reader.join(10)
+    acknowledged = b"".join(said).decode().split()
+    points, warnings = folder.read(tmp_path)
+    there = [made.id for made in points]
+    assert warnings == []
+    assert len(acknowledged) > 50
+    assert len(set(acknowledged)) == len(acknowledged)
+    assert set(acknowledged) <= set(there)
+    assert len(there) - len(acknowledged) <= len(workers)  # saved, and killed before it could say so
+    folder.prepare(tmp_path)
+    assert sorted(line["point"] for line in lines(tmp_path)) == sorted(there)
+    assert names(tmp_path) == sorted(f"{name}.json" for name in there)
+
+
+def test_exports_beside_a_writer_lose_and_repeat_nothing(tmp_path):
+    worker = multiprocessing.get_context("fork").Process(
+        target=lambda: [folder.save(tmp_path, replace(BASE, id=f"{n:012d}-{RUN}", key=f"{n:012d}")) for n in range(25)]
+    )
+    worker.start()
+    while worker.is_alive():
+        folder.export(tmp_path)
+        time.sleep(0.01)  # a lock is not fair: let the writer have it
+    worker.join()
+    assert len(lines(tmp_path)) == len({line["point"] for line in lines(tmp_path)}) == 25
+
+
+@pytest.fixture
+def small_files():
+    """Files may grow to 600 bytes and no further, as on a disk that is full."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+
+    yield fill
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path, small_files):
+    folder.save(tmp_path, BASE)
+    before = (tmp_path / "summary.csv").read_bytes()
+    small_files()
+    with pytest.raises(RecordError) as caught:
+        folder.save(tmp_path, ARM)
+    message = str(caught.value)
+    assert f"{tmp_path}" in message and "free some space" in message and "results_dir=NAME" in message
+    assert names(tmp_path) == [f"{BASE.id}.json"]
+    assert (tmp_path / "summary.csv").read_bytes() == before
+
+
+def test_a_line_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
+    folder.save(tmp_path, BASE)
+    before, write = (tmp_path / "summary.csv").read_bytes(), os.write
+
+    def fills_up(handle, data):
+        if len(data) < 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data[:20])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder.os, "write", fills_up)
+        with pytest.raises(RecordError, match=r"summary\.csv could not be written: No space left"):
+            folder.save(tmp_path, ARM)
+    assert (tmp_path / "summary.csv").read_bytes() == before
+    folder.prepare(tmp_path)
+    assert [line["point"] for line in lines(tmp_path)] == [BASE.id, ARM.id]
+
+
+def _as_nobody(action, answer):
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try:
+        answer.put((None, action()))
+    except Exception as error:
+        answer.put((type(error).__name__, str(error)))
+
+
+def test_a_read_only_folder_is_refused_with_its_name_and_what_to_do():
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o555)
+        for action, kind in (
+            (lambda: folder.prepare(place), "ConfigError"),
+            (lambda: folder.prepare(f"{place}/deeper/still"), "ConfigError"),
+            (lambda: folder.sweep_lock(place).__enter__(), "ConfigError"),
+            (lambda: folder.save(place, BASE), "RecordError"),
+        ):
+            answer = context.Queue()
+            worker = context.Process(target=_as_nobody, args=(action, answer))
+            worker.start()
+            raised, message = answer.get(timeout=20)
+            worker.join()
+            assert raised == kind
+            assert place in message and "make it writable" in message and "results_dir=NAME" in message
+        assert os.listdir(place) == []
+
+
+def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
+    code = (
+        "import sys; from selfspec_cli.record.folder import sweep_lock\n"
+        f"with sweep_lock({str(tmp_path)!r}): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"pid {other.pid}"), folder.sweep_lock(tmp_path):
+            pass
+        other.kill()  # a lock dies with its holder
+    with folder.sweep_lock(tmp_path):
+        pass

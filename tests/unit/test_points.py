@@ -1,0 +1,130 @@
+import json
+from dataclasses import replace
+
+import pytest
+from points import ARM, BASELINE, against, baseline, drafts, failed, measured, point, repeat
+
+from selfspec_cli.config.schema import GateConfig, Method, RunConfig
+from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.record import tables
+from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
+
+OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40}
+
+
+def test_a_point_comes_back_as_it_went():
+    base = baseline()
+    for made in (base, against(base), failed(), point(measurement=measured(100.0), figures={"speedup": 2.0})):
+        assert from_json(to_json(made)) == made
+    drafted = replace(against(base), repeats=(repeat(100.0, drafts(), OWN),))
+    assert from_json(to_json(drafted)) == drafted
+
+
+def test_the_first_line_says_what_a_list_of_points_shows():
+    made = against(baseline())
+    line = to_json(made).splitlines()[0]
+    head = head_from_line(line)
+    assert (head.id, head.key, head.arm, head.seconds, head.ok) == (made.id, made.key, made.arm, 2.0, True)
+    assert head.repeats == ()
+    assert "requests" not in line
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": 99}', '{"format": 1}', "no", '{"format": 1, "repeats": [1]}'])
+def test_what_is_no_point_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011 (JSON's own error among them)
+        from_json(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        head_from_line(text)
+
+
+def test_the_comparison_can_be_checked_from_the_points_own_file():
+    made = from_json(to_json(against(baseline(), "1", 150.0, 160.0, 140.0)))
+    compared = made.compared_with
+    assert compared.tok_s == pytest.approx((100.0, 105.0, 90.0))
+    assert compared.speedup == pytest.approx(1.5)
+    assert (compared.low, compared.high) == speedup_interval(made.tok_s, compared.tok_s)
+    assert (compared.baseline, compared.key, compared.reused) == (baseline().id, "0" * 12, False)
+
+
+def test_outputs_are_compared_by_their_digests():
+    assert output_digests([[1, 2], [12], [1, 2]])[0] == output_digests([[1, 2]])[0] != output_digests([[12]])[0]
+    base = baseline()
+    same = against(base).compared_with
+    assert (same.identical, same.outputs) == (2, 2)
+    other = against(replace(base, outputs=("aa", "xx"))).compared_with
+    assert (other.identical, other.outputs) == (1, 2)
+    assert against(base, arm={**ARM, "acceptance_length": 3.0}).compared_with.identical is None
+
+
+def test_a_row_is_made_of_the_raw_values():
+    row = tables.row(against(baseline(), "1", 150.0, 160.0, 140.0))
+    assert (row.tok_s_median, row.tok_s_min, row.tok_s_max) == pytest.approx((150, 140, 160))
+    assert row.speedup == pytest.approx(1.5)
+    assert row.speedup_low < 1.5 < row.speedup_high
+    assert row.ttft_ms == pytest.approx(1000 / 150, rel=1e-3)  # the first of four tokens
+    assert (row.tpot_ms, row.itl_ms) == pytest.approx((1000 / 150, 1000 / 150), rel=1e-3)
+    assert row.e2e_ms == pytest.approx(4000 / 150, rel=1e-3)
+    assert (row.baseline, row.baseline_reused, row.kv_blocks) == (baseline().id, False, 7)
+    assert tables.row(baseline()).speedup == 1
+    assert tables.row(baseline()).speedup_low is None  # it is what speedups are over
+
+
+def test_the_accept_rate_says_which_it_is():
+    """40 tokens were drafted; verify passes looked at 50 places, as they do on CUDA, and 30 tokens were accepted."""
+    made = replace(against(baseline()), repeats=(repeat(150.0, drafts(), OWN),))
+    row, accept = tables.row(made), tables.accept_row(made)
+    assert (row.accept_rate, row.verified_accept_rate) == (0.75, 0.6)
+    assert (row.mean_accepted_len, row.drafted_per_round) == (4.0, 4.0)
+    assert (accept.drafted, accept.places, accept.accepted, accept.accepted_at) == (40, 50, 30, "10 8 6 4 2")
+    assert (accept.gate, accept.threshold, accept.point) == ("varH", 5.0, made.id)
+    theirs = replace(made, repeats=(repeat(150.0, drafts()),))  # vLLM's own drafter keeps no counters of its own
+    assert tables.row(theirs).accept_rate == tables.row(theirs).verified_accept_rate == 0.6
+    assert tables.accept_row(baseline()) is None
+
+
+def test_counts_of_repeats_add_up():
+    both = VerifyCounts.total([drafts(), None, drafts()])
+    assert (both.rounds, both.places, both.accepted, both.accepted_at) == (20, 100, 60, [20, 16, 12, 8, 4])
+    assert both.since(drafts()) == drafts()
+    assert VerifyCounts.total([None]) is None
+
+
+def test_what_was_not_measured_is_empty_and_not_zero():
+    row = tables.row(failed())
+    assert row.status == "failed: out of memory"
+    assert (row.tok_s_median, row.speedup, row.accept_rate, row.ttft_ms) == (None,) * 4
+    cells = dict(zip(tables.header(tables.Record), tables.line(row).rstrip("\n").split(","), strict=True))
+    assert cells["ppl"] == cells["speedup"] == ""
+
+
+def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():
+    made = replace(point(), figures={"tok_s_median": 7.0, "speedup": 1.25}, repeats=())
+    row = tables.row(made)
+    assert (row.tok_s_median, row.speedup, row.speedup_low, row.ttft_ms) == (7.0, 1.25, None, None)
+
+
+def test_todays_columns_stand_first_and_in_their_order():
+    names = tables.header(tables.Record)
+    assert names[:4] == ["run_id", "time", "arm", "model"]
+    assert names.index("key") < names.index("tpot_ms") < names.index("point") == len(names) - 1
+    assert names[names.index("ttft_ms") + 1] == "itl_ms"
+
+
+def test_identity_says_only_what_the_arm_has():
+    def columns(cfg):
+        found = tables.identity(cfg, layer=8)
+        return [found.get(name) for name in ("E", "k", "head", "gate", "threshold")]
+
+    cfg = RunConfig(gate=GateConfig(kind="varH"), tau_v=4.0, k=5)
+    assert columns(cfg) == [8, 5, "lens", "varH", 4.0]
+    assert columns(replace(cfg, method=Method.skip, layer=3)) == [3, None, "lens", None, None]
+    assert columns(replace(cfg, method=Method.baseline)) == [None] * 5
+
+
+def test_a_file_is_plain_json_and_short():
+    made = to_json(against(baseline()))
+    document = json.loads(made)
+    assert document["repeats"][0]["requests"][0] == {"arrival_us": 0, "tokens": 4,
+                                                     "events_us": [6667, 13333, 20000, 26667]}  # fmt: skip
+    assert set(BASELINE) < set(document["arm"])

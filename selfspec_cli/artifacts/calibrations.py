@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
@@ -51,10 +52,10 @@ def exit_name(cfg: RunConfig) -> str:
 
 
 def save(path: Path, gate: SavedGate) -> None:
-    """Write the file; `load` reads it back to an equal object."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the file, whole or not at all; `load` reads it back to an equal object."""
     document = {"calibration": gate.calibration.to_dict(), "threshold": gate.threshold, "about": gate.about}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    with written(path) as part:
+        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def load(path: str | Path) -> SavedGate:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import draft_options
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_threshold, to_plain
@@ -39,13 +40,11 @@ def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
     import yaml
 
     file = conf / FOLDER / f"{folder_name(cfg)}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
     header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={safe_name(cfg.model.name)}\n"
-    part = file.with_suffix(".part")
     model = {"path": cfg.model.path, "fingerprint": model_fingerprint(cfg)}
     document = {"title": title, "model": model, "overrides": words}
-    part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    part.replace(file)
+    with written(file) as part:
+        part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return file
 
 

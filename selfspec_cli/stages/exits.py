@@ -10,22 +10,22 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations
+from selfspec_cli.artifacts.whole import written
+from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
-from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
-from selfspec_cli.stages import measure, preflight
+from selfspec_cli.stages import measure
 from selfspec_cli.texts import prompts as workload
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
@@ -167,21 +167,18 @@ def level(exits: Sequence[Exit]) -> list[Exit]:
 def draft_key(cfg: RunConfig) -> str:
     """Names what an exit drafts: another for every setting that matters, and for a head or a vocabulary whose file
     holds something else now."""
-    digest = hashlib.sha256(engine_key(cfg).encode())
-    for path in _draft_files(cfg):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:KEY_LENGTH]
+    held = digests(cfg)
+    text = f"{engine_key(cfg)} {held.get('head')} {held.get('vocab')}"
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
 
 
 def save(found: Exit, file: Path) -> None:
     """Write the log and the costs of an exit, whole or not at all; `load` reads them back."""
     import torch
 
-    part = file.with_suffix(".part")
     log = {name: getattr(found.log, name) for name in DraftLog.__annotations__}
-    torch.save({"log": log, "costs": asdict(found.costs)}, part)
-    part.replace(file)
+    with written(file) as part:
+        torch.save({"log": log, "costs": found.costs.to_dict()}, part)
 
 
 def load(cfg: RunConfig, file: Path) -> Exit:
@@ -190,11 +187,3 @@ def load(cfg: RunConfig, file: Path) -> Exit:
 
     saved: dict[str, Any] = torch.load(file, weights_only=True)
     return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]))
-
-
-def _draft_files(cfg: RunConfig) -> list[Path]:
-    """The head, and what its draft vocabulary comes from: a list, or the token counts that a fit left."""
-    files = [preflight.head_file(cfg, int(cfg.layer or 0))]
-    if cfg.vocab != "full":
-        files.append(head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
-    return [file for file in files if file is not None and file.is_file()]

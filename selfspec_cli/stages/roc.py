@@ -14,6 +14,7 @@ from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.artifacts.calibrations import SavedGate
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
@@ -192,7 +193,8 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
         files[f"calibration {found.exit.name}"] = str(path)
     choice = folder / "choice.json"
     document = {"choice": result.choice(), "exits": [_document(found) for found in result.exits]}
-    choice.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    with written(choice) as part:
+        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return files | {"choice": str(choice)}
 
 

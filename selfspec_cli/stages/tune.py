@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
@@ -164,7 +165,8 @@ def run(
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
-    (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
+    with written(folder / "choice.json") as part:
+        part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
 
 

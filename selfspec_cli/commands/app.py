@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import screen as output
+from selfspec_cli.commands import screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, note, only_stderr, rows_document, say, warn
 from selfspec_cli.config import machine, options
@@ -86,7 +86,7 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
         if as_json:
             emit({"ok": fine, "checks": [asdict(check) for check in checks]})
         else:
-            output.show_checks(checks)
+            screen.show_checks(checks)
             say("A run could work here." if fine else "A run could not work here.", "bold")
         raise typer.Exit(0 if fine else 1)
 
@@ -107,7 +107,7 @@ def show_options(
         rows, choices = options.rows(word), options.choices(word)
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
-        output.show_options(rows, choices)
+        screen.show_options(rows, choices)
 
 
 @app.command(
@@ -179,12 +179,12 @@ def fit_lsq(
             preflight.check(cfg)
         if dry_run:
             plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(head_folder(cfg))}
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         from selfspec_cli.stages import fit
 
         with only_stderr(), bars() as progress:
             fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
-        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+        emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
 @app.command(
@@ -208,12 +208,12 @@ def fit_heads(
         plan = head_plan.to_fit(_several(overrides))
         corpora.check(corpus)
         if dry_run:
-            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+            return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
         from selfspec_cli.stages import fit
 
         with only_stderr(), bars() as progress:
             fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, progress=progress)
-        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+        emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
 @app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024", cls=TakesSettings)
@@ -232,14 +232,14 @@ def compare_heads(
         plan = head_plan.to_compare(overrides or [], _several)
         corpora.check(corpus)
         if dry_run:
-            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+            return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
         from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
         with only_stderr(), bars() as progress:
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
         found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
-        emit(found.document()) if as_json else output.show_comparison(found)
+        emit(found.document()) if as_json else screen.show_comparison(found)
         raise typer.Exit(found.exit_code)
 
 
@@ -262,7 +262,7 @@ def roc(
         cfgs = _exits(overrides or [], roc_stage.LAYER_PARTS)
         if dry_run:
             plan = roc_stage.facts(cfgs, longest, prompts)
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         with only_stderr(), bars() as progress:
             result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
         png = Path(result.files["table"]).with_name("roc.png")
@@ -270,7 +270,7 @@ def roc(
         if as_json:
             emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
         else:
-            output.show_roc(result.rows, result.choice(), result.files)
+            screen.show_roc(result.rows, result.choice(), result.files)
 
 
 @app.command(
@@ -288,26 +288,27 @@ def tune(
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
     with guard(as_json, debug, GOES_ON):
         from selfspec_cli.stages import tune as tune_stage
+        from selfspec_cli.stages.budget import Budget
 
         words = overrides or []
         cfgs = _exits(words, tune_stage.LAYER_PARTS)
         heads = [] if any(re.match(r"head[.=]", word) for word in words) else _known_heads()
         if dry_run:
             plan = tune_stage.facts(cfgs, minutes, trials, heads)
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
             result = tune_stage.run(
                 cfgs,
                 open_engine=_open_engine,
-                budget=tune_stage.Budget(minutes, trials),
+                budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
                 model_words=model,
                 progress=progress,
             )
         warn(result.warnings)
-        emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
+        emit(tune_stage.document(result)) if as_json else screen.show_tuned(tune_stage.document(result))
 
 
 Folder = Annotated[
@@ -346,7 +347,7 @@ def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False
         count, warnings = results_folder.export(folder)
         warn(warnings)
         made = {"points": count, "summary": folder / results_folder.SUMMARY, "accept": folder / results_folder.ACCEPT}
-        emit(made) if as_json else output.show_facts(made)
+        emit(made) if as_json else screen.show_facts(made)
 
 
 def _results(overrides: list[str] | None) -> Path:
@@ -411,7 +412,7 @@ def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_jso
     folder = Path(planning.results_dir(runs))
     if dry_run:
         plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
-        return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
+        return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
     preflight.check_device(runs[0])
     plans: list[planning.Plan] = []
     result = _sweep(runs, again, reuse_baseline, plans.append)
@@ -450,7 +451,7 @@ def _sweep(
 
     def announce(plan: planning.Plan) -> None:
         planned(plan)
-        note(output.plan_in_short(plan))
+        note(screen.plan_in_short(plan))
 
     run_id = results_folder.new_run_id()
     with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:

@@ -26,7 +26,7 @@ from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import measure
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.texts.prompts import workload_prompts
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
@@ -126,7 +126,7 @@ def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
         engine.generate(
-            workload.prompts(other, engine),
+            workload_prompts(other, engine),
             work.output_len,
             batch=work.batch,
             temperature=work.temperature,
@@ -144,7 +144,7 @@ def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
     longest = int(cfg.k or 0)
     lengths = sorted({1, (longest + 1) // 2, longest})
     settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
-    plain, *drafting = measure.run(engine, few, workload.prompts(few, engine), settings, repeats=TIMED_REPEATS)
+    plain, *drafting = measure.run(engine, few, workload_prompts(few, engine), settings, repeats=TIMED_REPEATS)
     return measure.costs(plain, drafting)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ from selfspec_cli.early_exit.gates import features
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, preflight, search
+from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.exits import Exit, OpenEngine
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.texts.prompts import workload_prompts
 
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
@@ -41,30 +41,6 @@ FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is tried beside the default
-CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
-
-
-@dataclass
-class Budget:
-    """How long the search may take, from the moment this is made. clock: seconds, never going back."""
-
-    minutes: float
-    trials: int  # on each engine
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-
-    @property
-    def spent(self) -> float:
-        """Seconds."""
-        return self.clock() - self.started
-
-    @property
-    def left(self) -> float:
-        """Seconds, may be negative."""
-        return self.minutes * 60 - CLOSING - self.spent
 
 
 @dataclass
@@ -274,7 +250,7 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
     and that race fit, as long as the slowest batch says they take.
     """
     study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
-    prompts = workload.prompts(found.cfg, engine)
+    prompts = workload_prompts(found.cfg, engine)
     slowest = batch_seconds(found)
     warmup = 1
     while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
@@ -297,7 +273,7 @@ def _final(
     seconds of the budget left, but one at least."""
     study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
     settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting]))
-    prompts = workload.prompts(found.cfg, engine)
+    prompts = workload_prompts(found.cfg, engine)
     plain, *measured = measure.run(
         engine,
         found.cfg,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ class Corpus:
             draw = random.Random(f"{part} {seed}")
             return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
         try:
-            return corpus.token_windows(encode, getattr(self, part), length, count, seed)
+            return library.token_windows(encode, getattr(self, part), length, count, seed)
         except ValueError as error:
             raise ConfigError(f"corpus={self.name}: {error}") from error
 
@@ -100,7 +100,7 @@ def load(source: str) -> Corpus:
         ConfigError: no such file, a file of another shape, too little text, or `datasets` is not installed.
     """
     if source == "stdlib":
-        return Corpus("standard library, held-out modules excluded", corpus.fitting_text(), corpus.held_out_text())
+        return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
         return Corpus("random token ids (not a text)")
     if source.startswith("hf:"):
@@ -131,8 +131,8 @@ def check(source: str) -> None:
 
 def _split(source: str, documents: Iterable[str]) -> Corpus:
     """Blocks of documents; every tenth is held out. Blocks that repeat the held-out modules are dropped."""
-    known = corpus.fingerprints(text for _, text in corpus.held_out_text())
-    blocks = [block for block in _blocks(documents) if not corpus.is_contaminated(block, known)]
+    known = library.fingerprints(text for _, text in library.held_out_text())
+    blocks = [block for block in _blocks(documents) if not library.is_contaminated(block, known)]
     named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:

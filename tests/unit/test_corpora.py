@@ -5,8 +5,7 @@ import json
 import pytest
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.texts import corpora
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import corpora, library
 
 PARAGRAPHS = [f"Paragraph {number}. " + "Words that a model could read. " * 30 for number in range(400)]
 
@@ -29,9 +28,9 @@ def test_plain_text_is_split_into_disjoint_blocks(tmp_path):
 @pytest.fixture
 def datasets(tmp_path, monkeypatch):
     """The real library, with its cache in the test's own folder."""
-    library = pytest.importorskip("datasets")
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return library
+    installed = pytest.importorskip("datasets")
+    monkeypatch.setattr(installed.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return installed
 
 
 def test_share_gpt_is_read_turn_by_turn(tmp_path, datasets):
@@ -47,7 +46,7 @@ def test_share_gpt_is_read_turn_by_turn(tmp_path, datasets):
 
 
 def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
-    name, module = max(corpus.held_out_text(), key=lambda pair: len(pair[1]))
+    name, module = max(library.held_out_text(), key=lambda pair: len(pair[1]))
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join([*PARAGRAPHS, module]))
     found = corpora.load(str(path))
@@ -57,8 +56,8 @@ def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
 
 def test_the_standard_library_is_the_default_text():
     found = corpora.load("stdlib")
-    assert found.held_out == corpus.held_out_text()
-    assert not {name for name, _ in found.fitting} & set(corpus.HELD_OUT)
+    assert found.held_out == library.held_out_text()
+    assert not {name for name, _ in found.fitting} & set(library.HELD_OUT)
     counts = found.counts(encode, 97)
     assert corpora.COUNTED_CHARACTERS * 0.9 < counts.sum() <= corpora.COUNTED_CHARACTERS
     assert counts.argmax() == ord(" ")

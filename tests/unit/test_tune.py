@@ -29,6 +29,7 @@ from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
 from selfspec_cli.stages import exits, measure, search, tune
+from selfspec_cli.stages.budget import Budget
 
 OPENING = 30.0  # seconds until an engine is there
 
@@ -119,7 +120,7 @@ def lab(tmp_path, monkeypatch):
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
     def run(minutes=500.0, trials=12, chosen=cfgs):
-        budget = tune.Budget(minutes, trials, clock)
+        budget = Budget(minutes, trials, clock)
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=tmp_path / "conf", model_words=["model=m"])
 
     return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)

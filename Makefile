@@ -1,5 +1,6 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
-# make test   install, lint, and run every test that this machine can run
+# make quick  lint, unit and contract tests: what to run before a commit, two minutes on two cores
+# make test   install, lint, and run every test that this machine can run; says how long each part took
 # make lint   ruff, the direction of imports, mypy
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
 
@@ -7,16 +8,40 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RESULTS ?= results
+JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint install wheel clean
+PYTEST := $(BIN)/python -m pytest
+# Tests that need no engine, on JOBS processes; whoever has nothing left to do takes over from the other.
+SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
+TIMES := $(VENV)/.times
+
+# $(call timed,NAME,COMMAND): run a part, and note how long it took.
+define timed
+@begun=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - begun)) s" >>$(TIMES)
+endef
+summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
+
+.PHONY: demo quick test lint install wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
 	$(BIN)/selfspec report results_dir=$(RESULTS)
 
-test: lint
-	$(BIN)/python -m pytest
+quick: $(INSTALLED)
+	@rm -f $(TIMES)
+	$(call timed,lint,$(MAKE) --no-print-directory lint)
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract $(SIDE_BY_SIDE))
+	$(summary)
+
+test: $(INSTALLED)
+	@rm -f $(TIMES)
+	$(call timed,lint,$(MAKE) --no-print-directory lint)
+	$(call timed,unit,$(PYTEST) tests/unit $(SIDE_BY_SIDE) --durations=10)
+	$(call timed,contract,$(PYTEST) tests/contract)
+	$(call timed,engine,$(PYTEST) tests/engine --durations=10)
+	$(call timed,gpu,$(PYTEST) tests/gpu)
+	$(summary)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

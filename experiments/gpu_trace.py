@@ -22,7 +22,7 @@ from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.live import open_engine
 from selfspec_cli.report.trace import shares
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.texts.prompts import workload_prompts
 from selfspec_cli.vllm_plugin.v2 import device_loop
 
 MODEL = ModelConfig(
@@ -38,7 +38,7 @@ KERNELS = 12  # of a part, the slowest
 def table(cfg: RunConfig) -> dict:
     """Profile about 60 rounds of one arm."""
     with open_engine(cfg) as engine:
-        prompts = workload.prompts(cfg, engine)
+        prompts = workload_prompts(cfg, engine)
         engine.generate(prompts, 64, batch=cfg.workload.batch)
         plain = engine.generate(prompts, 192, batch=cfg.workload.batch)
         engine.call("early_exit_annotate")

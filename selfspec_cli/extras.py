@@ -6,6 +6,7 @@ EXTRAS = {
     "bench": (
         "hydra", "matplotlib", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy", "sklearn", "typer", "yaml",
     ),
+    "data": ("datasets",),
     "track": ("wandb",),
     "eval": ("lm_eval",),
 }  # fmt: skip

@@ -29,8 +29,8 @@ from selfspec_cli.config.schema import EngineConfig, ModelConfig, RunConfig, Wor
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
-from selfspec_cli.stages import measure, roc
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.stages import exits, measure
+from selfspec_cli.texts.prompts import workload_prompts
 
 LONGEST, REPEATS = 12, 5
 GRID_LENGTHS, GRID_THRESHOLDS = (3, 6, 12), 5
@@ -44,7 +44,7 @@ def setting(text: str) -> Setting:
 
 def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
     """Five repeats by turns; speedups over plain decoding, and against it the identity of every output."""
-    prompts = workload.prompts(cfg, engine)
+    prompts = workload_prompts(cfg, engine)
     plain, *others = measure.run(engine, cfg, prompts, [measure.PLAIN, *settings], repeats=REPEATS)
     rows = []
     for arm in [plain, *others]:
@@ -78,7 +78,7 @@ def recording(engine: Engine, cfg: RunConfig) -> float:
     """Speed with the record on over speed with it off: ungated drafts of 8, by turns, a median time for each prompt."""
     measure.apply(engine, Setting("none", None, 8))
     on = off = 0.0
-    for prompt in workload.prompts(cfg, engine):
+    for prompt in workload_prompts(cfg, engine):
         kept, plain = [], []
         for _ in range(REPEATS):
             with engine.recording():
@@ -90,12 +90,12 @@ def recording(engine: Engine, cfg: RunConfig) -> float:
 
 def grid(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
     """Screen every point, then race the best ones with the settings named."""
-    log = roc.record(engine, cfg, 16)
+    log = exits.record(engine, cfg, 16)
     points = [Setting("none", None, k) for k in range(1, 9)]
     points += [Setting(gate, limit, k) for gate in log.features for k in GRID_LENGTHS
                for limit in replay.thresholds(log, gate, GRID_THRESHOLDS)]  # fmt: skip
     few = replace(cfg, workload=replace(cfg.workload, num_prompts=3, output_len=96))
-    plain, *screened = measure.run(engine, few, workload.prompts(few, engine), [measure.PLAIN, *points], repeats=1)
+    plain, *screened = measure.run(engine, few, workload_prompts(few, engine), [measure.PLAIN, *points], repeats=1)
     ranked = sorted(screened, key=lambda arm: -arm.median)
     rows = race(engine, cfg, list(dict.fromkeys([arm.setting for arm in ranked[:6]] + named)))
     best = max(rows, key=lambda row: row["speedup"])

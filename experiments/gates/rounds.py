@@ -33,7 +33,7 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, open_engine
 from selfspec_cli.stages import measure
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.texts.prompts import workload_prompts
 
 PARTS = ("step", "execute", "model", "propose", "d_forward", "d_logits", "d_gate")
 
@@ -104,7 +104,7 @@ def run_arms(engine: Engine, cfg: RunConfig, named: Setting, repeats: int) -> di
     plan = {"gated": named, "forced": Setting("none", None, named.k)}
     plan |= {f"k={k}": Setting("none", None, k) for k in range(LONGEST + 1)}
     found: dict[str, list[list[list[dict]]]] = {name: [] for name in plan}
-    for place, prompt in enumerate(workload.prompts(cfg, engine)):
+    for place, prompt in enumerate(workload_prompts(cfg, engine)):
         for name in plan:
             found[name].append([])
         measure.apply(engine, named)
@@ -149,7 +149,7 @@ def by_size(found: dict[str, list[list[list[dict]]]]) -> tuple[list[dict[str, fl
 
 def everywhere(engine: Engine, cfg: RunConfig) -> DraftLog:
     """A draft of 12 from every position of the model's own greedy output, prompt after prompt."""
-    prompts = workload.prompts(cfg, engine)
+    prompts = workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, 5))
     outputs = engine.generate(prompts, cfg.workload.output_len, batch=1).outputs
     measure.apply(engine, Setting("none", None, LONGEST))

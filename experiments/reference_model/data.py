@@ -14,7 +14,7 @@ from architecture import END_OF_TEXT, END_OF_TEXT_ID
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 MIN_BYTES, MAX_BYTES, MAX_LINE = 200, 1_000_000, 1000
 TOKENIZER_SAMPLE_BYTES = 80_000_000
@@ -38,7 +38,7 @@ def source_files() -> list[Path]:
 
 def admit(path: Path) -> tuple[str, str | None]:
     """('kept', text), or (why the file is left out, None)."""
-    if corpus.named_like_held_out(path):
+    if library.named_like_held_out(path):
         return "named like a held-out module", None
     try:
         raw = path.read_bytes()
@@ -51,14 +51,14 @@ def admit(path: Path) -> tuple[str, str | None]:
         return "line over 1000 characters", None
     if any(mark in text[:1000].lower() for mark in GENERATED_MARKS):
         return "generated", None
-    if corpus.is_contaminated(text, _held_out):
+    if library.is_contaminated(text, _held_out):
         return "shares text with a held-out module", None
     return "kept", text
 
 
 def collect(limit_bytes: int | None) -> tuple[list[str], dict]:
     """Admitted texts, deduplicated and in the order of their content hashes, and how many files went where."""
-    _held_out.update(corpus.fingerprints(text for _, text in corpus.held_out_text()))
+    _held_out.update(library.fingerprints(text for _, text in library.held_out_text()))
     files = source_files() if limit_bytes is None else source_files()[::37]
     reasons: Counter[str] = Counter()
     texts: dict[str, str] = {}
@@ -105,7 +105,7 @@ def prepare(work: Path, vocab: int, limit_bytes: int | None) -> None:
     """Write tokenizer.json, train.npy, held_out.npy and data.json (statistics) into `work`."""
     work.mkdir(parents=True, exist_ok=True)
     texts, statistics = collect(limit_bytes)
-    held_out = [text for _, text in corpus.held_out_text()]
+    held_out = [text for _, text in library.held_out_text()]
     tokenizer = train_tokenizer(texts, vocab)
     tokenizer.save(str(work / "tokenizer.json"))
     train, test = tokenise(tokenizer, texts), tokenise(tokenizer, held_out)

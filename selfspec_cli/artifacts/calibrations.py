@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import draft_options
-from selfspec_cli.config.paths import head_folder
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError
@@ -51,10 +52,10 @@ def exit_name(cfg: RunConfig) -> str:
 
 
 def save(path: Path, gate: SavedGate) -> None:
-    """Write the file; `load` reads it back to an equal object."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the file, whole or not at all; `load` reads it back to an equal object."""
     document = {"calibration": gate.calibration.to_dict(), "threshold": gate.threshold, "about": gate.about}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    with written(path) as part:
+        part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def load(path: str | Path) -> SavedGate:
@@ -75,7 +76,7 @@ def load(path: str | Path) -> SavedGate:
         raise ConfigError(f"gate.calibration={path}: {reason}") from error
 
 
-def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
+def with_calibration(cfg: RunConfig, layer: int | None) -> RunConfig:
     """`cfg` with the file that gate `calibrated` reads, and with that file's threshold where none is given.
 
     layer: the exit layer in force. Other gates come back as they are.
@@ -102,8 +103,8 @@ def settled(cfg: RunConfig, layer: int | None) -> RunConfig:
     return replace(cfg, gate=gate, threshold=saved.threshold if given is None else given)
 
 
-def of(cfg: RunConfig) -> dict[str, Any] | None:
-    """The map of a settled config in its JSON form; None for other gates."""
+def map_of(cfg: RunConfig) -> dict[str, Any] | None:
+    """The map of gate `calibrated` in its JSON form, after `with_calibration` found the file; None for other gates."""
     if cfg.gate.kind != "calibrated" or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec_cli.config.facts import ModelFacts
-from selfspec_cli.config.paths import REFERENCE, cache_dir, head_folder
+from selfspec_cli.config.model_digest import head_folder
+from selfspec_cli.config.paths import REFERENCE, cache_dir
 from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata, require_model

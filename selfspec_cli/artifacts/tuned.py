@@ -1,15 +1,18 @@
-"""conf/tuned/<model>.yaml: what `selfspec tune` found, as overrides that `tuned=<model>` puts before the user's own."""
+"""What `selfspec tune` found, as overrides that `tuned=MODEL` puts before the user's own; `config/tuned_files.py` reads
+it again."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import draft_options
+from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_threshold, to_plain
+from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 
-FOLDER = "tuned"
 _MORE = ("head_dir", "runner")  # where the head is found, and who drafts with it; written down only if not the default
 
 
@@ -29,17 +32,19 @@ def overrides(cfg: RunConfig) -> list[str]:
     return words
 
 
-def write(conf: Path, model: str, words: list[str], title: str) -> Path:
-    """Write the file of `model` under the configuration folder `conf`, whole or not at all."""
+def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
+    """Write the file of the model of `cfg` under the configuration folder `conf`, whole or not at all.
+
+    words: the overrides. title: for people.
+    """
     import yaml
 
-    file = conf / FOLDER / f"{model.replace('/', '--')}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={file.stem}\n"
-    part = file.with_suffix(".part")
-    document = {"title": title, "overrides": words}
-    part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    part.replace(file)
+    file = conf / FOLDER / f"{folder_name(cfg)}.yaml"
+    header = f"# Written by selfspec tune; use it with: selfspec sweep tuned={safe_name(cfg.model.name)}\n"
+    model = {"path": cfg.model.path, "fingerprint": model_fingerprint(cfg)}
+    document = {"title": title, "model": model, "overrides": words}
+    with written(file) as part:
+        part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return file
 
 

@@ -6,7 +6,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,14 +15,12 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.artifacts.calibrations import exit_name
-from selfspec_cli.commands import screen as output
+from selfspec_cli.commands import screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, note, only_stderr, rows_document, say, warn
-from selfspec_cli.config import machine, options, paths
-from selfspec_cli.config.keys import engine_key
+from selfspec_cli.config import machine, options
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
-from selfspec_cli.early_exit.gates import features
 from selfspec_cli.progress import bars
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
@@ -32,6 +30,7 @@ from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep as sweep_stage
+from selfspec_cli.texts import corpora
 
 app = typer.Typer(
     name="selfspec",
@@ -87,7 +86,7 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
         if as_json:
             emit({"ok": fine, "checks": [asdict(check) for check in checks]})
         else:
-            output.show_checks(checks)
+            screen.show_checks(checks)
             say("A run could work here." if fine else "A run could not work here.", "bold")
         raise typer.Exit(0 if fine else 1)
 
@@ -108,7 +107,7 @@ def show_options(
         rows, choices = options.rows(word), options.choices(word)
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
-        output.show_options(rows, choices)
+        screen.show_options(rows, choices)
 
 
 @app.command(
@@ -151,7 +150,12 @@ def sweep(
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
 Corpus = Annotated[
-    str, typer.Option("--corpus", help="stdlib, a ShareGPT .json, a text file, hf:NAME[:SPLIT[:COLUMN]], or random.")
+    str,
+    typer.Option(
+        "--corpus",
+        help="stdlib, a text file, a .json, .jsonl or .parquet (ShareGPT, or FILE:COLUMN), "
+        "hf:NAME\\[@CONFIG][:SPLIT[:COLUMN]] such as hf:org/set@en:train[:1%]:text, or random.",
+    ),
 ]
 
 
@@ -174,13 +178,13 @@ def fit_lsq(
             cfg = _one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
             preflight.check(cfg)
         if dry_run:
-            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(paths.head_folder(cfg))}
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(head_folder(cfg))}
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         from selfspec_cli.stages import fit
 
         with only_stderr(), bars() as progress:
             fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
-        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+        emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
 @app.command(
@@ -202,13 +206,14 @@ def fit_heads(
     """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
     with guard(as_json, debug):
         plan = head_plan.to_fit(_several(overrides))
+        corpora.check(corpus)
         if dry_run:
-            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+            return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
         from selfspec_cli.stages import fit
 
         with only_stderr(), bars() as progress:
             fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, progress=progress)
-        emit(asdict(fitted)) if as_json else output.show_heads(fitted.reports, fitted.seconds)
+        emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
 @app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024", cls=TakesSettings)
@@ -225,15 +230,16 @@ def compare_heads(
     best ones."""
     with guard(as_json, debug, ROWS_KEPT):
         plan = head_plan.to_compare(overrides or [], _several)
+        corpora.check(corpus)
         if dry_run:
-            return emit({"dry_run": True, **plan.facts()}) if as_json else output.show_facts(plan.facts())
+            return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
         from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
         with only_stderr(), bars() as progress:
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
         found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
-        emit(found.document()) if as_json else output.show_comparison(found)
+        emit(found.document()) if as_json else screen.show_comparison(found)
         raise typer.Exit(found.exit_code)
 
 
@@ -253,10 +259,10 @@ def roc(
         from selfspec_cli.report import roc as roc_figure
         from selfspec_cli.stages import roc as roc_stage
 
-        cfgs = _exits(overrides or [], roc_stage.default_layers)
+        cfgs = _exits(overrides or [], roc_stage.LAYER_PARTS)
         if dry_run:
-            plan = {"model": cfgs[0].model.path, "layers": [cfg.layer for cfg in cfgs], "prompts": prompts}
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
+            plan = roc_stage.facts(cfgs, longest, prompts)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         with only_stderr(), bars() as progress:
             result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
         png = Path(result.files["table"]).with_name("roc.png")
@@ -264,7 +270,7 @@ def roc(
         if as_json:
             emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
         else:
-            output.show_roc(result.rows, result.choice(), result.files)
+            screen.show_roc(result.rows, result.choice(), result.files)
 
 
 @app.command(
@@ -282,33 +288,27 @@ def tune(
     """Find exit layer, head, draft length, gate and threshold for a model and workload; tuned=MODEL uses them."""
     with guard(as_json, debug, GOES_ON):
         from selfspec_cli.stages import tune as tune_stage
+        from selfspec_cli.stages.budget import Budget
 
         words = overrides or []
-        cfgs = _exits(words, tune_stage.candidate_layers)
+        cfgs = _exits(words, tune_stage.LAYER_PARTS)
+        heads = [] if any(re.match(r"head[.=]", word) for word in words) else _known_heads()
         if dry_run:
-            plan = {
-                "model": cfgs[0].model.path,
-                "exits": [f"E={c.layer} {exit_name(c)}" for c in cfgs],
-                "gates": ["none", *features()],
-                "k": f"1 to {tune_stage.LONGEST}",
-                "minutes": minutes,
-                "trials": f"{trials} on each engine",
-            }
-            return emit({"dry_run": True, **plan}) if as_json else output.show_facts(plan)
-        named = any(re.match(r"head[.=]", word) for word in words)
+            plan = tune_stage.facts(cfgs, minutes, trials, heads)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
             result = tune_stage.run(
                 cfgs,
                 open_engine=_open_engine,
-                budget=tune_stage.Budget(minutes, trials),
+                budget=Budget(minutes, trials),
                 conf=Path("conf"),
-                heads=[] if named else _known_heads(),
+                heads=heads,
                 model_words=model,
                 progress=progress,
             )
         warn(result.warnings)
-        emit(tune_stage.document(result)) if as_json else output.show_tuned(tune_stage.document(result))
+        emit(tune_stage.document(result)) if as_json else screen.show_tuned(tune_stage.document(result))
 
 
 Folder = Annotated[
@@ -347,7 +347,7 @@ def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False
         count, warnings = results_folder.export(folder)
         warn(warnings)
         made = {"points": count, "summary": folder / results_folder.SUMMARY, "accept": folder / results_folder.ACCEPT}
-        emit(made) if as_json else output.show_facts(made)
+        emit(made) if as_json else screen.show_facts(made)
 
 
 def _results(overrides: list[str] | None) -> Path:
@@ -369,18 +369,20 @@ def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
     return _several(overrides, sweep=False, config=config)[0]
 
 
-def _exits(overrides: list[str], default_layers: Callable[[RunConfig], list[int]]) -> list[RunConfig]:
-    """One config for each exit (layer, head, vocabulary) to look at; the gate is not the user's to choose here."""
+def _exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
+    """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
+    choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
     idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
     warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
     if not any(word.partition("=")[0] == "layer" for word in overrides):
         from selfspec_cli.config.compose import compose_runs
+        from selfspec_cli.stages.exits import candidate_layers
 
         first = compose_runs(None, overrides)[0]
-        overrides = [*overrides, "layer=" + ",".join(map(str, default_layers(first)))]
+        overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
     cfgs = _several(overrides)
     preflight.check_all(cfgs)
-    found = preflight.for_this_machine({engine_key(cfg): cfg for cfg in cfgs}.values())
+    found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
@@ -410,7 +412,7 @@ def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_jso
     folder = Path(planning.results_dir(runs))
     if dry_run:
         plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
-        return emit(output.plan_document(plan)) if as_json else output.show_plan(plan)
+        return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
     preflight.check_device(runs[0])
     plans: list[planning.Plan] = []
     result = _sweep(runs, again, reuse_baseline, plans.append)
@@ -449,7 +451,7 @@ def _sweep(
 
     def announce(plan: planning.Plan) -> None:
         planned(plan)
-        note(output.plan_in_short(plan))
+        note(screen.plan_in_short(plan))
 
     run_id = results_folder.new_run_id()
     with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:

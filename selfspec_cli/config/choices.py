@@ -18,7 +18,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 
 EXPERIMENT = "experiment"
-TUNED = "tuned"  # a file of `selfspec tune`, by the model's name
+TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
 _SUFFIX = ".yaml"
 
@@ -86,20 +86,6 @@ def experiment_overrides(name: str) -> list[list[str]]:
     if name not in files:
         raise ConfigError(closest(name, sorted(files), EXPERIMENT))
     return _overrides_in(files[name])
-
-
-def tuned_overrides(model: str) -> list[list[str]]:
-    """The overrides that `selfspec tune` wrote for a model.
-
-    Raises:
-        ConfigError: that model was not tuned, or a file of another shape.
-    """
-    known = file_choices(TUNED)
-    if model not in known:
-        which = closest(model, known, TUNED) if known else f"tuned={model}: no model was tuned yet"
-        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
-    files = (folder / TUNED / f"{model}{_SUFFIX}" for folder in conf_dirs())
-    return next(_overrides_in(file) for file in files if file.is_file())
 
 
 def unread_files() -> list[str]:

@@ -17,16 +17,17 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from selfspec_cli.config import tuned_files
 from selfspec_cli.config.choices import (
     EXPERIMENT,
     REGISTRY_GROUPS,
     TUNED,
     choices,
+    conf_dirs,
     experiment_overrides,
     file_choices,
     named_model,
     of_registry,
-    tuned_overrides,
 )
 from selfspec_cli.config.files import Files, first_line, load_config, open_files
 from selfspec_cli.config.keys import Keys
@@ -73,10 +74,10 @@ def compose_runs(
     tuned, users = _split(TUNED, users)
     names = [experiment] if experiment else names
     grids = [parse(grid) for name in names for grid in experiment_overrides(name)] if names else [[]]
-    found = [parse(grid) for model in tuned for grid in tuned_overrides(model)] if tuned else [[]]
     composed: list[RunConfig] = []
     with open_files(base) as files:
-        for grid, best in itertools.product(grids, found):
+        for grid, name in itertools.product(grids, tuned or [""]):
+            best = _tuned_words(name, [*grid, *users], files) if name else []
             composed += _points([*grid, *best, *users], sweep, files)
     points = [*map(resolved, composed)]
     for cfg in points:
@@ -105,6 +106,20 @@ def _split(key: str, words: list[Word]) -> tuple[list[str], list[Word]]:
     """The values of an override that names a file, and the other overrides."""
     names = [str(value) for word in words if word.key == key for value in word.values]
     return names, [word for word in words if word.key != key]
+
+
+def _tuned_words(name: str, others: Sequence[Word], files: Files) -> list[Word]:
+    """What `selfspec tune` found for the model of this command. others: the overrides that say which model it is.
+
+    Raises:
+        ConfigError: no model of that name was tuned, or another one was.
+    """
+    matches = []
+    for file in tuned_files.find(name, conf_dirs()):
+        words = [*parse(file.overrides), *others]
+        model = [word for word in words if word.key in ("model", "seed") or word.key.startswith("model.")]
+        matches.append((file, list(_points(model, True, files))))
+    return parse(tuned_files.choose(name, matches).overrides)
 
 
 def _points(words: Sequence[Word], sweep: bool, files: Files) -> Iterator[RunConfig]:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from selfspec_cli.config.facts import exit_layer
-from selfspec_cli.config.paths import head_folder, model_path
+from selfspec_cli.config.model_digest import head_folder, model_fingerprint
+from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import find_head
 from selfspec_cli.early_exit.head_spec import HeadSpec
 
 DIGITS = 16
-BLOCK = 4096  # bytes
-BLOCKS = 64  # read of a weight file, at even spacing
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")  # of these the first pattern that any file fits
 COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: how often each token occurred
 
 
@@ -33,33 +30,15 @@ def digests(cfg: RunConfig) -> dict[str, str]:
 
     What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
     """
-    found = {"model": model_digest(cfg), "tokenizer": _tokenizer(cfg)}
+    model = _model(cfg)
+    found = {"model": model, "tokenizer": _tokenizer(cfg)}
     if cfg.workload.prompts not in ("heldout", "random"):
         found["prompts"] = file_digest(Path(cfg.workload.prompts))
-    if cfg.method in EARLY_EXIT:
+    if cfg.method in EARLY_EXIT and model is not None:
         found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
     if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" and cfg.gate.calibration is not None:
         found["calibration"] = file_digest(Path(cfg.gate.calibration).expanduser())
     return {name: digest for name, digest in found.items() if digest is not None}
-
-
-def model_digest(cfg: RunConfig) -> str | None:
-    """A fingerprint of a model: its config.json, and the headers and a sample of the bytes of its weight files.
-
-    Of a model on the Hub it is the commit that lies in the cache, or the revision asked for where nothing does. Dummy
-    weights have no files; the seed that they come from is part of a key anyway. None where there is no such folder.
-    """
-    try:
-        path = model_path(cfg.model)
-    except ConfigError:
-        return None
-    folder = Path(path)
-    if not folder.is_dir():
-        return _text_digest(_hub_commit(path, cfg.model.revision))
-    parts = [file_digest(folder / "config.json")]
-    if cfg.model.load_format != "dummy":
-        parts += [_weights_digest(*stamp) for stamp in _weight_files(folder)]
-    return _text_digest(" ".join(map(str, parts)))
 
 
 def file_digest(path: Path) -> str | None:
@@ -68,6 +47,13 @@ def file_digest(path: Path) -> str | None:
         stat = path.stat()
         return _content_digest(str(path), stat.st_mtime_ns, stat.st_size)
     except OSError:
+        return None
+
+
+def _model(cfg: RunConfig) -> str | None:
+    try:
+        return model_fingerprint(cfg)
+    except ConfigError:
         return None
 
 
@@ -117,21 +103,6 @@ def layer_in_force(cfg: RunConfig) -> int | None:
         return None
 
 
-def _hub_commit(name: str, revision: str | None) -> str:
-    """`name@commit` of what the Hugging Face cache holds for this revision, or `name@revision`."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(name, "config.json", revision=revision)
-    return f"{name}@{Path(file).parent.name if isinstance(file, str) else revision or 'main'}"
-
-
-def _weight_files(folder: Path) -> Iterable[tuple[str, int, int]]:
-    found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_FILES)
-    for file in next((files for files in found if files), []):
-        stat = file.stat()
-        yield str(file), stat.st_mtime_ns, stat.st_size
-
-
 def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
     with os.scandir(folder) as entries:
         files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
@@ -142,20 +113,6 @@ def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 def _content_digest(path: str, mtime_ns: int, size: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-
-
-@lru_cache(maxsize=4096)
-def _weights_digest(path: str, mtime_ns: int, size: int) -> str:
-    """Size, safetensors header and evenly spaced blocks of a weight file: tells fine-tunes apart, reads 256 KiB."""
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        if path.endswith(".safetensors"):
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header, size)))
-        for number in range(BLOCKS):
-            file.seek(number * max(size - BLOCK, 0) // (BLOCKS - 1))
-            digest.update(file.read(BLOCK))
-    return digest.hexdigest()[:DIGITS]
 
 
 def _text_digest(text: str) -> str:

@@ -161,6 +161,8 @@ class Keys:
     def digests(self, cfg: RunConfig) -> dict[str, str]:
         """What the files that a config names hold, see `digests.digests`."""
         named: list[Any] = [self._part(cfg, "model"), cfg.workload.prompts]
+        if cfg.model.load_format == "dummy":
+            named.append(cfg.seed)  # the weights themselves depend on it
         if cfg.method in EARLY_EXIT:
             calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
             named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration]

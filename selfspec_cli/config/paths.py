@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, ModelConfig
 
 REFERENCE = "reference"  # the model path that stands for the embedded model
 SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
@@ -55,11 +55,6 @@ def model_path(model: ModelConfig) -> str:
     if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
         return str(_folder(path, f"model.path={model.path}"))
     return model.path
-
-
-def head_folder(cfg: RunConfig) -> Path:
-    """Where heads fitted on this model are kept: a folder a model, because file names say only layer and kind."""
-    return Path(cfg.head_dir).expanduser() / cfg.model.name.replace("/", "--")
 
 
 def cache_dir() -> Path:

@@ -22,8 +22,7 @@ One line per room:
     fitting.py       streaming least squares for heads, in closed form
     evaluation.py    agreement with the full model on held-out data; choice of the ridge
     training.py      an optional epoch of KL training for a translator
-    comparison.py    step times from measured rounds, and the speedup that they predict for a head
-    cost_model.py    what a draft costs and what it returns
+    cost_model.py    what a round costs and what it returns: counted in bytes, or fitted to what was timed
 
 Nothing is imported here, so that `settings` stays importable without paying for torch.
 """

@@ -1,17 +1,146 @@
-"""What early-exit drafting costs and what it returns, for batches small enough to be bound by memory traffic.
+"""What early-exit drafting costs and what it returns: the one place that computes the cost of a round.
 
-Times may be in any one unit, the same throughout. T: one full decoding step; T_E: the first E layers of it;
-T_head: the exit head. A round drafts k tokens and verifies them in one full step, taken to cost T whatever k is
-(true while the weights, not the tokens, are the traffic). Leviathan et al., arXiv:2211.17192, is the source of the
-expectation; theirs has a separate draft model in T_E's place.
+A round drafts k tokens one after the other and then verifies them in one pass of the full model:
+
+    round(k) = verify + start + k * (draft + per_layer * layers + head + verify_token)
+
+The expectation of tokens a round is Leviathan et al.'s, arXiv:2211.17192; theirs has a separate draft model where the
+first layers of the target draft here. `Costs` come from one of three places: `Costs.from_bytes` (memory traffic, before
+anything is timed), `fit_costs` (timed arms of one exit) and `fit_step_times` (timed rounds at several exits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
-Acceptance = float | Sequence[float]
-"""One acceptance probability for every position, or the conditional one at each (see below)."""
+
+@dataclass(frozen=True)
+class Costs:
+    """What the steps of decoding cost, all in one unit: measured seconds, or counted bytes.
+
+    plain: a decoding step of the full model without drafts; positive.
+    draft: a draft step, apart from what the next fields hold.
+    verify: a verify pass, as far as it does not grow with the drafts.
+    verify_token: what one more draft adds to the verify pass (nothing where the weights are the traffic).
+    start: what drafting takes once a round on top of its steps; after a verify pass the first step finds its weights
+        outside the cache.
+    per_layer, layers: a decoder layer in a draft step, and how many there are. 0 where `draft` holds them already.
+    head: the exit head in a draft step. 0 where `draft` holds it already.
+    """
+
+    plain: float
+    draft: float
+    verify: float
+    verify_token: float = 0.0
+    start: float = 0.0
+    per_layer: float = 0.0
+    layers: int = 0
+    head: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.plain > 0 and self.head >= 0 and self.verify_token >= 0 and self.start >= 0):
+            raise ValueError(f"costs must be positive; given {self}")
+
+    @classmethod
+    def from_bytes(cls, read: Mapping[str, float], context: float) -> Costs:
+        """Bytes that each step reads, for batches small enough that memory traffic is what takes the time.
+
+        read: what `EarlyExitWorker.early_exit_step_bytes` answers: `full` and `draft` (bytes of weights a step), and
+        `full_kv_token` and `draft_kv_token` (bytes of KV cache for each token of context). context: tokens of context
+        that a step reads, all requests of the batch together, on average.
+        """
+        full, draft = (read[step] + context * read[f"{step}_kv_token"] for step in ("full", "draft"))
+        return cls(plain=full, draft=draft, verify=full)
+
+    def at(self, layers: int, head: float) -> Costs:
+        """The same machine with another exit: after `layers` layers, with a head that takes `head`."""
+        return replace(self, layers=layers, head=head)
+
+    @property
+    def step(self) -> float:
+        """What one more draft costs: its draft step, and its place in the verify pass."""
+        # Measured rounds may put what a step takes besides its layers below zero; a step is never a gain.
+        return max(0.0, self.draft + self.per_layer * self.layers) + self.head + self.verify_token
+
+    def round(self, k: float) -> float:
+        """Cost of a round that drafts and verifies k tokens; k may be a mean. Raises ValueError for a negative k."""
+        if not k >= 0:
+            raise ValueError(f"k = {k!r} is out of range; allowed: 0 or more")
+        return self.verify + self.start + k * self.step
+
+    def speedup(self, tokens: float, k: float) -> float:
+        """Tokens per time over those of plain decoding, for rounds that draft k and yield `tokens`; 1 for k = 0."""
+        return tokens * self.plain / self.round(k) if k else 1.0
+
+    def best_k(self, tokens: Mapping[int, float]) -> tuple[int, float]:
+        """The draft length of greatest speedup among `tokens` (k -> tokens a round), with that speedup.
+
+        Ties go to the shorter draft. Where 0 is among them and comes back, drafting does not pay.
+        """
+        k = max(tokens, key=lambda k: (self.speedup(tokens[k], k), -k))
+        return k, self.speedup(tokens[k], k)
+
+    def break_even(self, speedup: float = 1.0) -> float:
+        """The acceptance probability above which one more draft pays: speedup * step / plain. May exceed 1: never.
+
+        The probability is that the next draft token AND all before it in the round are accepted, for only then does the
+        step yield a token. It pays when p tokens are worth more than a step costs; a token is worth the time that it
+        takes otherwise: `plain` without drafting (speedup = 1), or plain / speedup once rounds already run at that
+        speedup (the marginal value theorem: continue while the marginal rate exceeds the average).
+        Raises ValueError for a speedup that is not positive.
+        """
+        if not speedup > 0:
+            raise ValueError(f"speedup {speedup!r} must be positive")
+        return speedup * self.step / self.plain
+
+    def to_dict(self) -> dict[str, float]:
+        """JSON form; `Costs(**...)` reads it back."""
+        return asdict(self)
+
+
+def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: float) -> Costs:
+    """Costs of one exit from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds).
+
+    plain: seconds of a step without drafts. The times of verifying and of drafting are fitted as lines over the draft
+    length by least squares, so two lengths at least are wanted. Verifying is kept from getting cheaper with length, and
+    a round from starting at a gain. Where the share of drafting is None (a GPU drafts without telling the host), the
+    line is a whole round's, and its slope is the draft step's: another token to verify is next to free there.
+    """
+    lengths = [length for length, *_ in arms]
+    whole = [seconds / rounds for _, seconds, _, rounds in arms]
+    drafting = [own / rounds for _, _, own, rounds in arms if own is not None]
+    if len(drafting) < len(arms):
+        draft = max(_slope(lengths, whole), 0.0)
+        return Costs(plain, draft, statistics.fmean(whole) - draft * statistics.fmean(lengths))
+    verify = [round_ - own for round_, own in zip(whole, drafting, strict=True)]
+    verify_token = max(_slope(lengths, verify), 0.0)
+    draft = _slope(lengths, drafting)
+    start = statistics.fmean(drafting) - draft * statistics.fmean(lengths)
+    if start < 0 or draft <= 0:  # noise, or arms of one length only
+        start, draft = 0.0, sum(drafting) / sum(lengths)
+    return Costs(plain, draft, statistics.fmean(verify) - verify_token * statistics.fmean(lengths), verify_token, start)
+
+
+def fit_step_times(plain: float, rounds: Sequence[tuple[int, int, float]], head: float) -> Costs:
+    """Costs of every exit of a model from timed rounds at several, by least squares (exact for three).
+
+    plain: seconds of a decoding step without drafts. rounds: (exit layer, k, seconds a round), at least three, with two
+    layers and two k among them, all with one head that takes `head` seconds. What k adds to the verify pass lands in
+    `draft`, for it is as linear in k. `Costs.at` then names an exit. Raises ValueError for rounds that do not determine
+    the times, or in which noise outweighs the verify pass, and for a `plain` that is not positive.
+    """
+    import torch
+
+    rows = torch.tensor([[1.0, k, k * layer] for layer, k, _ in rounds], dtype=torch.float64)
+    if len(rounds) < 3 or torch.linalg.matrix_rank(rows) < 3:
+        raise ValueError("step times need rounds at two exit layers and at two draft lengths, three at least")
+    seconds = torch.tensor([[measured - k * head] for _, k, measured in rounds], dtype=torch.float64)
+    verify, draft, per_layer = torch.linalg.lstsq(rows, seconds).solution.flatten().tolist()
+    if not verify > 0:
+        raise ValueError(f"rounds that put a verify pass at {verify:.3g} are too noisy to tell its steps apart")
+    return Costs(plain, draft, verify, per_layer=per_layer)
 
 
 def expected_tokens(a: float, k: int) -> float:
@@ -20,7 +149,8 @@ def expected_tokens(a: float, k: int) -> float:
     a: probability that a draft token is accepted, the same for each given that those before it were. k >= 0.
     Raises ValueError for a outside [0, 1] or negative k.
     """
-    _check_k(k)
+    if k < 0:
+        raise ValueError(f"k = {k!r} is out of range; allowed: 0 or more")
     return expected_tokens_from_positions([a] * k)
 
 
@@ -39,36 +169,6 @@ def expected_tokens_from_positions(rates: Sequence[float]) -> float:
     return total
 
 
-def round_cost(T: float, T_E: float, T_head: float, k: float) -> float:
-    """Time of one round, T + k * (T_E + T_head), in the unit of its arguments; k may be a mean.
-
-    Raises ValueError for T <= 0, negative T_E or T_head, or negative k.
-    """
-    _check_k(k)
-    if not (T > 0 and T_E >= 0 and T_head >= 0):
-        raise ValueError(f"times must be positive; given T = {T!r}, T_E = {T_E!r}, T_head = {T_head!r}")
-    return T + k * (T_E + T_head)
-
-
-def speedup(acceptance: Acceptance, k: int, T: float, T_E: float, T_head: float) -> float:
-    """Tokens per time with drafting over tokens per time without: expected tokens * T / round cost. Dimensionless.
-
-    acceptance: one number, or at least k conditional rates of which the first k count.
-    """
-    return _tokens(acceptance, k) * T / round_cost(T, T_E, T_head, k)
-
-
-def best_k(acceptance: Acceptance, T: float, T_E: float, T_head: float, max_k: int = 16) -> tuple[int, float]:
-    """The draft length of greatest predicted speedup, with that speedup; (0, 1.0) says that drafting does not pay.
-
-    Ties go to the shorter draft. With a sequence of rates, k goes no further than their number.
-    """
-    longest = max_k if isinstance(acceptance, (int, float)) else min(max_k, len(acceptance))
-    lengths = range(longest + 1)
-    best = max(lengths, key=lambda k: speedup(acceptance, k, T, T_E, T_head))
-    return best, speedup(acceptance, best, T, T_E, T_head)
-
-
 def efficiency(measured: float, predicted: float) -> float:
     """Measured speedup over predicted speedup: the share that the engine keeps, apart from how good the drafts are.
 
@@ -79,28 +179,6 @@ def efficiency(measured: float, predicted: float) -> float:
     return measured / predicted
 
 
-def break_even(T: float, T_E: float, T_head: float, speedup: float = 1.0) -> float:
-    """The acceptance probability above which one more draft step pays: speedup * (T_E + T_head) / T.
-
-    The probability is that the next draft token AND all before it in the round are accepted, for only then does the
-    step yield a token. A step costs T_E + T_head and pays when p tokens are worth more; a token is worth the time that
-    it takes otherwise: T without drafting (speedup = 1), or T / speedup once rounds already run at that speedup
-    (the marginal value theorem: continue while the marginal rate exceeds the average). May exceed 1: never draft.
-    """
-    if not speedup > 0:
-        raise ValueError(f"speedup {speedup!r} must be positive")
-    return speedup * (round_cost(T, T_E, T_head, 1) - T) / T
-
-
-def _tokens(acceptance: Acceptance, k: int) -> float:
-    if isinstance(acceptance, (int, float)):
-        return expected_tokens(acceptance, k)
-    _check_k(k)
-    if len(acceptance) < k:
-        raise ValueError(f"k = {k} needs {k} conditional acceptances; given {len(acceptance)}")
-    return expected_tokens_from_positions(acceptance[:k])
-
-
-def _check_k(k: float) -> None:
-    if k < 0:
-        raise ValueError(f"k = {k!r} is out of range; allowed: 0 or more")
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the least-squares line through the points; 0 where all x are the same."""
+    return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0

@@ -15,26 +15,9 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds, measured. plain: a decoding step without drafts. draft: one more draft step. start: what drafting takes
-    once a round on top of its steps (after a verify pass the first step finds its weights outside the cache). verify
-    and verify_token: a verify step over n drafts takes verify + n * verify_token (on a CPU another token is not free).
-    """
-
-    plain: float
-    draft: float
-    verify: float
-    verify_token: float
-    start: float = 0.0
-
-    def round(self, steps: float) -> float:
-        """Time of a round that drafts and verifies so many tokens, one or more."""
-        return self.verify + self.start + steps * (self.draft + self.verify_token)
 
 
 @dataclass(frozen=True)
@@ -123,40 +106,8 @@ def settings_for(
     return found
 
 
-def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: float) -> Costs:
-    """Costs from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds), two or more.
-
-    plain: seconds of a step without drafts. The times of verifying and of drafting are fitted as lines over the draft
-    length by least squares. Verifying is kept from getting cheaper with length, and a round from starting at a gain.
-    Where the share of drafting is None (a GPU drafts without telling the host), the line is a whole round's, and its
-    slope is the draft step's: another token to verify is next to free there.
-    """
-    lengths = torch.tensor([length for length, *_ in arms], dtype=torch.float64)
-    rounds = torch.tensor([number for *_, number in arms], dtype=torch.float64)
-    whole = torch.tensor([seconds for _, seconds, *_ in arms], dtype=torch.float64) / rounds
-    known = [drafting for _, _, drafting, _ in arms if drafting is not None]
-    if len(known) < len(arms):
-        draft = max(_slope(lengths, whole), 0.0)
-        return Costs(plain, draft, float(whole.mean()) - draft * float(lengths.mean()), 0.0)
-    drafting = torch.tensor(known, dtype=torch.float64) / rounds
-    verify = whole - drafting
-    slope = max(_slope(lengths, verify), 0.0)
-    draft = _slope(lengths, drafting)
-    start = float(drafting.mean()) - draft * float(lengths.mean())
-    if start < 0 or draft <= 0:  # noise, or arms of one length only
-        start, draft = 0.0, float(drafting.sum() / lengths.sum())
-    return Costs(plain, draft, float(verify.mean()) - slope * float(lengths.mean()), slope, start)
-
-
-def _slope(x: Tensor, y: Tensor) -> float:
-    """Of the least-squares line through the points, [n] and [n]; 0 where all x are the same."""
-    spread = ((x - x.mean()) ** 2).sum()
-    return float(((x - x.mean()) * (y - y.mean())).sum() / spread) if spread > 0 else 0.0
-
-
 def _outcome(log: DraftLog, setting: Setting, steps: Tensor, costs: Costs) -> Outcome:
     rounds, drafted = len(steps), int(steps.sum())
     accepted = int(torch.minimum(log.accepted, steps).sum())
-    seconds = rounds * (costs.verify + costs.start) + drafted * (costs.draft + costs.verify_token)
-    speedup = (rounds + accepted) * costs.plain / seconds if rounds else 1.0
+    speedup = costs.speedup((rounds + accepted) / rounds, drafted / rounds) if rounds else 1.0
     return Outcome(setting, rounds, drafted, accepted, speedup)

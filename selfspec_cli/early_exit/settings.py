@@ -28,7 +28,6 @@ DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
 
-
 def deepest_exit_layer(num_layers: int, draft_weights: str) -> int:
     """The last exit layer that can draft: all layers on copies of their weights, all but one on the target's own."""
     return num_layers if DRAFT_WEIGHTS[draft_weights].copies else num_layers - 1

@@ -56,7 +56,7 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method is Method.baseline:
         return None
     if cfg.method in EARLY_EXIT:
-        head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.of(cfg))
+        head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
         return to_spec(replace(cfg, head=head, gate=gate))
     spec = {"method": cfg.method.value, "num_speculative_tokens": cfg.k} | vllm_keys(cfg)
     if cfg.method is Method.draft_model:

@@ -13,7 +13,8 @@ from typing import Any
 
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
-from selfspec_cli.early_exit import cost_model, counters
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record import latency
 from selfspec_cli.record.point import FAILED, OK, Point, median
@@ -249,9 +250,8 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
         return record
     assert record.input_len is not None and record.output_len is not None and record.batch is not None
     tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
-    full, draft = (read[step] + tokens * read[f"{step}_kv_token"] for step in ("full", "draft"))
-    predicted = record.mean_accepted_len * full / cost_model.round_cost(full, draft, 0, record.drafted_per_round)
-    return replace(record, predicted=predicted, efficiency=cost_model.efficiency(record.speedup, predicted))
+    predicted = Costs.from_bytes(read, tokens).speedup(record.mean_accepted_len, record.drafted_per_round)
+    return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))
 
 
 def header(kind: type) -> list[str]:

@@ -65,8 +65,11 @@ COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
     ("drafts", "draft tokens a round", lambda row: _number(2)(row.drafted_per_round)),
     ("TTFT ms", "time to first token, median over requests", lambda row: _number(1)(row.ttft_ms)),
     ("TPOT ms", "time for each later output token, median over requests", lambda row: _number(2)(row.tpot_ms)),
-    ("ITL ms", "time between successive outputs of a request, which may hold several tokens, median",
-     lambda row: _number(2)(row.itl_ms)),
+    (
+        "ITL ms",
+        "time between successive outputs of a request, which may hold several tokens, median",
+        lambda row: _number(2)(row.itl_ms),
+    ),
     ("PPL", "perplexity of the arm's own predictions on held-out text", lambda row: _number(2)(row.ppl)),
     ("ΔPPL", "perplexity minus the baseline's", lambda row: _delta(row.delta_ppl)),
     ("same", "outputs identical to the baseline's, token for token", _same),

@@ -17,7 +17,7 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import point
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.stages import measure, quality
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.texts.prompts import workload_prompts
 
 
 def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurement:
@@ -27,7 +27,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
     (arm,) = measure.run(
         engine,
         cfg,
-        workload.prompts(cfg, engine),
+        workload_prompts(cfg, engine),
         repeats=cfg.repeats,
         warmup=cfg.warmup,
         timed=lambda: engine.call("early_exit_meter_start"),

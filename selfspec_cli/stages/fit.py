@@ -15,7 +15,7 @@ from typing import Any
 from selfspec_cli.artifacts.head_files import draft_vocabulary
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import model_facts, needed
-from selfspec_cli.config.paths import head_folder
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.fitting import FitError
 from selfspec_cli.early_exit.head_spec import HeadSpec

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from selfspec_cli.config import paths
 from selfspec_cli.config.facts import model_facts
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.stages import preflight
@@ -28,7 +28,7 @@ class HeadPlan:
 
     def facts(self) -> dict[str, Any]:
         """For a dry run."""
-        folder = str(paths.head_folder(self.cfg))
+        folder = str(head_folder(self.cfg))
         return {"model": self.cfg.model.path, **{name: list(v) for name, v in self.request().items()}, "folder": folder}
 
 

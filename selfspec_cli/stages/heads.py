@@ -4,9 +4,9 @@ Three steps, each on engines of its own:
 
 1. Fit and test (`fit.run`) on one eager engine: agreement on held-out text and on the model's own generations, tokens a
    round for k = 1..8 by laying rounds over those, and the time of each head by itself.
-2. Step times on live engines with the lens: T is the baseline's time between tokens; a round takes (tokens a round) x
-   (time between tokens) of a drafting engine. Rounds at two exit layers and two k give the rest
-   (`comparison.fit_step_times`). Engines are compiled as they serve, so the times are those of serving.
+2. Step times on live engines with the lens: a plain step is the baseline's time between tokens; a round takes (tokens
+   a round) x (time between tokens) of a drafting engine. Rounds at two exit layers and two k give the rest
+   (`cost_model.fit_step_times`). Engines are compiled as they serve, so the times are those of serving.
 3. The best few by predicted speedup, each at its best k, through the same `sweep` as any other arm.
 """
 
@@ -22,8 +22,7 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfig
-from selfspec_cli.early_exit.comparison import StepTimes, fit_step_times
-from selfspec_cli.early_exit.cost_model import efficiency
+from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
 from selfspec_cli.record.point import OK
@@ -42,7 +41,7 @@ class Comparison:
     """What was found. times: None where step times could not be measured. best: by predicted speedup."""
 
     rows: list[HeadRow]
-    times: StepTimes | None
+    times: Costs | None
     files: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
@@ -111,11 +110,11 @@ def run(
     return found
 
 
-def predict(rows: list[HeadRow], times: StepTimes) -> None:
+def predict(rows: list[HeadRow], times: Costs) -> None:
     """Fill in best_k and predicted_speedup of every row that knows its tokens a round and its head's time."""
     for row in rows:
         if row.tokens and row.head_us is not None:
-            row.best_k, row.predicted_speedup = times.best_k(row.tokens, row.E, row.head_us / 1e6)
+            row.best_k, row.predicted_speedup = times.at(row.E, row.head_us / 1e6).best_k(row.tokens)
 
 
 def _step_times(
@@ -125,8 +124,11 @@ def _step_times(
     open_engine: OpenEngine,
     progress: Progress,
     failed: list[str],
-) -> StepTimes | None:
-    """T from the baseline, the rest from rounds of the lens at the outermost exits; None if one was not measured."""
+) -> Costs | None:
+    """The plain step from the baseline, the rest from rounds of the lens at the outermost exits.
+
+    None if one of them was not measured, or if they are too noisy; `failed` says so then.
+    """
     low, high = min(layers), max(layers)
     if low == high:
         low = max(1, high // 2)
@@ -146,13 +148,17 @@ def _step_times(
         if row.tpot_ms is None or row.mean_accepted_len is None or row.E is None or row.k is None:
             return None
         rounds.append((row.E, row.k, row.tpot_ms / 1000 * row.mean_accepted_len))
-    return fit_step_times(baseline.tpot_ms / 1000, rounds, head_seconds)
+    try:
+        return fit_step_times(baseline.tpot_ms / 1000, rounds, head_seconds)
+    except ValueError as error:
+        failed.append(f"no prediction: {error}")
+        return None
 
 
 def _measure(
     plan: HeadPlan,
     rows: list[HeadRow],
-    times: StepTimes,
+    times: Costs,
     top: int,
     open_engine: OpenEngine,
     progress: Progress,
@@ -173,7 +179,7 @@ def _measure(
             beside(row, measured[key], baseline, times)
 
 
-def beside(row: HeadRow, record: Record, baseline: Record, times: StepTimes) -> None:
+def beside(row: HeadRow, record: Record, baseline: Record, times: Costs) -> None:
     """Fill in what was measured for `row`, and where it differs from the prediction by `times`."""
     if not record.speedup or not baseline.tok_s_median or not row.predicted_speedup or row.best_k is None:
         return
@@ -184,10 +190,10 @@ def beside(row: HeadRow, record: Record, baseline: Record, times: StepTimes) -> 
     row.efficiency = efficiency(record.speedup, row.predicted_speedup)
     if record.mean_accepted_len is None or not record.tpot_ms or not baseline.tpot_ms:
         return
-    predicted_round = times.round(row.E, row.best_k, (row.head_us or 0.0) / 1e6)
+    predicted_round = times.at(row.E, (row.head_us or 0.0) / 1e6).round(row.best_k)
     row.tokens_ratio = record.mean_accepted_len / row.tokens[row.best_k]
     row.round_ratio = predicted_round / (record.tpot_ms / 1000 * record.mean_accepted_len)
-    row.baseline_ratio = baseline.tpot_ms / 1000 / times.T
+    row.baseline_ratio = baseline.tpot_ms / 1000 / times.plain
 
 
 def _swept(

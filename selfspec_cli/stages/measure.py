@@ -14,8 +14,9 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, fit_costs
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.early_exit.replay import Costs, Setting, fit_costs
+from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import tables

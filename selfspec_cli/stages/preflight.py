@@ -110,8 +110,8 @@ def check_device(cfg: RunConfig) -> None:
 
 
 def with_calibration(cfg: RunConfig) -> RunConfig:
-    """`cfg` with what gate `calibrated` reads from its file, see `calibrations.settled`; raises ConfigError."""
-    return calibrations.settled(cfg, exit_layer(cfg))
+    """`cfg` with what gate `calibrated` reads from its file, as `calibrations.with_calibration`; raises ConfigError."""
+    return calibrations.with_calibration(cfg, exit_layer(cfg))
 
 
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
@@ -121,7 +121,7 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
         gate = cfg.gate
         key = (id(cfg.model), gate.kind, gate.calibration, cfg.tau, cfg.tau_v, cfg.threshold, cfg.vocab)
         if cfg.method is Method.layer_skip and key not in found:
-            used = replace(cfg, gate=replace(gate, calibration=calibrations.of(cfg)))
+            used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
             found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
     return list(dict.fromkeys(warning for lines in found.values() for warning in lines))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.live import perplexity as from_log_likelihood
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 WINDOW = 512  # tokens; long enough that most tokens have hundreds of tokens of context
 
@@ -17,5 +17,6 @@ def perplexity(engine: Engine, tokens: int, seed: int) -> float:
     """
     # One token less than the model takes, because scoring a window asks the engine for one more.
     length = min(WINDOW, engine.max_model_len - 1, tokens + 1)
-    windows = corpus.token_windows(engine.encode, corpus.held_out_text(), length, max(1, tokens // (length - 1)), seed)
+    count = max(1, tokens // (length - 1))
+    windows = library.token_windows(engine.encode, library.held_out_text(), length, count, seed)
     return from_log_likelihood(*engine.log_likelihood(windows))

@@ -20,10 +20,10 @@ WORTHWHILE = 0.97  # gates whose expected speedup is at least so much of the bes
 FIRST = 6  # trials that the cost model names
 
 
-def gates(log: DraftLog) -> tuple[str, ...]:
-    """Gates that tuning considers: none, and each whose statistic was logged. One that needs a calibration is a
+def gates(features: Sequence[str]) -> tuple[str, ...]:
+    """Gates that tuning considers: none, and each of the statistics that are logged. One that needs a calibration is a
     monotone map of another: it decides nothing that the other cannot."""
-    return ("none", *log.features)
+    return ("none", *features)
 
 
 def open_study(journal: Path, name: str, outcomes: Sequence[Outcome], log: DraftLog, seed: int) -> Any:

@@ -187,7 +187,7 @@ def _measure(context: _Run, planned: Planned, engine: Engine, start_seconds: flo
     cfg = planned.cfg
     try:
         if cfg.method == "layer_skip":
-            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.of(cfg))
+            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
         measured = context.bench(cfg, engine, context.progress)
     except Exception as error:
         context.fail(planned, error, start_seconds=start_seconds)

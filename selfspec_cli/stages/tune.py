@@ -10,30 +10,27 @@ Everything is kept under results/tune/<key>/: logs, costs, trials. The same comm
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
-from selfspec_cli.config import paths
-from selfspec_cli.config.facts import model_facts
-from selfspec_cli.config.keys import KEY_LENGTH, baseline_of, engine_key, run_key
-from selfspec_cli.config.schema import ConfigError, GateConfig, HeadConfig, Method, RunConfig
+from selfspec_cli.artifacts.whole import written
+from selfspec_cli.config.keys import baseline_of, run_key
+from selfspec_cli.config.model_digest import safe_name
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
-from selfspec_cli.early_exit.draft_log import DraftLog
-from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.replay import Costs, Outcome
+from selfspec_cli.early_exit.gates import features
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
-from selfspec_cli.stages import measure, preflight, roc, search
-from selfspec_cli.texts import prompts as workload
+from selfspec_cli.stages import exits, measure, preflight, search
+from selfspec_cli.stages.budget import Budget
+from selfspec_cli.stages.exits import Exit, OpenEngine
+from selfspec_cli.texts.prompts import workload_prompts
 
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
@@ -43,47 +40,7 @@ BATCH = 6  # trials measured by turns
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
-CLOSING = 5.0  # seconds kept for shutting the last engine down and writing the choice
-
-
-@dataclass
-class Budget:
-    """How long the search may take, from the moment this is made. clock: seconds, never going back."""
-
-    minutes: float
-    trials: int  # on each engine
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-
-    @property
-    def spent(self) -> float:
-        """Seconds."""
-        return self.clock() - self.started
-
-    @property
-    def left(self) -> float:
-        """Seconds, may be negative."""
-        return self.minutes * 60 - CLOSING - self.spent
-
-
-@dataclass
-class Exit:
-    """One exit and head: what the cost model says of it."""
-
-    cfg: RunConfig
-    study: str  # names its trials and its file of drafts, see `draft_key`
-    log: DraftLog
-    costs: Costs
-    outcomes: list[Outcome]  # best first
-    seconds: float  # what the survey took
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return _name(self.cfg)
+LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is tried beside the default
 
 
 @dataclass
@@ -122,17 +79,34 @@ class TuneResult:
         return doubts(self.finalists)
 
 
+def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
+    """What `run` would do with these, for --dry-run. minutes, trials, heads: as `run` and `Budget` take them."""
+    plan = exits.distinct(cfgs, LONGEST)
+    more = {exits.name_of(other): None for cfg in plan for other in with_heads(cfg, heads)}
+    return {
+        "model": plan[0].model.path,
+        "layers": [cfg.layer for cfg in plan],
+        "exits": [exits.name_of(cfg) for cfg in plan],
+        "also": list(more),  # tried at the exits that look promising
+        "gates": list(search.gates(features())),
+        "k": f"1 to {LONGEST}",
+        "minutes": minutes,
+        "trials": f"at most {trials} on each of {min(ENGINES, len(plan) + len(more))} engine(s)",
+        "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit
+    }
+
+
 def run(
     cfgs: Sequence[RunConfig],
     *,
-    open_engine: Any,
+    open_engine: OpenEngine,
     budget: Budget,
     conf: Path,
     heads: Sequence[HeadConfig] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> TuneResult:
-    """Choose among `cfgs`, which differ in exit layer or head; writes conf/tuned/<model>.yaml.
+    """Choose among `cfgs`, which differ in exit layer or head; writes the file that `tuned=MODEL` reads.
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
@@ -142,32 +116,33 @@ def run(
         ConfigError: nothing was drafted.
     """
     first = cfgs[0]
-    folder = Path(first.results_dir) / "tune" / f"{first.model.name.replace('/', '--')}-{run_key(baseline_of(first))}"
+    folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
-    exits = survey(cfgs, folder, open_engine, budget, progress)
-    for other in [cfg for found in promising(exits) for cfg in with_heads(found.cfg, heads)]:
-        if _may_survey(exits, budget):
-            exits.append(_surveyed(other, folder, open_engine, budget))
+    found = survey(exits.distinct(cfgs, LONGEST), folder, open_engine, budget, progress)
+    for other in [cfg for one in promising(found) for cfg in with_heads(one.cfg, heads)]:
+        if _may_survey(found, budget):
+            found.append(_surveyed(other, folder, open_engine, budget))
     finalists: list[Finalist] = []
     trials = 0
-    remaining = promising(exits)
+    remaining = promising(found)
     opening = 0.0
-    for number, found in enumerate(remaining):
-        if number and budget.left < opening + batch_seconds(found):
+    for number, one in enumerate(remaining):
+        if number and budget.left < opening + batch_seconds(one):
             break
         until = budget.left - budget.left / (len(remaining) - number)
         before = budget.spent
-        with open_engine(replace(found.cfg, gate=GateConfig())) as engine:
+        with open_engine(one.cfg) as engine:
             opening = budget.spent - before
-            trials += _search(engine, found, folder, budget, until, progress)
-            finalists += _final(engine, found, folder, budget, until, progress)
+            trials += _search(engine, one, folder, budget, until, progress)
+            finalists += _final(engine, one, folder, budget, until, progress)
     choice = max(finalists, key=lambda finalist: finalist.speedup)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
-    file = tuned.write(conf, first.model.name, words, about)
-    expected = [{"exit": found.name, **found.outcomes[0].to_dict()} for found in level(exits)]
+    file = tuned.write(conf, first, words, about)
+    expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
-    (folder / "choice.json").write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
+    with written(folder / "choice.json") as part:
+        part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
 
 
@@ -177,9 +152,17 @@ def document(result: TuneResult) -> dict[str, Any]:
         {"E": finalist.cfg.layer, "head": calibrations.exit_name(finalist.cfg), **finalist.measured}
         for finalist in result.finalists
     ]
-    return {"overrides": result.overrides, "file": result.file, "speedup": result.choice.speedup,
-            "seconds": result.seconds, "trials": result.trials, "finalists": finalists,
-            "expected": result.expected, "warnings": result.warnings}  # fmt: skip
+    return {
+        "overrides": result.overrides,
+        "file": result.file,
+        "tuned": safe_name(result.choice.cfg.model.name),
+        "speedup": result.choice.speedup,
+        "seconds": result.seconds,
+        "trials": result.trials,
+        "finalists": finalists,
+        "expected": result.expected,
+        "warnings": result.warnings,
+    }
 
 
 def doubts(finalists: Sequence[Finalist]) -> list[str]:
@@ -191,32 +174,9 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
     change = fast.plain_tok_s / slow.plain_tok_s - 1
     if change <= DRIFT:
         return []
-    paces = " and ".join(f"{one.plain_tok_s:.0f} tok/s beside {_name(one.cfg)}" for one in (slow, fast))
+    paces = " and ".join(f"{one.plain_tok_s:.0f} tok/s beside {exits.name_of(one.cfg)}" for one in (slow, fast))
     return [f"plain decoding reached {paces}: the machine's pace changed by {change:.0%} between their engines, so the "
             "order of the exits is uncertain; tune again when nothing else runs here"]  # fmt: skip
-
-
-def draft_key(cfg: RunConfig) -> str:
-    """Names what a config drafts, apart from its gate: another for every other setting that matters, and for a head or
-    a vocabulary whose file holds something else now."""
-    digest = hashlib.sha256(engine_key(cfg).encode())
-    for path in _draft_files(cfg):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:KEY_LENGTH]
-
-
-def candidate_layers(cfg: RunConfig) -> list[int]:
-    """Exit layers to try where the user names none: a twelfth to a half of the layers, and the model's own choice.
-
-    Raises:
-        ConfigError: nothing here says how many layers the model has.
-    """
-    layers = model_facts(cfg).layers
-    if layers is None:
-        return roc.default_layers(cfg)
-    wanted = {max(layers // part, 1) for part in (12, 8, 6, 4, 2)} | {cfg.model.exit_layer or 1}
-    return sorted(layer for layer in wanted if layer < layers)
 
 
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
@@ -226,17 +186,16 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 
 
 def survey(
-    cfgs: Sequence[RunConfig], folder: Path, open_engine: Any, budget: Budget, progress: Progress = ignore
+    cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
 ) -> list[Exit]:
     """Log and time each exit once, from the shallowest on, until two in a row expect less than the best before."""
     found: list[Exit] = []
     worse = 0
     for number, cfg in enumerate(cfgs):
-        plain = replace(cfg, k=LONGEST, gate=GateConfig(), method=Method.layer_skip)
-        exit_ = _surveyed(plain, folder, open_engine, budget)
-        best = max((known.outcomes[0].speedup for known in found), default=0.0)
-        found.append(exit_)
-        worse = worse + 1 if exit_.outcomes[0].speedup < best else 0
+        one = _surveyed(cfg, folder, open_engine, budget)
+        best = max((known.best.speedup for known in found), default=0.0)
+        found.append(one)
+        worse = worse + 1 if one.best.speedup < best else 0
         progress("exits", number + 1, len(cfgs))
         if worse == 2 or not _may_survey(found, budget):
             break
@@ -244,55 +203,36 @@ def survey(
     return found
 
 
-def level(exits: Sequence[Exit]) -> list[Exit]:
-    """The exits as if plain decoding had taken the same time on every engine, the median.
-
-    Plain decoding knows nothing of exits; where the machine stalled under it, that exit would look fast.
-    """
-    plain = statistics.median(found.costs.plain for found in exits)
-    return [
-        replace(
-            found,
-            costs=replace(found.costs, plain=plain),
-            outcomes=[replace(one, speedup=one.speedup * plain / found.costs.plain) for one in found.outcomes],
-        )
-        for found in exits
-    ]
-
-
-def promising(exits: Sequence[Exit]) -> list[Exit]:
+def promising(found: Sequence[Exit]) -> list[Exit]:
     """The exits to search on, best first."""
-    ranked = sorted(level(exits), key=lambda found: -found.outcomes[0].speedup)
-    return [found for found in ranked if found.outcomes[0].speedup >= NEAR * ranked[0].outcomes[0].speedup][:ENGINES]
+    ranked = sorted(exits.level(found), key=lambda one: -one.best.speedup)
+    return [one for one in ranked if one.best.speedup >= NEAR * ranked[0].best.speedup][:ENGINES]
 
 
-def _may_survey(exits: Sequence[Exit], budget: Budget) -> bool:
+def _may_survey(found: Sequence[Exit], budget: Budget) -> bool:
     """Whether another exit can be surveyed in the first half of the time: the other half belongs to the search."""
-    return budget.left - max(found.seconds for found in exits) > budget.minutes * 30
+    return budget.left - max(one.seconds for one in found) > budget.minutes * 30
 
 
-def _surveyed(cfg: RunConfig, folder: Path, open_engine: Any, budget: Budget) -> Exit:
-    """Drafts and costs of one exit, from the folder if an earlier run left them there."""
-    import torch
+def _study(cfg: RunConfig) -> str:
+    """Names the trials of an exit and the file of its drafts."""
+    return f"{exits.name_of(cfg)}-{exits.draft_key(cfg)}"
 
+
+def _surveyed(cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget) -> Exit:
+    """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the folder
+    if an earlier run left them there."""
     began = budget.spent
-    study = f"{_name(cfg)}-{draft_key(cfg)}"
-    file = folder / f"drafts-{study}.pt"
+    file = folder / f"drafts-{_study(cfg)}.pt"
     if file.is_file():
-        saved = torch.load(file, weights_only=True)
-        log, costs = DraftLog(**saved["log"]), Costs(**saved["costs"])
+        found = exits.load(cfg, file)
     else:
-        with open_engine(cfg) as engine:
-            log = roc.record(engine, cfg, max(RECORDED, cfg.workload.batch))
-            costs = roc.time_steps(engine, cfg, LONGEST)
-        part = file.with_suffix(".part")
-        torch.save(
-            {"log": {name: getattr(log, name) for name in DraftLog.__annotations__}, "costs": asdict(costs)}, part
-        )
-        part.replace(file)
-    settings = replay.settings_for(log, search.gates(log), range(1, LONGEST + 1))
-    outcomes = sorted((replay.replay(log, one, costs) for one in settings), key=lambda outcome: -outcome.speedup)
-    return Exit(cfg, study, log, costs, outcomes, budget.spent - began)
+        found = exits.survey(cfg, open_engine, RECORDED)
+        exits.save(found, file)
+    settings = replay.settings_for(found.log, search.gates(found.log.features), range(1, LONGEST + 1))
+    outcomes = (replay.replay(found.log, one, found.costs) for one in settings)
+    ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))
+    return replace(found, outcomes=ranked, seconds=budget.spent - began)
 
 
 def batch_seconds(found: Exit) -> float:
@@ -300,7 +240,7 @@ def batch_seconds(found: Exit) -> float:
     work = found.cfg.workload
     plain = found.costs.plain * work.output_len * math.ceil(work.num_prompts / work.batch)
     # What is tried lies between plain decoding and the best that is expected.
-    return plain * (1 + BATCH / max((1 + found.outcomes[0].speedup) / 2, 1.0))
+    return plain * (1 + BATCH / max((1 + found.best.speedup) / 2, 1.0))
 
 
 def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress) -> int:
@@ -309,8 +249,8 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
     until: seconds of the budget that must be left when the final race, too, is over. Another batch starts only if it
     and that race fit, as long as the slowest batch says they take.
     """
-    study = search.open_study(folder / "trials.journal", found.study, found.outcomes, found.log, found.cfg.seed)
-    prompts = workload.prompts(found.cfg, engine)
+    study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
+    prompts = workload_prompts(found.cfg, engine)
     slowest = batch_seconds(found)
     warmup = 1
     while (done := search.completed(study)) < budget.trials and budget.left - (1 + SURE_REPEATS) * slowest > until:
@@ -331,9 +271,9 @@ def _final(
 ) -> list[Finalist]:
     """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until`
     seconds of the budget left, but one at least."""
-    study = search.open_study(folder / "trials.journal", found.study, found.outcomes, found.log, found.cfg.seed)
-    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.outcomes[0].setting]))
-    prompts = workload.prompts(found.cfg, engine)
+    study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
+    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting]))
+    prompts = workload_prompts(found.cfg, engine)
     plain, *measured = measure.run(
         engine,
         found.cfg,
@@ -347,18 +287,6 @@ def _final(
         Finalist(tuned.apply(found.cfg, arm.setting), {**arm.to_dict(plain), "plain_tok_s": plain.median})
         for arm in measured
     ]
-
-
-def _name(cfg: RunConfig) -> str:
-    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
-
-
-def _draft_files(cfg: RunConfig) -> list[Path]:
-    """The head, and what its draft vocabulary comes from: a list, or the token counts that a fit left."""
-    files = [preflight.head_file(cfg, int(cfg.layer or 0))]
-    if cfg.vocab != "full":
-        files.append(paths.head_folder(cfg) / COUNTS_FILE if cfg.vocab.isdigit() else Path(cfg.vocab))
-    return [file for file in files if file is not None and file.is_file()]
 
 
 def _is_fitted(cfg: RunConfig) -> bool:

@@ -1,25 +1,33 @@
 """Text to fit exit heads on and to count tokens of, by one word: what a user names after --corpus.
 
-    stdlib             Python's standard library; heads are tested on the modules that are held out everywhere
-    FILE.json, .jsonl  conversations as ShareGPT has them: [{"conversations": [{"from": ..., "value": ...}, ...]}, ...]
-    FILE               any other file: plain text
-    hf:NAME            a Hugging Face data set; hf:NAME:SPLIT and hf:NAME:SPLIT:COLUMN name its split and text column
-    random             random token ids: for dummy weights, which speak no language. Says nothing about any head.
+    stdlib          Python's standard library; heads are tested on the modules that are held out everywhere
+    FILE            plain text
+    FILE[:COLUMN]   rows in a .json, .jsonl or .parquet file, read by the `datasets` library
+    hf:...          a data set of the Hugging Face Hub, read by the same library, see below
+    random          random token ids: for dummy weights, which speak no language. Says nothing about any head.
+
+    hf:NAME[@CONFIG][:SPLIT[:COLUMN]]
+
+NAME is the data set's id and may hold a slash, CONFIG one of its configurations, SPLIT `train` unless it is given, with
+a slice in brackets if wanted: `train[:1000]`, `train[10%:20%]`, `train+test`. COLUMN holds the text; where it is not
+given it is `text`, or `conversations` as ShareGPT has them: [{"from": ..., "value": ...}, ...]. For example
+`hf:wikimedia/wikipedia@20231101.en:train[:1%]:text`. Rows are streamed, and no more are read than are needed, but for
+slices by percentage and joined splits: those the library can only take from what was downloaded whole.
 
 Of a user's own text every tenth block is held out for the test, and what repeats the held-out modules is left out.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +35,12 @@ if TYPE_CHECKING:
 Texts = list[tuple[str, str]]
 Encode = Callable[[str], list[int]]
 
+FORM = "hf:NAME[@CONFIG][:SPLIT[:COLUMN]]"
 BLOCK = 20_000  # characters: short documents are joined into blocks this long, so that whole windows fit in
 HELD_OUT_EVERY = 10
 MOST_CHARACTERS = 100_000_000  # of a data set; far more than any fit reads
+COLUMNS = ("text", "conversations")  # of these the first that there is, where the user names none
+TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # suffix -> what `datasets` calls the format
 COUNTED_CHARACTERS = 6_000_000  # of a corpus, for token frequencies
 
 
@@ -58,7 +69,7 @@ class Corpus:
             draw = random.Random(f"{part} {seed}")
             return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
         try:
-            return corpus.token_windows(encode, getattr(self, part), length, count, seed)
+            return library.token_windows(encode, getattr(self, part), length, count, seed)
         except ValueError as error:
             raise ConfigError(f"corpus={self.name}: {error}") from error
 
@@ -89,27 +100,39 @@ def load(source: str) -> Corpus:
         ConfigError: no such file, a file of another shape, too little text, or `datasets` is not installed.
     """
     if source == "stdlib":
-        return Corpus("standard library, held-out modules excluded", corpus.fitting_text(), corpus.held_out_text())
+        return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
         return Corpus("random token ids (not a text)")
     if source.startswith("hf:"):
         return _split(source, _data_set(source))
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"corpus={source}: there is no such file; allowed: stdlib, random, hf:NAME, a ShareGPT .json "
-                          "or .jsonl, or a text file")  # fmt: skip
-    if path.suffix in (".json", ".jsonl"):
-        return _split(source, _conversations(path))
+    check(source)
+    path, column = _file(source)
+    if path.suffix in TABLES and path.stat().st_size:  # the library knows no empty file
+        rows = _load(source, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+        return _split(source, _texts(source, rows, column))
     try:
         return _split(source, path.read_text(encoding="utf-8").split("\n\n"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"corpus={source}: is not UTF-8 text ({error})") from error
 
 
+def check(source: str) -> None:
+    """Refuse what names no corpus, without reading one: a form that there is not, a file that is not there.
+
+    Raises:
+        ConfigError: saying what is allowed.
+    """
+    if source.startswith("hf:"):
+        parse(source)
+    elif source not in ("stdlib", "random") and not _file(source)[0].is_file():
+        raise ConfigError(f"corpus={source}: there is no such file; allowed: stdlib, random, {FORM}, a .json, .jsonl "
+                          "or .parquet file, or a text file")  # fmt: skip
+
+
 def _split(source: str, documents: Iterable[str]) -> Corpus:
     """Blocks of documents; every tenth is held out. Blocks that repeat the held-out modules are dropped."""
-    known = corpus.fingerprints(text for _, text in corpus.held_out_text())
-    blocks = [block for block in _blocks(documents) if not corpus.is_contaminated(block, known)]
+    known = library.fingerprints(text for _, text in library.held_out_text())
+    blocks = [block for block in _blocks(documents) if not library.is_contaminated(block, known)]
     named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:
@@ -133,29 +156,104 @@ def _blocks(documents: Iterable[str]) -> Iterator[str]:
         yield "\n\n".join(held)
 
 
-def _conversations(path: Path) -> Iterator[str]:
-    """The turns of each conversation, a blank line between them."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        entries = json.loads(text) if path.suffix == ".json" else [json.loads(row) for row in text.splitlines() if row]
-        for entry in entries:
-            yield "\n\n".join(str(turn["value"]) for turn in entry["conversations"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'corpus={path}: is not ShareGPT: a list of {{"conversations": [{{"value": ...}}]}} '
-                          f"({type(error).__name__}: {error})") from error  # fmt: skip
+@dataclass(frozen=True)
+class HubName:
+    """What `hf:...` names. column: None where the user leaves it to COLUMNS."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    column: str | None = None
+
+    @property
+    def rows(self) -> tuple[str, int, int | None] | None:
+        """(split, first row, end or None) where the split can be streamed; None for percentages and joined splits."""
+        slice_ = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", self.split)
+        return slice_ and (slice_[1], int(slice_[2] or 0), int(slice_[3]) if slice_[3] else None)
+
+
+_SPLIT = r"[\w.-]+(?:\[[^\[\]]*\])?"
+_HUB = re.compile(rf"hf:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<config>[^:@\[\]]+))?"
+                  rf"(?::(?P<split>{_SPLIT}(?:\+{_SPLIT})*)(?::(?P<column>[^:]+))?)?")  # fmt: skip
+
+
+def parse(source: str) -> HubName:
+    """Read `hf:NAME[@CONFIG][:SPLIT[:COLUMN]]`.
+
+    >>> parse("hf:org/set@en:train[:1%]:body")
+    HubName(name='org/set', config='en', split='train[:1%]', column='body')
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    found = _HUB.fullmatch(source)
+    if found is None:
+        raise ConfigError(f"corpus={source}: write {FORM}, for example "
+                          "hf:wikimedia/wikipedia@20231101.en:train[:1%]:text")  # fmt: skip
+    return HubName(found["name"], found["config"], found["split"] or "train", found["column"])
+
+
+def _file(source: str) -> tuple[Path, str | None]:
+    """A path and the column that is named after it, if one is; a file that is called so comes first."""
+    path = Path(source).expanduser()
+    name, colon, column = source.rpartition(":")
+    if colon and not path.exists() and Path(name).suffix in TABLES:
+        return Path(name).expanduser(), column
+    return path, None
 
 
 def _data_set(source: str) -> Iterator[str]:
-    """The text column of a data set, row by row."""
-    _, name, split, column = (source.split(":") + ["train", "text"][len(source.split(":")) - 2 :])[:4]
+    """The text of a data set of the Hub, row by row."""
+    asked = parse(source)
+    if asked.rows is None:
+        rows = _load(source, asked.name, asked.config, split=asked.split)
+    else:
+        split, first, end = asked.rows
+        rows = _load(source, asked.name, asked.config, split=split, streaming=True)
+        rows = rows.skip(first) if first else rows
+        rows = rows.take(end - first) if end is not None else rows
+    return _texts(source, rows, asked.column)
+
+
+def _load(source: str, *args: Any, **options: Any) -> Any:
+    """`datasets.load_dataset`, with its errors in our words."""
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ConfigError(f"corpus={source}: needs the package datasets; pip install datasets") from error
+        raise ConfigError(f"corpus={source}: needs the package datasets; pip install 'selfspec[data]', or pip install "
+                          "datasets") from error  # fmt: skip
     try:
-        rows: Any = load_dataset(name, split=split)
+        return load_dataset(*args, **options)
     except Exception as error:  # the library raises its own types, the Hub's and the network's
-        raise ConfigError(f"corpus={source}: cannot be loaded ({type(error).__name__}: {error})") from error
-    if column not in rows.column_names:
-        raise ConfigError(f"corpus={source}: has no column {column!r}; columns: {', '.join(rows.column_names)}")
-    return (str(row[column]) for row in rows)
+        raise ConfigError(f"corpus={source}: cannot be loaded ({_said(error)})") from error
+
+
+def _texts(source: str, rows: Iterable[Mapping[str, Any]], column: str | None) -> Iterator[str]:
+    """The text of each row; of a conversation its turns, with a blank line between them."""
+    try:
+        for row in rows:
+            name = column or next((known for known in COLUMNS if known in row), None)
+            if name is None or name not in row:
+                wanted = f"no column {column!r}" if column else f"no column {' or '.join(map(repr, COLUMNS))}"
+                raise ConfigError(f"corpus={source}: has {wanted}; columns: {', '.join(row)}")
+            content = row[name]
+            if isinstance(content, str):
+                yield content
+            elif content is not None:
+                yield "\n\n".join(str(turn["value"]) for turn in content)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"corpus={source}: a row's {name!r} is neither text nor a ShareGPT conversation, a list of "
+                          f'{{"value": ...}} ({_said(error)})') from error  # fmt: skip
+    except Exception as error:  # as in _load: a stream is read only now
+        raise ConfigError(f"corpus={source}: cannot be read ({_said(error)})") from error
+
+
+def _said(error: Exception) -> str:
+    """An error in one line. The library wraps what it met; the innermost says what it was."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    words = " ".join(str(cause).split())
+    return f"{type(cause).__name__}: {words[:300]}" if words else type(cause).__name__

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 if TYPE_CHECKING:
     from selfspec_cli.engine.live import Engine
 
 
-def prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
+def workload_prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
     """`num_prompts` prompts of `input_len` token ids, drawn by `cfg.seed`.
 
     Raises:
@@ -28,10 +28,10 @@ def prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
-    texts = corpus.held_out_text()
+    texts = library.held_out_text()
     if work.prompts != "heldout":
         texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
     try:
-        return corpus.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)
+        return library.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)
     except ValueError as error:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error

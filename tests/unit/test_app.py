@@ -334,7 +334,7 @@ def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
 
 def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):
     assert document(call("roc", model, "--dry-run", "--json"))["layers"] == [2, 4]
-    assert document(call("tune", model, "--dry-run", "--json"))["exits"] == [f"E={n} lens" for n in (1, 2, 4)]
+    assert document(call("tune", model, "k=3,5", "--dry-run", "--json"))["exits"] == [f"E{n}-lens" for n in (1, 2, 4)]
     assert document(call("roc", model, "layer=3,5", "--dry-run", "--json"))["layers"] == [3, 5]
     result = call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json")
     assert document(result)["layers"] == [3]

@@ -20,6 +20,7 @@ def model(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64}')
+    (tmp_path / "chats.json").write_text("[]")
     return f"model={folder}"
 
 
@@ -59,6 +60,14 @@ def test_fit_hands_on_the_grid(monkeypatch, model):
     asked.clear()
     assert document(call(*words, "--dry-run", "--json"))["heads"] == ["lens", "lsq_argmax", "translator_r15"]
     assert not asked
+
+
+@pytest.mark.parametrize("corpus", ["gone.json", "hf:a:train:text:more"])
+@pytest.mark.parametrize("command", ["fit", "heads"])
+def test_a_corpus_that_there_is_not_is_refused_by_a_dry_run_too(model, command, corpus):
+    result = call(command, "head=lsq", "layer=2", model, "--corpus", corpus, "--dry-run")
+    assert result.exit_code == 2
+    assert f"corpus={corpus}" in result.stderr
 
 
 def test_a_rank_of_ones_own(monkeypatch, model):

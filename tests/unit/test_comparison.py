@@ -1,4 +1,4 @@
-"""Rounds laid over agreements, step times from rounds, and what `selfspec heads` makes of them."""
+"""Rounds laid over agreements, and what `selfspec heads` makes of them and of step times."""
 
 import itertools
 import random
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_hex
 
-from selfspec_cli.early_exit.comparison import StepTimes, fit_step_times
-from selfspec_cli.early_exit.cost_model import expected_tokens, speedup
+from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
 from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
@@ -59,24 +58,6 @@ def test_rounds_need_positions_and_a_k():
         tokens_a_round([YES], 0)
 
 
-def test_step_times_come_back_from_their_own_rounds():
-    true = StepTimes(T=8.0, verify=9.0, overhead=0.4, per_layer=0.25)
-    rounds = [(layer, k, true.round(layer, k, 0.3)) for layer, k in ((2, 2), (2, 6), (12, 6))]
-    got = fit_step_times(8.0, rounds, head_seconds=0.3)
-    assert got.to_dict() == pytest.approx(true.to_dict())
-
-
-def test_a_verify_step_as_long_as_a_decode_step_is_the_plain_cost_model():
-    times = StepTimes(T=10.0, verify=10.0, overhead=0.0, per_layer=0.3)
-    assert times.speedup(expected_tokens(0.8, 3), 8, 3, 0.5) == pytest.approx(speedup(0.8, 3, 10.0, 2.4, 0.5))
-
-
-@pytest.mark.parametrize("rounds", [[], [(2, 2, 1.0), (2, 6, 2.0)], [(2, 2, 1.0), (2, 6, 2.0), (2, 4, 1.5)]])
-def test_rounds_that_determine_nothing(rounds):
-    with pytest.raises(ValueError, match="two exit layers"):
-        fit_step_times(8.0, rounds, 0.1)
-
-
 def row(layer, head, vocab, rate, head_us):
     tokens = {f"tokens_k{k}": expected_tokens(rate, k) for k in LENGTHS}
     return HeadRow("m", layer, head, vocab, rate, rate, head_us=head_us, bytes_per_step=4096, **tokens)
@@ -85,12 +66,12 @@ def row(layer, head, vocab, rate, head_us):
 def test_the_best_head_balances_cost_and_acceptance(tmp_path):
     rows = [row(2, "lens", "full", 0.6, 300), row(2, "lens", "1024", 0.58, 80), row(12, "lsq", "full", 0.3, 300),
             HeadRow("m", 4, "lens", "full")]  # fmt: skip
-    times = StepTimes(T=8e-3, verify=8e-3, overhead=1e-4, per_layer=3e-4)
+    times = Costs(plain=8e-3, verify=8e-3, draft=1e-4, per_layer=3e-4)
     predict(rows, times)
     assert [r.head for r in by_speedup(rows)] == ["lens", "lens", "lsq"]
     best = by_speedup(rows)[0]
     assert best.vocab == "1024"
-    assert best.predicted_speedup == max(times.speedup(t, 2, k, 80e-6) for k, t in best.tokens.items())
+    assert best.predicted_speedup == max(times.at(2, 80e-6).speedup(t, k) for k, t in best.tokens.items())
     best.measured_speedup, best.measured_min, best.measured_max = 1.5, 1.4, 1.6
     files = save(rows, {"pairs": 7}, tmp_path)
     lines = (tmp_path / "heads.csv").read_text().splitlines()
@@ -109,11 +90,11 @@ def test_heads_of_one_kind_have_shades_of_its_colour():
 
 
 def test_measured_beside_predicted_says_where_they_differ():
-    times = StepTimes(T=8e-3, verify=8e-3, overhead=1e-4, per_layer=3e-4)
+    times = Costs(plain=8e-3, verify=8e-3, draft=1e-4, per_layer=3e-4)
     head = row(2, "lens", "full", 0.6, 300)
     predict([head], times)
     tokens, k = head.tokens[head.best_k], head.best_k
-    round_ms = 1.1 * 1000 * times.round(2, k, 300e-6)  # a round takes a tenth longer, the baseline a twentieth
+    round_ms = 1.1 * 1000 * times.at(2, 300e-6).round(k)  # a round takes a tenth longer, the baseline a twentieth
     itl = round_ms / (0.9 * tokens)
     baseline = Record("r", "t", "baseline", "m", tok_s_median=1000 / 8.4, tpot_ms=8.4)
     speed = 1000 / itl

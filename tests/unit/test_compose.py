@@ -37,7 +37,7 @@ def tuned_models(elsewhere):
     """What `selfspec tune` leaves, for the models that examples name; tuned files are not part of a checkout."""
     words = ["layer=3", "k=12", "gate=margin", "threshold=0.136"]
     for name in ("reference", "llama3_8b"):
-        tuned.write(elsewhere / "conf", name, [f"model={name}", *words], "")
+        tuned.write(elsewhere / "conf", one(f"model={name}"), [f"model={name}", *words], "")
 
 
 DRAFT_MODEL = ["model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "method=draft_model"]
@@ -393,9 +393,9 @@ def test_exit_layer_and_draft_length_come_from_the_user_then_the_model_then_the_
 
 
 def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
-    tuned.write(elsewhere / "conf", "mine", ["layer=6", "k=7", "gate=margin", "threshold=0.2"], "a title")
-    assert one("tuned=mine") == resolved(RunConfig(layer=6, k=7, gate=GateConfig("margin"), threshold=0.2))
-    assert [cfg.k for cfg in compose_runs(None, ["tuned=mine", "k=2,3"])] == [2, 3]
+    tuned.write(elsewhere / "conf", one(), ["layer=6", "k=7", "gate=margin", "threshold=0.2"], "a title")
+    assert one("tuned=reference") == resolved(RunConfig(layer=6, k=7, gate=GateConfig("margin"), threshold=0.2))
+    assert [cfg.k for cfg in compose_runs(None, ["tuned=reference", "k=2,3"])] == [2, 3]
     assert "selfspec tune model=other" in refusal("tuned=other")
 
 
@@ -403,18 +403,18 @@ def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
     for head in (HeadConfig("lsq"), HeadConfig("translator", rank=64, kl=True)):
         cfg = resolved(RunConfig(layer=6, head=head))
         chosen = tuned.apply(cfg, Setting("margin", 0.5, 2))
-        tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")
-        assert one("tuned=mine") == chosen
+        tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
+        assert one("tuned=reference") == chosen
     for setting in (Setting("entropy", 2.25, 7), Setting("none", None, 3)):
         chosen = tuned.apply(cfg, setting)
-        tuned.write(elsewhere / "conf", "mine", tuned.overrides(chosen), "")
-        assert one("tuned=mine") == chosen
+        tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
+        assert one("tuned=reference") == chosen
 
 
 def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
     cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8", "verification=adaptive")
-    tuned.write(elsewhere / "conf", "mine", tuned.overrides(cfg), "")
-    assert one("engine=h100", "tuned=mine") == cfg
+    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
+    assert one("engine=h100", "tuned=reference") == cfg
 
 
 @pytest.mark.parametrize(

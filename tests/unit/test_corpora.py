@@ -5,8 +5,7 @@ import json
 import pytest
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.texts import corpora
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import corpora, library
 
 PARAGRAPHS = [f"Paragraph {number}. " + "Words that a model could read. " * 30 for number in range(400)]
 
@@ -26,7 +25,15 @@ def test_plain_text_is_split_into_disjoint_blocks(tmp_path):
     assert "\n\n".join(PARAGRAPHS[:3]) in found.held_out[0][1]
 
 
-def test_share_gpt_is_read_turn_by_turn(tmp_path):
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """The real library, with its cache in the test's own folder."""
+    installed = pytest.importorskip("datasets")
+    monkeypatch.setattr(installed.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return installed
+
+
+def test_share_gpt_is_read_turn_by_turn(tmp_path, datasets):
     entries = [
         {"id": str(i), "conversations": [{"from": "human", "value": p}, {"from": "gpt", "value": "Yes."}]}
         for i, p in enumerate(PARAGRAPHS)
@@ -39,7 +46,7 @@ def test_share_gpt_is_read_turn_by_turn(tmp_path):
 
 
 def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
-    name, module = max(corpus.held_out_text(), key=lambda pair: len(pair[1]))
+    name, module = max(library.held_out_text(), key=lambda pair: len(pair[1]))
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join([*PARAGRAPHS, module]))
     found = corpora.load(str(path))
@@ -49,8 +56,8 @@ def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
 
 def test_the_standard_library_is_the_default_text():
     found = corpora.load("stdlib")
-    assert found.held_out == corpus.held_out_text()
-    assert not {name for name, _ in found.fitting} & set(corpus.HELD_OUT)
+    assert found.held_out == library.held_out_text()
+    assert not {name for name, _ in found.fitting} & set(library.HELD_OUT)
     counts = found.counts(encode, 97)
     assert corpora.COUNTED_CHARACTERS * 0.9 < counts.sum() <= corpora.COUNTED_CHARACTERS
     assert counts.argmax() == ord(" ")
@@ -71,42 +78,135 @@ def test_random_token_ids_say_that_they_are():
     [
         ("gone.txt", None, "no such file; allowed: stdlib, random"),
         ("short.txt", "A word.", "too little text"),
-        ("other.json", '{"a": 1}', "is not ShareGPT"),
-        ("broken.json", "[", "is not ShareGPT"),
-        ("list.jsonl", '{"conversations": 3}', "is not ShareGPT"),
         ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
     ],
 )
 def test_files_of_another_shape_are_refused(tmp_path, name, content, words):
-    path = tmp_path / name
+    refused(tmp_path / name, content, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("other.json", '{"a": 1}', "has no column 'text' or 'conversations'; columns: a"),
+        ("broken.json", "[", "cannot be read"),
+        ("bytes.json", b"\x93\xf0" * 500, "cannot be read"),
+        ("short.parquet", b"PAR1xx", r"cannot be loaded \(ArrowInvalid"),
+        ("empty.jsonl", "", "too little text"),
+        ("list.jsonl", '{"conversations": 3}', "neither text nor a ShareGPT conversation"),
+        ("list.jsonl", '{"conversations": [{"role": "user"}]}', "neither text nor a ShareGPT conversation"),
+    ],
+)
+def test_tables_of_another_shape_are_refused(tmp_path, datasets, name, content, words):
+    refused(tmp_path / name, content, words)
+
+
+def refused(path, content, words):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=words):
         corpora.load(str(path))
 
 
-def test_a_data_set_is_read_by_split_and_column(monkeypatch):
-    asked = {}
+def test_a_column_of_a_file_can_be_named(tmp_path, datasets):
+    rows = [{"text": "short", "body": paragraph} for paragraph in PARAGRAPHS]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert corpora.load(f"{tmp_path / name}:body").held_out[0][1].startswith(PARAGRAPHS[0])
+        with pytest.raises(ConfigError, match="no column 'title'; columns: text, body"):
+            corpora.load(f"{tmp_path / name}:title")
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("hf:squad", ("squad", None, "train", None)),
+        ("hf:org/set:test", ("org/set", None, "test", None)),
+        ("hf:org/set@en", ("org/set", "en", "train", None)),
+        ("hf:org/set:train[:1%]:text", ("org/set", None, "train[:1%]", "text")),
+        ("hf:o/s.e-t@2023.en:train[10%:20%]+test[5:]:body", ("o/s.e-t", "2023.en", "train[10%:20%]+test[5:]", "body")),
+    ],
+)  # fmt: skip
+def test_the_grammar_of_hub_names(source, read):
+    named = corpora.parse(source)
+    assert (named.name, named.config, named.split, named.column) == read
+
+
+@pytest.mark.parametrize(
+    "source", ["hf:", "hf:a/b/c", "hf:a:train:text:more", "hf:a@:train", "hf:a:train[:1", "hf:a:[:1]"]
+)
+def test_a_name_of_another_form_shows_the_form(source):
+    with pytest.raises(ConfigError, match=r"write hf:NAME\[@CONFIG\]\[:SPLIT\[:COLUMN\]\]"):
+        corpora.load(source)
+
+
+def test_what_can_be_streamed_is_and_percentages_are_not(monkeypatch):
+    asked = []
 
     class Rows(list):
-        column_names = ("text", "body")
+        def skip(self, count):
+            asked.append(("skip", count))
+            return Rows(self[count:])
 
-    def load_dataset(name, split):
-        asked.update(name=name, split=split)
-        return Rows({"text": "short", "body": p} for p in PARAGRAPHS)
+        def take(self, count):
+            asked.append(("take", count))
+            return Rows(self[:count])
+
+    def load_dataset(*names, **options):
+        asked.append((*names, options))
+        return Rows({"text": paragraph} for paragraph in PARAGRAPHS)
 
     stand_in(monkeypatch, load_dataset)
-    found = corpora.load("hf:some/set:validation:body")
-    assert asked == {"name": "some/set", "split": "validation"}
-    assert PARAGRAPHS[0] in found.held_out[0][1]
-    with pytest.raises(ConfigError, match="no column 'title'; columns: text, body"):
-        corpora.load("hf:some/set:train:title")
+    corpora.load("hf:some/set@en:validation[10:390]:text")
+    corpora.load("hf:some/set:train[:1%]")
+    assert asked == [
+        ("some/set", "en", {"split": "validation", "streaming": True}),
+        ("skip", 10),
+        ("take", 380),
+        ("some/set", None, {"split": "train[:1%]"}),
+    ]
 
 
-def test_a_data_set_without_its_package_says_what_to_install(monkeypatch):
+def test_the_library_itself_reads_configs_splits_slices_and_columns(tmp_path, monkeypatch, datasets):
+    """A data set as the Hub holds them, in a folder: the library looks there first."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org" / "set"
+    folder.mkdir(parents=True)
+    configs = [
+        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}.jsonl"}]} for name in ("en", "de")
+    ]
+    (folder / "README.md").write_text("---\n" + json.dumps({"configs": configs}) + "\n---\n")
+    for name in ("en", "de"):
+        rows = [{"body": f"{name} {paragraph}"} for paragraph in PARAGRAPHS]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def first(source):
+        return corpora.load(source).held_out[0][1]
+
+    assert first("hf:org/set@de:train:body").startswith("de Paragraph 0.")
+    assert first("hf:org/set@en:train[100:]:body").startswith("en Paragraph 100.")
+    assert first("hf:org/set@en:train[50%:]:body").startswith("en Paragraph 200.")
+    assert "too little text" in said("hf:org/set@en:train[:1%]:body")
+    assert "no column 'text' or 'conversations'; columns: body" in said("hf:org/set@en")
+    assert "cannot be loaded" in said("hf:org/set@fr")
+    assert "cannot be loaded" in said("hf:org/set@en:test:body")
+
+
+def said(source):
+    with pytest.raises(ConfigError) as caught:
+        corpora.load(source)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["hf:some/set", "rows.jsonl"])
+def test_a_data_set_without_its_package_says_what_to_install(monkeypatch, tmp_path, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match="pip install datasets"):
-        corpora.load("hf:some/set")
+    with pytest.raises(ConfigError, match=r"pip install 'selfspec\[data\]'"):
+        corpora.load(source)
 
 
 def stand_in(monkeypatch, load_dataset):

@@ -8,8 +8,9 @@ from exit_heads import lsq_head
 from safetensors.torch import save_file
 
 from selfspec_cli.config import digests as files
-from selfspec_cli.config.digests import digests, model_digest
+from selfspec_cli.config.digests import digests
 from selfspec_cli.config.keys import Keys, baseline_of, run_key
+from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.schema import (
     GateConfig,
     HeadConfig,
@@ -43,7 +44,7 @@ def lsq(cfg, seed):
     """Fit an lsq head for layer 4: the same file, other numbers."""
     torch.manual_seed(seed)
     metadata = HeadMetadata("lsq", 4, HIDDEN, VOCAB)
-    return save_head(f"{cfg.head_dir}/m/lsq_E4.safetensors", lsq_head(torch.randn(VOCAB, HIDDEN)), metadata)
+    return save_head(head_folder(cfg) / "lsq_E4.safetensors", lsq_head(torch.randn(VOCAB, HIDDEN)), metadata)
 
 
 def test_a_head_that_is_fitted_again_is_measured_again(cfg):
@@ -60,7 +61,7 @@ def test_a_head_that_is_fitted_again_is_measured_again(cfg):
     before = run_key(by_path)
     lsq(cfg, 4)
     assert run_key(by_path) != before
-    folder = replace(cfg, head=HeadConfig("lsq", path=f"{cfg.head_dir}/m"))
+    folder = replace(cfg, head=HeadConfig("lsq", path=str(head_folder(cfg))))
     assert digests(folder)["head"] == digests(by_path)["head"]
 
 
@@ -73,9 +74,9 @@ def test_weights_and_config_of_a_model_are_part_of_every_key(cfg, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps({"num_hidden_layers": 8, "rope_theta": 1}))
     assert run_key(cfg) not in (first, second)
     dummy = replace(cfg, model=replace(cfg.model, load_format="dummy"))
-    before = model_digest(dummy)
+    before = model_fingerprint(dummy)
     weights(tmp_path / "model", 2)
-    assert model_digest(dummy) == before  # its weights come from the seed
+    assert model_fingerprint(dummy) == before  # its weights come from the seed
 
 
 def test_a_draft_vocabulary_a_calibration_and_a_prompts_file_are_read(cfg, tmp_path):
@@ -91,8 +92,8 @@ def test_a_draft_vocabulary_a_calibration_and_a_prompts_file_are_read(cfg, tmp_p
         assert run_key(cfg) == run_key(replace(cfg))
     counted = replace(cfg, vocab="4")
     first = run_key(counted)
-    (tmp_path / "heads" / "m").mkdir(parents=True)
-    (tmp_path / "heads" / "m" / "token_counts.safetensors").write_text("counts")
+    head_folder(cfg).mkdir(parents=True)
+    (head_folder(cfg) / "token_counts.safetensors").write_text("counts")
     assert run_key(counted) != first
 
 
@@ -108,10 +109,19 @@ def test_a_model_of_the_hub_is_its_commit_where_the_cache_has_it(cfg, monkeypatc
     cached = tmp_path / "snapshots" / "abc123" / "config.json"
     found = {}
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: found.get(revision))
-    unknown = model_digest(hub)
+    unknown = model_fingerprint(hub)
     found[None] = str(cached)
-    assert model_digest(hub) not in (unknown, None)
-    assert model_digest(hub) != model_digest(replace(hub, model=replace(hub.model, revision="v2")))
+    assert model_fingerprint(hub) not in (unknown, None)
+    assert model_fingerprint(hub) != model_fingerprint(replace(hub, model=replace(hub.model, revision="v2")))
+
+
+def test_dummy_weights_of_another_seed_are_another_model_whichever_comes_first(cfg):
+    """One Keys object stands for one command; what it kept of one seed must not answer for another."""
+    dummies = [replace(cfg, model=replace(cfg.model, load_format="dummy"), seed=seed) for seed in (0, 1)]
+    alone = [Keys().run(one) for one in dummies]
+    together, turned = Keys(), Keys()
+    assert [together.run(one) for one in dummies] == alone
+    assert [turned.run(one) for one in dummies[::-1]] == alone[::-1]
 
 
 def test_ten_thousand_keys_read_and_hash_what_they_share_once(cfg, monkeypatch):

@@ -9,8 +9,8 @@ import torch
 from exit_heads import lsq_head, translator_head
 
 from selfspec_cli.artifacts import head_files
-from selfspec_cli.config import paths
 from selfspec_cli.config.facts import ModelFacts
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
@@ -33,7 +33,7 @@ def fitted(cfg, kind="lsq", **more):
     weight = torch.randn(VOCAB if kind == "lsq" else HIDDEN, HIDDEN)
     head = lsq_head(weight) if kind == "lsq" else translator_head(weight)
     metadata = HeadMetadata(kind, LAYER, HIDDEN, VOCAB, fingerprint="abc", **more)
-    save_head(paths.head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
+    save_head(head_folder(cfg) / head_filename(metadata.spec, LAYER), head, metadata)
     return head
 
 
@@ -58,11 +58,11 @@ def test_a_lens_over_the_most_frequent_tokens(cfg):
 
 
 def test_counts_of_the_fitted_text_come_first(cfg):
-    draft_vocab.save_counts(paths.head_folder(cfg), COUNTS.flip(0), "a text")
+    draft_vocab.save_counts(head_folder(cfg), COUNTS.flip(0), "a text")
     assert load_head(found(replace(cfg, vocab="2"))).head.vocab_ids.tolist() == [2, 6]
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB, "another") is None
-    assert draft_vocab.load_counts(paths.head_folder(cfg), VOCAB + 1) is None
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "a text").equal(COUNTS.flip(0))
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB, "another") is None
+    assert draft_vocab.load_counts(head_folder(cfg), VOCAB + 1) is None
 
 
 @pytest.mark.parametrize("kind", ["lsq", "translator"])
@@ -93,7 +93,7 @@ def test_a_folder_of_the_user_is_only_read(cfg, tmp_path, cache):
     """Two engines over a draft vocabulary: the second once found the first's derived head in the folder, and refused
     it as ambiguous."""
     fitted(cfg)
-    folder = paths.head_folder(cfg)
+    folder = head_folder(cfg)
     before = sorted(folder.iterdir())
     own = replace(cfg, head=HeadConfig(path=str(folder)), vocab="3")
     assert found(own) == found(own)
@@ -186,7 +186,7 @@ def check(cfg, layer=LAYER, hidden=HIDDEN, vocab_size=VOCAB):
 
 def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
     fitted(cfg)
-    path = paths.head_folder(cfg) / "layer3_lsq.safetensors"
+    path = head_folder(cfg) / "layer3_lsq.safetensors"
     for own in (HeadConfig(kind="lsq"), HeadConfig(path=str(path)), HeadConfig(path=str(path.parent))):
         given = replace(cfg, head=own)
         check(given)
@@ -204,7 +204,7 @@ def test_a_head_of_another_layer_or_shape_is_refused_from_its_header(cfg):
                                     lambda data: b"", lambda data: data + b"x"])  # fmt: skip
 def test_a_damaged_file_is_refused_without_torch(cfg, damage):
     fitted(cfg)
-    path = paths.head_folder(cfg) / "layer3_lsq.safetensors"
+    path = head_folder(cfg) / "layer3_lsq.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(HeadError, match="truncated"):
         check(replace(cfg, head=HeadConfig(path=str(path))))
@@ -214,7 +214,7 @@ def test_a_file_is_called_what_it_holds(cfg, tmp_path):
     """A row of head.path=x_lsq.safetensors once said "lens"."""
     fitted(cfg, "lsq", target="argmax")
     fitted(cfg, "translator", kl=True)
-    folder = paths.head_folder(cfg)
+    folder = head_folder(cfg)
     for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator_kl", "translator_kl")):
         given = replace(cfg, head=HeadConfig(path=str(folder / f"{file}.safetensors")))
         assert head_spec(given.head, given.layer).name == name

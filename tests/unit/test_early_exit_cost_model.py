@@ -1,10 +1,14 @@
 """The cost model against brute force and against numbers worked by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from selfspec_cli.early_exit import cost_model as cm
+from selfspec_cli.early_exit.cost_model import Costs
+
+MEASURED = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)
 
 
 @pytest.mark.parametrize(("a", "k", "want"), [(0, 5, 1), (1, 5, 6), (0.5, 2, 1.75), (0.3, 0, 1)])
@@ -28,21 +32,34 @@ def test_expected_tokens_from_positions():
     assert cm.expected_tokens_from_positions([0.6] * 3) == pytest.approx(cm.expected_tokens(0.6, 3))
 
 
-def test_round_cost_and_speedup():
-    assert cm.round_cost(10, 2, 0.5, 3) == pytest.approx(17.5)
-    assert cm.speedup(1.0, 3, 10, 2, 0.5) == pytest.approx(40 / 17.5)
-    assert cm.speedup([1.0, 1.0, 1.0, 0.0], 3, 10, 2, 0.5) == pytest.approx(40 / 17.5)
-    assert cm.speedup(0.9, 0, 10, 2, 0.5) == 1
+def costs(plain=10.0, draft=2.0, head=0.5):
+    """A verify pass that takes as long as a plain step, whatever it verifies."""
+    return Costs(plain, draft, verify=plain, head=head)
+
+
+def tokens(a, longest=16):
+    return {k: cm.expected_tokens(a, k) for k in range(longest + 1)}
+
+
+def test_round_and_speedup_by_hand():
+    assert costs().round(3) == pytest.approx(17.5)
+    assert costs().speedup(4, 3) == pytest.approx(40 / 17.5)
+    assert costs().speedup(1, 0) == 1
+    whole = Costs(plain=10, draft=1, verify=11, verify_token=0.25, start=0.5, per_layer=0.1, layers=8, head=0.3)
+    assert whole.step == pytest.approx(1 + 0.8 + 0.3 + 0.25)
+    assert whole.round(2.5) == pytest.approx(11 + 0.5 + 2.5 * 2.35)
 
 
 def test_best_k_beats_every_other():
-    k, best = cm.best_k(0.8, 10, 2, 0.5)
-    assert best == pytest.approx(max(cm.speedup(0.8, i, 10, 2, 0.5) for i in range(17)))
-    assert cm.speedup(0.8, k, 10, 2, 0.5) == best
+    every = {k: costs().speedup(yielded, k) for k, yielded in tokens(0.8).items()}
+    k, best = costs().best_k(tokens(0.8))
+    assert best == every[k] == max(every.values())
     assert 0 < k < 16
-    assert cm.best_k(0.1, 10, 2, 0.5) == (0, 1.0)
-    assert cm.best_k([0.9, 0.0, 0.9], 10, 2, 0.5)[0] == 1
-    assert cm.best_k(1.0, 10, 1, 0)[0] == 16
+    assert costs().best_k(tokens(0.1)) == (0, 1.0)
+    assert costs(head=0, draft=1).best_k(tokens(1.0))[0] == 16
+    rates = [0.9, 0.0, 0.9]
+    positions = {k: cm.expected_tokens_from_positions(rates[:k]) for k in range(4)}
+    assert costs().best_k(positions)[0] == 1
 
 
 def test_efficiency():
@@ -52,16 +69,85 @@ def test_efficiency():
 
 
 def test_break_even_is_where_the_first_step_starts_to_pay():
-    p = cm.break_even(10, 2, 0.5)
-    assert cm.speedup(p, 1, 10, 2, 0.5) == pytest.approx(1)
-    assert cm.speedup(p + 0.01, 1, 10, 2, 0.5) > 1 > cm.speedup(p - 0.01, 1, 10, 2, 0.5)
+    p = costs().break_even()
+    assert costs().speedup(1 + p, 1) == pytest.approx(1)
+    assert costs().speedup(1 + p + 0.01, 1) > 1 > costs().speedup(1 + p - 0.01, 1)
 
 
 def test_break_even_at_a_speedup_decides_the_best_k():
-    a, costs = 0.8, (10, 2, 0.5)
-    k, best = cm.best_k(a, *costs)
-    threshold = cm.break_even(*costs, speedup=best)
-    assert a**k >= threshold > a ** (k + 1)
+    a = 0.8
+    k, best = costs().best_k(tokens(a))
+    assert a**k >= costs().break_even(best) > a ** (k + 1)
+
+
+def test_bytes_give_what_the_bench_always_predicted():
+    """Against the formula written out: tokens a round x full / (full + drafts a round x draft)."""
+    read = {"full": 16e9, "full_kv_token": 131_072.0, "draft": 5e9, "draft_kv_token": 32_768.0}
+    context = 32 * (32 + 200 / 2)
+    full, draft = 16e9 + context * 131_072.0, 5e9 + context * 32_768.0
+    assert Costs.from_bytes(read, context).speedup(2.4, 2.9) == pytest.approx(2.4 * full / (full + 2.9 * draft), abs=0)
+
+
+def test_one_object_prices_a_round_for_replay_for_heads_and_for_bytes():
+    """The three formulas that used to stand in three files, with the same numbers in them."""
+    k, layers, head = 4, 8, 0.3
+    measured = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25, start=0.6)
+    assert measured.round(k) == 7.2 + 0.6 + k * (1.0 + 0.25)
+    family = Costs(plain=8.0, draft=0.4, verify=9.0, per_layer=0.25)
+    assert family.at(layers, head).round(k) == 9.0 + k * (0.4 + 0.25 * layers + head)
+    # What a step takes besides its layers may come out of noise as negative; a step is never a gain.
+    assert replace(family, draft=-3.0).at(layers, head).round(k) == 9.0 + k * head
+    assert measured.break_even(1.7) == 1.7 * (1.0 + 0.25) / 7.0
+
+
+def test_step_times_come_back_from_their_own_rounds():
+    true = Costs(plain=8.0, draft=0.4, verify=9.0, per_layer=0.25)
+    rounds = [(layer, k, true.at(layer, 0.3).round(k)) for layer, k in ((2, 2), (2, 6), (12, 6))]
+    assert cm.fit_step_times(8.0, rounds, head=0.3).to_dict() == pytest.approx(true.to_dict())
+
+
+@pytest.mark.parametrize("rounds", [[], [(2, 2, 1.0), (2, 6, 2.0)], [(2, 2, 1.0), (2, 6, 2.0), (2, 4, 1.5)]])
+def test_rounds_that_determine_nothing(rounds):
+    with pytest.raises(ValueError, match="two exit layers"):
+        cm.fit_step_times(8.0, rounds, 0.1)
+
+
+def test_rounds_of_noise_are_refused_when_they_are_fitted():
+    with pytest.raises(ValueError, match="too noisy"):
+        cm.fit_step_times(8.0, [(2, 2, 1.0), (2, 6, 20.0), (12, 6, 21.0)], 0.1)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.6])
+def test_costs_are_found_again(start):
+    rounds, costs = 100, Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25, start=start)
+    arms = [(k, rounds * costs.round(k), rounds * (start + k * costs.draft), rounds) for k in (1, 4, 8)]
+    found = cm.fit_costs(arms, costs.plain)
+    for name in ("plain", "draft", "verify", "verify_token", "start"):
+        assert getattr(found, name) == pytest.approx(getattr(costs, name), abs=1e-9)
+
+
+@pytest.mark.parametrize("drafting", [(1.0, 8.0), (4.0, 2.0)])
+def test_drafting_neither_starts_at_a_gain_nor_gets_cheaper_with_length(drafting):
+    found = cm.fit_costs([(1, 10.0, drafting[0], 1), (4, 20.0, drafting[1], 1)], 7.0)
+    assert found.start == 0
+    assert found.draft == pytest.approx(sum(drafting) / 5)
+
+
+def test_one_length_says_nothing_of_where_drafting_starts():
+    found = cm.fit_costs([(4, 20.0, 8.0, 1)], 7.0)
+    assert (found.draft, found.start, found.verify_token, found.verify) == (2.0, 0.0, 0.0, 12.0)
+
+
+def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
+    arms = [(k, 100 * MEASURED.round(k), None, 100) for k in (1, 4, 8)]
+    found = cm.fit_costs(arms, MEASURED.plain)
+    assert [found.round(k) for k in (0, 3, 8)] == pytest.approx([MEASURED.round(k) for k in (0, 3, 8)])
+    assert found.draft == pytest.approx(MEASURED.draft + MEASURED.verify_token)
+
+
+def test_a_verify_step_is_never_taken_to_shrink():
+    found = cm.fit_costs([(1, 8.0, 1.0, 1), (4, 10.0, 4.0, 1)], 7.0)
+    assert found.verify_token == 0
 
 
 @pytest.mark.parametrize(
@@ -71,11 +157,11 @@ def test_break_even_at_a_speedup_decides_the_best_k():
         lambda: cm.expected_tokens(float("nan"), 2),
         lambda: cm.expected_tokens(0.5, -1),
         lambda: cm.expected_tokens_from_positions([0.5, -0.1]),
-        lambda: cm.round_cost(0, 1, 1, 1),
-        lambda: cm.round_cost(1, -1, 1, 1),
-        lambda: cm.round_cost(1, 1, 1, -1),
-        lambda: cm.speedup([0.5], 2, 10, 1, 1),
-        lambda: cm.break_even(10, 1, 1, speedup=0),
+        lambda: costs(plain=0),
+        lambda: costs(plain=float("nan")),
+        lambda: costs(head=-1),
+        lambda: costs().round(-1),
+        lambda: costs().break_even(0),
     ],
 )
 def test_nonsense_is_refused(call):

@@ -22,8 +22,10 @@ RISING = Calibration("maxp", (0.0, 0.5, 1.0), (0.1, 0.3, 0.9))
 
 def naive(name, row):
     """The formulas as the papers write them, in float64, over one row of logits."""
-    weights = [math.exp(v - max(row)) for v in row]
-    p = [w / sum(weights) for w in weights]
+    top = max(row)
+    weights = [math.exp(v - top) for v in row]
+    total = sum(weights)
+    p = [w / total for w in weights]
     entropy = -sum(q * math.log(q) for q in p if q > 0)
     ranked = sorted(p, reverse=True)
     return {

@@ -6,18 +6,10 @@ import torch
 from all_statistics import all_statistics
 
 from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import (
-    Costs,
-    Setting,
-    draft_lengths,
-    fit_costs,
-    oracle,
-    replay,
-    settings_for,
-    thresholds,
-)
+from selfspec_cli.early_exit.replay import Setting, draft_lengths, oracle, replay, settings_for, thresholds
 
 K = 5
 COSTS = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)
@@ -113,40 +105,7 @@ def test_settings_for_spans_gates_and_lengths():
     assert {(setting.gate, setting.k) for setting in found} == {("none", 1), ("none", 2), ("maxp", 2)}
 
 
-@pytest.mark.parametrize("start", [0.0, 0.6])
-def test_costs_are_found_again(start):
-    rounds, costs = 100, Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25, start=start)
-    arms = [(k, rounds * costs.round(k), rounds * (start + k * costs.draft), rounds) for k in (1, 4, 8)]
-    found = fit_costs(arms, costs.plain)
-    for name in ("plain", "draft", "verify", "verify_token", "start"):
-        assert getattr(found, name) == pytest.approx(getattr(costs, name), abs=1e-9)
-
-
-@pytest.mark.parametrize("drafting", [(1.0, 8.0), (4.0, 2.0)])
-def test_drafting_neither_starts_at_a_gain_nor_gets_cheaper_with_length(drafting):
-    found = fit_costs([(1, 10.0, drafting[0], 1), (4, 20.0, drafting[1], 1)], 7.0)
-    assert found.start == 0
-    assert found.draft == pytest.approx(sum(drafting) / 5)
-
-
-def test_one_length_says_nothing_of_where_drafting_starts():
-    found = fit_costs([(4, 20.0, 8.0, 1)], 7.0)
-    assert (found.draft, found.start, found.verify_token, found.verify) == (2.0, 0.0, 0.0, 12.0)
-
-
 def test_a_start_is_paid_once_a_round():
     log, setting = make(), Setting("none", None, 3)
     free, paid = (replay(log, setting, Costs(7.0, 1.0, 7.2, 0.25, start)) for start in (0.0, 0.5))
     assert free.speedup / paid.speedup == pytest.approx((7.2 + 0.5 + 3 * 1.25) / (7.2 + 3 * 1.25))
-
-
-def test_where_drafting_cannot_be_told_apart_a_round_still_costs_the_same():
-    arms = [(k, 100 * COSTS.round(k), None, 100) for k in (1, 4, 8)]
-    found = fit_costs(arms, COSTS.plain)
-    assert [found.round(k) for k in (0, 3, 8)] == pytest.approx([COSTS.round(k) for k in (0, 3, 8)])
-    assert found.draft == pytest.approx(COSTS.draft + COSTS.verify_token)
-
-
-def test_a_verify_step_is_never_taken_to_shrink():
-    found = fit_costs([(1, 8.0, 1.0, 1), (4, 10.0, 4.0, 1)], 7.0)
-    assert found.verify_token == 0

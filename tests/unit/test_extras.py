@@ -46,7 +46,7 @@ def test_every_module_is_brought_by_the_extra_that_is_named_for_it():
     for extra, modules in extras.EXTRAS.items():
         brought = names(PROJECT["optional-dependencies"][extra]) - {"selfspec"}
         assert {DISTRIBUTIONS.get(module, module) for module in modules} - {"omegaconf"} == brought - {"omegaconf"}
-    for extra in ("track", "eval", "dev"):
+    for extra in ("data", "track", "eval", "dev"):
         assert "selfspec[bench]" in PROJECT["optional-dependencies"][extra]
 
 

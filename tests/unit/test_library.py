@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.texts import library as corpus
+from selfspec_cli.texts import library
 
 
 def encode(text: str) -> list[int]:
@@ -16,29 +16,29 @@ def source(name: str, lines: int) -> str:
 
 
 def test_most_held_out_modules_exist_here_and_are_sources() -> None:
-    files = corpus.held_out_files()
-    assert len(files) >= 0.9 * len(corpus.HELD_OUT)
+    files = library.held_out_files()
+    assert len(files) >= 0.9 * len(library.HELD_OUT)
     assert all(path.suffix == ".py" and path.stat().st_size > 2000 for path in files)
-    names = [name for name, _ in corpus.held_out_text()]
-    assert names == [name for name in corpus.HELD_OUT if name in names]
+    names = [name for name, _ in library.held_out_text()]
+    assert names == [name for name in library.HELD_OUT if name in names]
 
 
 def test_a_missing_module_is_left_out_and_a_package_gives_its_init(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(corpus, "_stdlib", lambda: tmp_path)
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
     (tmp_path / "argparse.py").write_text("a = 1\n")
     (tmp_path / "typing").mkdir()
     (tmp_path / "typing" / "__init__.py").write_text("b = 2\n")
-    assert corpus.held_out_text() == [("argparse", "a = 1\n"), ("typing", "b = 2\n")]
+    assert library.held_out_text() == [("argparse", "a = 1\n"), ("typing", "b = 2\n")]
 
 
 def test_python_without_sources_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(corpus, "_stdlib", lambda: tmp_path)
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
     with pytest.raises(FileNotFoundError, match=f"argparse.*{tmp_path.name}"):
-        corpus.held_out_files()
+        library.held_out_files()
 
 
 def test_fitting_text_holds_nothing_held_out(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(corpus, "_stdlib", lambda: tmp_path)
+    monkeypatch.setattr(library, "_stdlib", lambda: tmp_path)
     held_out, other = source("held", 40), source("other", 40)
     kept = {"zeta.py": other, "json/scanner.py": source("scan", 40), "decoder.py": source("alone", 40)}
     dropped = {
@@ -51,30 +51,30 @@ def test_fitting_text_holds_nothing_held_out(tmp_path: Path, monkeypatch) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
-    assert [name for name, _ in corpus.fitting_text()] == ["decoder", "json.scanner", "zeta"]
+    assert [name for name, _ in library.fitting_text()] == ["decoder", "json.scanner", "zeta"]
 
 
 def test_copies_are_recognised_whatever_their_whitespace() -> None:
-    prints = corpus.fingerprints([source("held", 100), "tiny = 1\n"])
+    prints = library.fingerprints([source("held", 100), "tiny = 1\n"])
     reindented = source("held", 100).replace("held_", "\n    held_")
-    assert corpus.is_contaminated(reindented, prints)
-    assert corpus.is_contaminated("\n\ntiny   = 1", prints), "too short for one window, but the same text"
-    assert not corpus.is_contaminated(source("other", 100), prints)
+    assert library.is_contaminated(reindented, prints)
+    assert library.is_contaminated("\n\ntiny   = 1", prints), "too short for one window, but the same text"
+    assert not library.is_contaminated(source("other", 100), prints)
 
 
 def test_a_share_of_the_windows_decides() -> None:
-    prints = corpus.fingerprints([source("held", 400)])
+    prints = library.fingerprints([source("held", 400)])
     quote = "".join(source("held", 400).splitlines(keepends=True)[50:60])  # 3 windows of 8 lines
-    assert not corpus.is_contaminated(source("other", 400) + quote, prints)
-    assert corpus.is_contaminated(source("other", 20) + quote, prints)
-    assert corpus.is_contaminated(source("other", 4000) + source("held", 100), prints), "pasted into a giant"
+    assert not library.is_contaminated(source("other", 400) + quote, prints)
+    assert library.is_contaminated(source("other", 20) + quote, prints)
+    assert library.is_contaminated(source("other", 4000) + source("held", 100), prints), "pasted into a giant"
 
 
 def test_windows_are_exact_deterministic_and_begin_at_lines() -> None:
     texts = [(name, source(name, 60)) for name in ("alpha", "beta", "gamma")]
-    windows = corpus.token_windows(encode, texts, length=64, count=9, seed=5)
-    assert windows == corpus.token_windows(encode, texts, length=64, count=9, seed=5)
-    assert windows != corpus.token_windows(encode, texts, length=64, count=9, seed=6)
+    windows = library.token_windows(encode, texts, length=64, count=9, seed=5)
+    assert windows == library.token_windows(encode, texts, length=64, count=9, seed=5)
+    assert windows != library.token_windows(encode, texts, length=64, count=9, seed=6)
     assert all(len(window) == 64 for window in windows)
     begins = [bytes(window).split(b"_")[0].decode() for window in windows]
     assert sorted(begins) == ["alpha"] * 3 + ["beta"] * 3 + ["gamma"] * 3
@@ -83,8 +83,8 @@ def test_windows_are_exact_deterministic_and_begin_at_lines() -> None:
 
 def test_windows_use_every_place_and_then_say_what_is_missing() -> None:
     text = [("one", "abc\n\ndef\nghi\n")]
-    assert len(corpus.token_windows(encode, text, length=4, count=3, seed=0)) == 3
+    assert len(library.token_windows(encode, text, length=4, count=3, seed=0)) == 3
     with pytest.raises(ValueError, match=r"not enough text for 4 windows of 4 tokens.*hold 3"):
-        corpus.token_windows(encode, text, length=4, count=4, seed=0)
+        library.token_windows(encode, text, length=4, count=4, seed=0)
     with pytest.raises(ValueError, match="at least 1"):
-        corpus.token_windows(encode, text, length=0, count=1, seed=0)
+        library.token_windows(encode, text, length=0, count=1, seed=0)

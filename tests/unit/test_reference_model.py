@@ -119,10 +119,10 @@ def test_trained_model_predicts_held_out_text_and_its_exits_agree() -> None:
     from safetensors.torch import load_file
     from train import evaluate
 
-    from selfspec_cli.texts import library as corpus
+    from selfspec_cli.texts import library
 
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    windows = corpus.token_windows(lambda text: tokenizer.encode(text).ids, corpus.held_out_text(), 1024, 4, seed=7)
+    windows = library.token_windows(lambda text: tokenizer.encode(text).ids, library.held_out_text(), 1024, 4, seed=7)
     model = Llama(Shape())
     weights = {k: v for path in MODEL.glob("*.safetensors") for k, v in load_file(path).items()}
     model.load_state_dict({name.removeprefix("model."): weight for name, weight in weights.items()})

@@ -6,14 +6,14 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import Gate
 from selfspec_cli.early_exit.registry import Registry
 
-MODULE = '''
+MODULE = """
 from dataclasses import replace
 from selfspec_cli.early_exit.gates import GATES
 NEW = replace(GATES["maxp"], name="new")
 TAKEN = GATES["maxp"]
 RENAMED = replace(GATES["maxp"], name="other")
 WRONG = "a word"
-'''
+"""
 POINTS = """
 [selfspec.gates]
 new = their_gates:NEW

@@ -9,10 +9,12 @@ from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import GateConfig, RunConfig
 from selfspec_cli.early_exit import roc as curves
 from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.report import roc as figure
 from selfspec_cli.stages import roc
+from selfspec_cli.stages.exits import Exit
 
 
 @pytest.mark.parametrize("gate", features())
@@ -49,7 +51,7 @@ def test_a_curve_runs_from_corner_to_corner():
 
 
 def judged(seed=0):
-    return roc.judge(RunConfig(layer=3, k=5), make(400, seed), COSTS)
+    return roc.judge(Exit(RunConfig(layer=3, k=5), make(400, seed), COSTS))
 
 
 def test_every_gate_has_a_row_and_a_setting():
@@ -60,7 +62,7 @@ def test_every_gate_has_a_row_and_a_setting():
         assert row.best_fixed_speedup == rows[0].expected_speedup
         assert (row.threshold is None) == (row.gate == "none")
         assert row.expected_speedup <= found.oracle.speedup + 1e-9
-    assert found.choice.speedup == max(row.expected_speedup for row in rows)
+    assert found.exit.best.speedup == max(row.expected_speedup for row in rows)
 
 
 def test_the_calibrated_gate_is_as_good_as_its_feature_and_breaks_even_below_certainty():
@@ -87,23 +89,24 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     assert words[0] == "layer=3"
     assert any(word.startswith("gate=") for word in words)
     # What was saved is what gate=calibrated reads, with its threshold.
-    settled = calibrations.settled(RunConfig(layer=3, gate=GateConfig("calibrated")), 3)
-    assert settled.threshold == found.tau
-    calibration = calibrations.of(settled)
-    ResolvedSettings.from_user({"gate": "calibrated", "tau": settled.threshold, "calibration": calibration}, 24)
+    calibrated = calibrations.with_calibration(RunConfig(layer=3, gate=GateConfig("calibrated")), 3)
+    assert calibrated.threshold == found.tau
+    calibration = calibrations.map_of(calibrated)
+    ResolvedSettings.from_user({"gate": "calibrated", "tau": calibrated.threshold, "calibration": calibration}, 24)
 
 
 def test_exits_that_differ_in_their_drafts_alone_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = judged()
-    other = replace(found, cfg=replace(found.cfg, draft_weights="fp8"), tau=0.123)
+    fp8 = replace(found.exit.cfg, draft_weights="fp8")
+    other = replace(found, exit=replace(found.exit, cfg=fp8), tau=0.123)
     result = roc.RocResult([*roc.table(found), *roc.table(other)], [found, other])
     assert {row.head for row in result.rows} == {"lens", "lens-fp8"}
     files = roc.write(result, tmp_path / "roc")
     assert len({path for name, path in files.items() if name.startswith("calibration")}) == 2
-    for exit_ in (found, other):
-        asked = replace(exit_.cfg, gate=GateConfig("calibrated"))
-        assert calibrations.settled(asked, 3).threshold == exit_.tau
+    for one in (found, other):
+        asked = replace(one.exit.cfg, gate=GateConfig("calibrated"))
+        assert calibrations.with_calibration(asked, 3).threshold == one.tau
     assert "draft_weights=fp8" in replace(result, exits=[other]).choice()["overrides"]
     assert "head=lens" in result.choice()["overrides"]
 
@@ -112,5 +115,5 @@ def test_break_even_rises_with_the_price_of_a_draft():
     log = make(400)
     drafted = log.was_drafted
     calibration = fit_calibration("maxp", log.feature("maxp")[drafted], log.was_accepted[drafted])
-    cheap, dear = (roc.break_even_tau(log, roc.Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
+    cheap, dear = (roc.break_even_tau(log, Costs(7.0, draft, 7.2, 0.2), calibration) for draft in (0.3, 2.0))
     assert cheap < dear

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from exit_heads import lsq_head
 from test_early_exit_replay import COSTS, make
 
 from selfspec_cli.artifacts import tuned
-from selfspec_cli.config import paths
+from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import (
     GateConfig,
     HeadConfig,
@@ -20,12 +21,15 @@ from selfspec_cli.config.schema import (
     WorkloadConfig,
 )
 from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
+from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
-from selfspec_cli.early_exit.replay import Costs, Setting, draft_lengths, replay
+from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
-from selfspec_cli.stages import measure, search, tune
+from selfspec_cli.stages import exits, measure, search, tune
+from selfspec_cli.stages.budget import Budget
 
 OPENING = 30.0  # seconds until an engine is there
 
@@ -41,7 +45,7 @@ class FakeEngine:
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
         self.log = replace(log, accepted=torch.where(worse, 0, log.accepted))
-        self.setting, self.generated = Setting("none", None, cfg.k), 0
+        self.setting, self.generated, self.recorded = Setting("none", None, cfg.k), 0, False
 
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
@@ -51,6 +55,7 @@ class FakeEngine:
 
     @contextmanager
     def recording(self):
+        self.recorded = True
         yield lambda: self.log
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
@@ -58,17 +63,22 @@ class FakeEngine:
         self.clock.now += generation.seconds
         return generation
 
+    @cache  # noqa: B019 - engines live as long as a test
+    def replayed(self, setting):
+        """What the log makes of a setting: its outcome, and the length of each draft."""
+        return replay(self.log, setting, self.costs), draft_lengths(self.log, setting).tolist()
+
     def answer(self, prompts, output_len):
         self.generated += 1
         outputs = [[0] * output_len for _ in prompts]
         tokens = output_len * len(prompts)
         if not self.setting.k:
             return Generation(outputs, tokens * COSTS.plain, [], VerifyCounts(0, 0, 0, []), counters_of([]))
-        outcome = replay(self.log, self.setting, self.costs)
+        outcome, lengths = self.replayed(self.setting)
         share = tokens / (outcome.rounds + outcome.accepted)
         seconds = tokens * self.costs.plain / outcome.speedup
         counts = VerifyCounts(outcome.rounds, outcome.drafted, outcome.accepted, [])
-        own = counters_of(draft_lengths(self.log, self.setting).tolist())
+        own = counters_of(lengths)
         own["seconds"] = outcome.drafted * self.costs.draft * share
         for name in ("rounds", "steps", "drafted"):
             own[name] *= share
@@ -110,7 +120,7 @@ def lab(tmp_path, monkeypatch):
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
     def run(minutes=500.0, trials=12, chosen=cfgs):
-        budget = tune.Budget(minutes, trials, clock)
+        budget = Budget(minutes, trials, clock)
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=tmp_path / "conf", model_words=["model=m"])
 
     return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
@@ -133,7 +143,8 @@ def test_the_choice_is_near_the_best_of_a_full_grid(lab):
 
 def test_the_choice_is_written_and_composes(lab, monkeypatch):
     result = lab.run()
-    written = yaml.safe_load((lab.folder / "conf" / "tuned" / "reference.yaml").read_text())
+    (file,) = (lab.folder / "conf" / "tuned").glob("reference-*.yaml")
+    written = yaml.safe_load(file.read_text())
     assert written["overrides"] == result.overrides
     assert written["overrides"][0] == "model=m"
     assert f"layer={result.choice.cfg.layer}" in written["overrides"]
@@ -178,17 +189,17 @@ def test_what_drafts_is_told_apart_by_what_its_files_hold(tmp_path):
         file.parent.mkdir()
         file.write_text(text)
     listed = RunConfig(layer=3, vocab=str(first), head_dir=str(tmp_path))
-    keys = [tune.draft_key(listed), tune.draft_key(replace(listed, vocab=str(again)))]
+    keys = [exits.draft_key(listed), exits.draft_key(replace(listed, vocab=str(again)))]
     first.write_text("1 2 3 4")
-    keys.append(tune.draft_key(listed))
+    keys.append(exits.draft_key(listed))
     counted = replace(listed, vocab="4096")
-    keys.append(tune.draft_key(counted))
-    counts = paths.head_folder(counted) / COUNTS_FILE
+    keys.append(exits.draft_key(counted))
+    counts = head_folder(counted) / COUNTS_FILE
     counts.parent.mkdir()
     counts.write_text("of another text")
-    keys.append(tune.draft_key(counted))
+    keys.append(exits.draft_key(counted))
     assert len(set(keys)) == 5
-    assert tune.draft_key(replace(counted, gate=GateConfig("maxp"), tau=0.2)) == keys[-1]
+    assert exits.draft_key(replace(counted, gate=GateConfig("maxp"), tau=0.2)) == keys[-1]
 
 
 def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
@@ -196,11 +207,11 @@ def test_a_head_that_is_fitted_again_drafts_otherwise(tmp_path):
     keys = []
     for value in (1.0, 2.0):
         head = lsq_head(torch.full((8, 4), value))
-        save_head(paths.head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-        keys.append(tune.draft_key(cfg))
+        save_head(head_folder(cfg) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+        keys.append(exits.draft_key(cfg))
     elsewhere = replace(cfg, head_dir=str(tmp_path / "other"))
-    save_head(paths.head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
-    assert len({*keys, tune.draft_key(elsewhere)}) == 3
+    save_head(head_folder(elsewhere) / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, 4, 8))
+    assert len({*keys, exits.draft_key(elsewhere)}) == 3
 
 
 def test_what_is_written_names_who_drafts_and_where_its_head_is():
@@ -238,6 +249,24 @@ def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch
     assert {round(one["plain_tok_s"], 3) for one in told["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
     assert len(told["warnings"]) == 1
     assert "changed by 100%" in told["warnings"][0]
+
+
+def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
+    """`tune k=3,5` names one exit twice."""
+    cfg = lab.cfgs[1]
+    named = [replace(cfg, k=k, gate=gate) for k in (3, 5) for gate in (GateConfig(), GateConfig("maxp"))]
+    lab.run(chosen=named, trials=1)
+    surveys = [engine for engine in lab.opened if engine.recorded]
+    assert len(surveys) == 1
+    assert len(list((lab.folder / "results" / "tune").glob("*/drafts-*.pt"))) == 1
+
+
+def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
+    told = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14, trials=18)
+    assert told["exits"] == ["E3-lens"]
+    assert told["gates"] == ["none", *features()]
+    assert told["k"] == "1 to 5"  # LONGEST, as it is here
+    assert (told["minutes"], told["trials"]) == (14, "at most 18 on each of 1 engine(s)")
 
 
 def test_two_exits_that_expect_less_end_the_survey(lab):
@@ -311,13 +340,13 @@ def test_a_stall_in_one_repeat_does_not_enter_the_costs():
 
 def test_an_exit_is_not_chosen_because_plain_decoding_stalled_under_it():
     log, setting = make(), Setting("none", None, 3)
-    exits = []
+    found = []
     for layer, costs in ((3, COSTS), (4, replace(COSTS, plain=1.4 * COSTS.plain, draft=1.3 * COSTS.draft))):
         cfg = RunConfig(layer=layer, k=10)
-        exits.append(tune.Exit(cfg, "", log, costs, [replay(log, setting, costs)], seconds=1.0))
-    exits.append(replace(exits[0], cfg=RunConfig(layer=6, k=10)))
-    assert exits[1].outcomes[0].speedup > exits[0].outcomes[0].speedup
-    assert tune.promising(exits)[0].cfg.layer == 3
+        found.append(exits.Exit(cfg, log, costs, (replay(log, setting, costs),)))
+    found.append(replace(found[0], cfg=RunConfig(layer=6, k=10)))
+    assert found[1].best.speedup > found[0].best.speedup
+    assert tune.promising(found)[0].cfg.layer == 3
 
 
 def test_a_threshold_survives_the_way_through_its_share(lab):

@@ -136,9 +136,7 @@ def _one_token(
         zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
         less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
         whole: tl.constexpr = [ROWS, GROUPS, WIDTH]
-        products = _dp4a(
-            low, tl.broadcast_to(low_x[None, :, :], whole), tl.broadcast_to(less[None, :, :], whole), ASM
-        )
+        products = _dp4a(low, tl.broadcast_to(low_x[None, :, :], whole), tl.broadcast_to(less[None, :, :], whole), ASM)
         products = _dp4a(high, tl.broadcast_to(high_x[None, :, :], whole), products, ASM)
         both = scale * (largest * (1.0 / 127.0))[None, :]  # [ROWS, GROUPS]
         sums += products.to(tl.float32) * both[:, :, None]

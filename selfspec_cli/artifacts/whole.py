@@ -1,0 +1,26 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written(file: Path) -> Iterator[Path]:
+    """Gives a path beside `file` to write to, and puts what was written in its place when the block ends.
+
+    A block that fails, on a full disk or by an interrupt, leaves `file` as it was and nothing beside it.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""Files that `selfspec tune` wrote, found by the name of a model and told apart by the content of its weights.
+
+conf/tuned/NAME-FINGERPRINT.yaml: two models may share a name (orgA/M and orgB/M), and one name may come to mean other
+weights. A file is used for the model that it was made for and for no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
+
+FOLDER = "tuned"
+_KEYS = ("title", "model", "overrides")
+
+
+@dataclass(frozen=True)
+class TunedFile:
+    """What a file holds. model: how its user named the model. overrides: as typed on the command line."""
+
+    path: Path
+    name: str
+    model: str
+    fingerprint: str
+    overrides: list[str]
+
+    @property
+    def owner(self) -> str:
+        """The model that it was made for, for people."""
+        return f"{self.model} (weights {self.fingerprint[:SHORT]})"
+
+
+def find(name: str, folders: Iterable[Path]) -> list[TunedFile]:
+    """Every file for models called `name`; of two folders that hold one model's file, the first is taken.
+
+    Raises:
+        ConfigError: no model of that name was tuned (names the nearest), or a file of another shape.
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for file in sorted((folder / FOLDER).glob("*.yaml")):
+            found.setdefault(file.name, file)
+    pattern = re.compile(rf"(.+)-[0-9a-f]{{{SHORT}}}\.yaml")
+    names = {file: match[1] for file in found if (match := pattern.fullmatch(file))}
+    wanted = [found[file] for file, model in names.items() if model == safe_name(name)]
+    if not wanted:
+        known = sorted(set(names.values()))
+        which = closest(name, known, FOLDER) if known else f"tuned={name}: no model was tuned yet"
+        raise ConfigError(f"{which}; make it with: selfspec tune model={name}")
+    return [_read(file, name) for file in wanted]
+
+
+def choose(name: str, matches: Sequence[tuple[TunedFile, Sequence[RunConfig]]]) -> TunedFile:
+    """The file that belongs to the model of the command.
+
+    matches: every file of `find`, with the configs that name the model once the file's overrides are applied.
+
+    Raises:
+        ConfigError: no file is of that model's weights, or several are, each of the model that it names itself.
+    """
+    right = [file for file, cfgs in matches if all(model_fingerprint(cfg) == file.fingerprint for cfg in cfgs)]
+    if len(right) == 1:
+        return right[0]
+    if right:
+        owners = " and ".join(file.owner for file in right)
+        raise ConfigError(f"tuned={name}: several models of that name were tuned, {owners}; name one: "
+                          f"model={right[0].model} tuned={name}")  # fmt: skip
+    file, cfgs = matches[0]
+    cfg = next(cfg for cfg in cfgs if model_fingerprint(cfg) != file.fingerprint)
+    raise ConfigError(
+        f"tuned={name}: {file.path} was made for {file.owner}, and this is {cfg.model.path} (weights "
+        f"{model_fingerprint(cfg)[:SHORT]}); tune this one: selfspec tune model={cfg.model.path}"
+    )
+
+
+def _read(path: Path, name: str) -> TunedFile:
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: it must be a mapping with the keys {', '.join(_KEYS)}")
+    for key in content:
+        if key not in _KEYS:
+            raise ConfigError(f"{path}: {closest(str(key), _KEYS, 'key')}")
+    model, overrides = content.get("model"), content.get("overrides")
+    if not isinstance(overrides, list) or not isinstance(model, dict) or not {"path", "fingerprint"} <= model.keys():
+        raise ConfigError(f"{path}: it is no file that selfspec tune wrote; make it again with: selfspec tune")
+    return TunedFile(path, name, str(model["path"]), str(model["fingerprint"]), [str(word) for word in overrides])

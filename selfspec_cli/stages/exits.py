@@ -1,0 +1,189 @@
+"""What `roc` and `tune` look at first: the exits that are asked for, what is drafted there and what its steps cost.
+
+An exit is a layer with its head, its draft vocabulary and whatever else decides what is drafted. The gate and the
+draft length are no part of it: a log of long ungated drafts tells what every gate and every shorter draft would do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.artifacts.whole import written
+from selfspec_cli.config.digests import digests
+from selfspec_cli.config.facts import model_facts
+from selfspec_cli.config.keys import KEY_LENGTH, engine_key
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.early_exit.cost_model import Costs
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.replay import Outcome, Setting
+from selfspec_cli.early_exit.settings import default_exit_layer
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.stages import measure
+from selfspec_cli.texts.prompts import workload_prompts
+
+TIMED_PROMPTS, TIMED_REPEATS = 4, 2
+OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One exit, the log of what it drafts, and the costs of its steps.
+
+    cfg: without a gate, k the longest draft of the log. outcomes: what settings are worth here; empty until somebody
+    has asked. seconds: what logging and timing took.
+    """
+
+    cfg: RunConfig
+    log: DraftLog
+    costs: Costs
+    outcomes: tuple[Outcome, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def layer(self) -> int:
+        """E: layers 0..E-1 draft."""
+        return int(self.cfg.layer or 0)
+
+    @property
+    def head(self) -> str:
+        """The head and whatever else of the drafts is not the default, as file names say it."""
+        return calibrations.exit_name(self.cfg)
+
+    @property
+    def vocabulary(self) -> str:
+        """The draft vocabulary, as users write it."""
+        return self.cfg.vocab
+
+    @property
+    def name(self) -> str:
+        """For people, and for files."""
+        return name_of(self.cfg)
+
+    @property
+    def best(self) -> Outcome:
+        """The outcome of greatest expected speedup."""
+        return max(self.outcomes, key=lambda outcome: outcome.speedup)
+
+
+def name_of(cfg: RunConfig) -> str:
+    """What an exit is called: its layer and what drafts there."""
+    return f"E{cfg.layer}-{calibrations.exit_name(cfg)}"
+
+
+def distinct(cfgs: Iterable[RunConfig], longest: int) -> list[RunConfig]:
+    """The exits that `cfgs` name, each once: configs that differ in gate, threshold or draft length name one exit.
+
+    longest: tokens a draft, at most, in every one of them.
+    """
+    exits: dict[str, RunConfig] = {}
+    for cfg in cfgs:
+        bare = replace(
+            cfg, k=longest, gate=GateConfig(), tau=None, tau_v=None, threshold=None, method=Method.layer_skip
+        )
+        exits.setdefault(engine_key(bare), bare)
+    return list(exits.values())
+
+
+def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
+    """Exit layers where the user names none: the model's own choice, the default, and the layers divided by `parts`.
+
+    Raises:
+        ConfigError: nothing here says how many layers the model has, nor which exit it has measured best.
+    """
+    layers, wanted = model_facts(cfg).layers, {cfg.model.exit_layer}
+    if layers:
+        wanted |= {default_exit_layer(layers), *(max(layers // part, 1) for part in parts)}
+    found = sorted(layer for layer in wanted if layer and (layers is None or layer < layers))
+    if not found:
+        raise ConfigError(f"model={cfg.model.name}: how many layers it has is not known here; name some: layer=4,8")
+    return found
+
+
+def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int) -> Exit:
+    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged."""
+    with open_engine(cfg) as engine:
+        log = record(engine, cfg, prompts)
+        return Exit(replace(cfg, layer=engine.layer), log, time_steps(engine, cfg))
+
+
+def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
+    """Draft without a gate and log it, on other prompts than the workload's own, which stay unseen.
+
+    prompts: requests logged; where the batch is larger, as many as fill it, for steps are timed at that size.
+
+    Raises:
+        ConfigError: nothing was drafted.
+    """
+    work = cfg.workload
+    other = replace(cfg, seed=cfg.seed + 1, workload=replace(work, num_prompts=max(prompts, work.batch)))
+    measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
+    with engine.recording() as read:
+        engine.generate(
+            workload_prompts(other, engine),
+            work.output_len,
+            batch=work.batch,
+            temperature=work.temperature,
+            seed=other.seed,
+        )
+        log = read()
+    if not len(log.drafted):
+        raise ConfigError(f"workload.output_len={work.output_len}: nothing was drafted; generate more tokens")
+    return log
+
+
+def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
+    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k."""
+    few = replace(cfg, workload=replace(cfg.workload, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
+    longest = int(cfg.k or 0)
+    lengths = sorted({1, (longest + 1) // 2, longest})
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
+    plain, *drafting = measure.run(engine, few, workload_prompts(few, engine), settings, repeats=TIMED_REPEATS)
+    return measure.costs(plain, drafting)
+
+
+def level(exits: Sequence[Exit]) -> list[Exit]:
+    """The exits as if plain decoding had taken the same time on every engine, the median.
+
+    Plain decoding knows nothing of exits; where the machine stalled under it, that exit would look fast.
+    """
+    plain = statistics.median(found.costs.plain for found in exits)
+    return [
+        replace(
+            found,
+            costs=replace(found.costs, plain=plain),
+            outcomes=tuple(replace(one, speedup=one.speedup * plain / found.costs.plain) for one in found.outcomes),
+        )
+        for found in exits
+    ]
+
+
+def draft_key(cfg: RunConfig) -> str:
+    """Names what an exit drafts: another for every setting that matters, and for a head or a vocabulary whose file
+    holds something else now."""
+    held = digests(cfg)
+    text = f"{engine_key(cfg)} {held.get('head')} {held.get('vocab')}"
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
+
+
+def save(found: Exit, file: Path) -> None:
+    """Write the log and the costs of an exit, whole or not at all; `load` reads them back."""
+    import torch
+
+    log = {name: getattr(found.log, name) for name in DraftLog.__annotations__}
+    with written(file) as part:
+        torch.save({"log": log, "costs": found.costs.to_dict()}, part)
+
+
+def load(cfg: RunConfig, file: Path) -> Exit:
+    """The exit `cfg` with the log and the costs that `save` wrote."""
+    import torch
+
+    saved: dict[str, Any] = torch.load(file, weights_only=True)
+    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]))

@@ -159,8 +159,6 @@ def cases(**engine: Any) -> Iterator[Case]:
         if engine.get("tensor_parallel_size", 1) == 1:
             for more in ({}, COMPILED, {"enforce_eager": True}):
                 yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
-                yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "int4"})
-            yield Case(model, LAYERS, 5, engine={**engine}, spec={"draft_weights": "int4"})  # all layers
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
 

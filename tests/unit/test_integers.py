@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, _packed, _unpacked
 from selfspec_cli.early_exit.errors import SettingsError
 
@@ -47,3 +47,9 @@ def test_groups_of_zeros_and_of_tiny_values_stay_finite():
 def test_rows_that_do_not_divide_into_groups_are_refused():
     with pytest.raises(SettingsError, match="'int4' is not supported here: a weight has rows of 96 values"):
         DRAFT_WEIGHTS["int4"].quantise(torch.randn(4, 96))
+
+
+def test_a_gpu_is_refused_until_an_engine_has_run_there():
+    require_draft_weights("int4", WeightFacts("cpu"))
+    with pytest.raises(SettingsError, match=r"integer copies have not been run in an engine on a GPU yet.*allowed: fp8"):
+        require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))

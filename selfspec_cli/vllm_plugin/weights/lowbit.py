@@ -112,11 +112,6 @@ def _one_token(
     for start in tl.range(0, groups_of_row, GROUPS):
         groups = start + group
         here = groups < groups_of_row
-        # The weights are asked for first: the token is turned into bytes while they come.
-        inside = exists[:, None] & here[None, :]
-        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
-        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
-        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
         values = x + groups[:, None] * GROUP + word[None, :]
         valid = here[:, None] & (word < WIDTH)[None, :]
         x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
@@ -135,6 +130,10 @@ def _one_token(
         ones = tl.full([GROUPS, WIDTH], 0x01010101, tl.int32)
         zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
         less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
+        inside = exists[:, None] & here[None, :]
+        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
+        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
+        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
         whole: tl.constexpr = [ROWS, GROUPS, WIDTH]
         products = _dp4a(low, tl.broadcast_to(low_x[None, :, :], whole), tl.broadcast_to(less[None, :, :], whole), ASM)
         products = _dp4a(high, tl.broadcast_to(high_x[None, :, :], whole), products, ASM)

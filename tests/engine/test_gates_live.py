@@ -16,7 +16,7 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 from selfspec_cli.early_exit.replay import Setting, draft_lengths
-from selfspec_cli.early_exit.settings import calibration_from_dict
+from selfspec_cli.early_exit.thresholds import calibration_from_dict
 
 pytestmark = pytest.mark.engine
 

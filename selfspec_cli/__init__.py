@@ -2,16 +2,18 @@
 
 One line per room, in the order in which imports may run:
 
-    app.py         Typer commands: words in, exit codes out            output.py     tables, JSON, error messages
-    compose.py     Hydra: (experiment, overrides) -> [RunConfig]
-    stages/        one verb a file: sweep, bench, fit, report, doctor
-    report/        pure: rows in; table, chart and page out
-    tracking.py    Weights & Biases, or nothing                        provenance.py what produced a row
-    engine.py      the only construction of vllm.LLM
+    commands/      the command line: words in, exit codes out
+    stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor
+    report/        points in; tables, figures and the page out
+    engine/        the only construction of vllm.LLM, and a config as its arguments
+    artifacts/     files that commands make for a model: exit heads, calibrations, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers
-    records.py     a row, and how it gets to disk                      corpus.py     held-out text
-    config.py      the schema and every default                        paths.py      where packaged files are
-    early_exit/    the method; needs torch alone
+    texts/         prompts, held-out text, and what heads are fitted on
+    record/        a measured point as one file, and the tables made of points
+    config/        the schema, what users type, model facts, fingerprints and the keys of points
+    early_exit/    the method itself: settings, gates, heads, cost model; needs torch alone
+
+progress.py, interrupts.py and extras.py serve all of them: progress bars, Ctrl-C, and what to install for a module.
 """
 
 __version__ = "0.1.0"

@@ -382,7 +382,7 @@ def _exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
         overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
     cfgs = _several(overrides)
     preflight.check_all(cfgs)
-    found = [preflight.for_this_machine(cfg) for cfg in cfgs]
+    found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
 
@@ -405,7 +405,7 @@ def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_jso
     """Plan, measure, show; the exit code says how it went."""
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
-    asked, runs = runs, [preflight.for_this_machine(cfg) for cfg in runs]
+    asked, runs = runs, preflight.for_this_machine(runs)
     doubts = preflight.warnings(runs)
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)

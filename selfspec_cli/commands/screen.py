@@ -168,19 +168,16 @@ def show_plan(plan: Plan) -> None:
     say(plan_in_short(plan), "bold")
     settings = distinguishing_settings([*plan.points, *plan.skipped])
     for number, group in enumerate(plan.engines, start=1):
-        say(f"engine {number}: {group[0].cfg.model.path} on {group[0].cfg.engine.name}")
-        for chosen in group:
-            say(f"  {_point_line(chosen, settings)}")
+        heading = f"engine {number}: {group[0].cfg.model.path} on {group[0].cfg.engine.name}"
+        say("\n".join([heading, *(_point_line(chosen, settings) for chosen in group)]))
     if plan.skipped:
-        say("finished before, and skipped:")
-        for chosen in plan.skipped:
-            say(f"  {_point_line(chosen, settings)}")
+        say("\n".join(["finished before, and skipped:", *(_point_line(chosen, settings) for chosen in plan.skipped)]))
 
 
 def _point_line(chosen: Planned, settings: dict[str, str]) -> str:
     row = planned(chosen.cfg, chosen.key)
     apart = f"  {settings[chosen.key]}" if settings[chosen.key] else ""
-    return f"{label(row):<40} {group_title(row)}{apart}  [{chosen.key}]"
+    return f"  {label(row):<40} {group_title(row)}{apart}  [{chosen.key}]"
 
 
 def show_options(rows: list[Row], choices: list[Choice]) -> None:

@@ -28,6 +28,7 @@ MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
 NOT_IN_A_KEY = {"model": ("exit_layer", "draft_length"), "engine": ("name", "device")}
 """The model's are in `layer` and `k` (`resolved`); an engine's name is for people, and its device is resolved too."""
 
+ENGINE_KEY = "engine key"
 _DEFAULT = RunConfig()
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
@@ -111,6 +112,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, str], str] = {}
+        self._last: tuple[RunConfig | None, dict[str, str]] = (None, {})  # see `_known`
         self._digests: dict[str, dict[str, str]] = {}
         self._devices: dict[str, str] = {}
         self._versions = _deciding_versions()
@@ -138,8 +140,7 @@ class Keys:
 
     def settings(self, cfg: RunConfig) -> str:
         """`settings_key` of a config."""
-        facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine", "workload")}
-        facts |= method_settings(cfg) | {"device": device_of(cfg)}
+        facts: dict[str, Any] = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")}
         if cfg.method == "layer_skip":
             facts |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
             facts |= {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
@@ -147,11 +148,15 @@ class Keys:
 
     def engine(self, cfg: RunConfig) -> str:
         """`engine_key` of a config."""
+        known = self._known(cfg)
+        if ENGINE_KEY in known:
+            return known[ENGINE_KEY]
         facts: dict[str, Any] = {name: self._part(cfg, name) for name in ("model", "engine")}
         facts |= method_settings(cfg) | {"device": device_of(cfg)}
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
-        return _digest(facts)
+        known[ENGINE_KEY] = _digest(facts)
+        return known[ENGINE_KEY]
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
         """What the files that a config names hold, see `digests.digests`."""
@@ -168,14 +173,21 @@ class Keys:
 
     def _part(self, cfg: RunConfig, name: str) -> str:
         """Digest of a group of settings, worked out once for all configs in which the group is the same."""
-        part = getattr(cfg, name)
-        text = (name, repr(vars(part)))
-        if text not in self._parts:
-            facts = to_plain(part)
-            for decided_elsewhere in NOT_IN_A_KEY.get(name, ()):
-                del facts[decided_elsewhere]
-            self._parts[text] = _digest(facts)
-        return self._parts[text]
+        known = self._known(cfg)
+        if name not in known:
+            part = getattr(cfg, name)
+            text = (name, repr(vars(part)))
+            if text not in self._parts:
+                facts = to_plain(part)
+                self._parts[text] = _digest({key: facts[key] for key in facts if key not in NOT_IN_A_KEY.get(name, ())})
+            known[name] = self._parts[text]
+        return known[name]
+
+    def _known(self, cfg: RunConfig) -> dict[str, str]:
+        """What was worked out of the config that was asked for last; empty for another one."""
+        if self._last[0] is not cfg:
+            self._last = (cfg, {})
+        return self._last[1]
 
 
 def _deciding_versions() -> dict[str, str]:

@@ -137,56 +137,64 @@ class Engine:
         """
         from vllm import SamplingParams
 
-        before, own = self._counts(), self._drafting()
-        core = self.llm.llm_engine
-        waiting = list(enumerate(prompts))[::-1]
-        numbers: dict[str, int] = {}
-        finished: dict[int, Any] = {}
-        arrived: dict[int, float] = {}
-        events: dict[str, list[float]] = {}
-        clock = time.perf_counter
-
-        def submit() -> None:
-            number, prompt = waiting.pop()
-            self._requests += 1
-            name = f"selfspec-{self._requests}"
-            params = SamplingParams(
+        def parameters(number: int) -> Any:
+            return SamplingParams(
                 temperature=temperature,
                 max_tokens=output_len,
                 ignore_eos=True,
                 detokenize=False,
                 seed=seed + number if temperature > 0 else None,
             )
-            numbers[name] = number
-            events[name] = []
-            arrived[number] = clock() - start
-            core.add_request(name, {"prompt_token_ids": prompt}, params)
 
-        start = clock()
+        before, own = self._counts(), self._drafting()
+        start = time.perf_counter()
         with interrupts.deferred():
-            for _ in range(min(batch, len(waiting))):
-                submit()
-            while core.has_unfinished_requests():
-                outputs = core.step()
-                moment = clock() - start
-                for output in outputs:
-                    events[output.request_id].append(moment)
-                    if output.finished:
-                        finished[numbers[output.request_id]] = output
-                        if waiting:
-                            submit()
-                interrupts.check()
-        seconds = clock() - start
-        tokens = [list(finished[number].outputs[0].token_ids) for number in range(len(prompts))]
-        times = {number: tuple(events[name]) for name, number in numbers.items()}
+            outputs, requests = self._closed_loop(prompts, parameters, batch, start)
+        seconds = time.perf_counter() - start
         after = self._counts()
         return Generation(
-            outputs=tokens,
+            outputs=outputs,
             seconds=seconds,
-            requests=[RequestTimes(arrived[number], times[number], len(ids)) for number, ids in enumerate(tokens)],
+            requests=requests,
             verified=None if before is None or after is None else after.since(before),
             drafting=counters.since(self._drafting(), own),
         )
+
+    def _closed_loop(
+        self, prompts: Sequence[list[int]], parameters: Callable[[int], Any], batch: int, start: float
+    ) -> tuple[list[list[int]], list[RequestTimes]]:
+        """Token ids and times of each prompt's request, `batch` of them in flight; an interrupt ends it between steps.
+
+        Times are seconds since `start`; all outputs of one engine step arrive at one moment.
+        """
+        core, clock = self.llm.llm_engine, time.perf_counter
+        numbers: dict[str, int] = {}
+        arrived: list[float] = []
+        events: list[list[float]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+
+        def submit() -> None:
+            number = len(arrived)
+            self._requests += 1
+            name = f"selfspec-{self._requests}"
+            numbers[name] = number
+            arrived.append(clock() - start)
+            core.add_request(name, {"prompt_token_ids": prompts[number]}, parameters(number))
+
+        for _ in range(min(batch, len(prompts))):
+            submit()
+        while core.has_unfinished_requests():
+            outputs = core.step()
+            moment = clock() - start
+            for output in outputs:
+                number = numbers[output.request_id]
+                events[number].append(moment)
+                if output.finished:
+                    tokens[number] = list(output.outputs[0].token_ids)
+                    if len(arrived) < len(prompts):
+                        submit()
+            interrupts.check()
+        return tokens, [RequestTimes(*one) for one in zip(arrived, map(tuple, events), map(len, tokens), strict=True)]
 
     def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
         """Sum of the log-probabilities (nats) of every token but the first of each window, and how many they are.

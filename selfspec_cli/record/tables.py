@@ -53,7 +53,7 @@ class Record:
     efficiency: float | None = None  # speedup / predicted
     accept_rate: float | None = None  # accepted / drafted tokens
     mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
-    drafted_per_round: float | None = None
+    drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     itl_ms: float | None = None  # time between successive outputs of a request, median
     ppl: float | None = None  # of the arm's own predictive distribution on held-out text
@@ -199,6 +199,15 @@ def drafting_summary(point: Point) -> dict[str, Any] | None:
     return counters.summary(own, verified.rounds, drafted or 0, verified.accepted)
 
 
+def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
+    """Draft tokens that a verify pass had before it, of one request; None without a round.
+
+    The last drafts of a request are often never verified, so there are more of them than vLLM's rounds account for; on
+    CUDA a pass looks at more places than were drafted. The fewer of the two are meant.
+    """
+    return min(drafted, verified.places) / verified.rounds if verified.rounds else None
+
+
 def _measured(record: Record, point: Point) -> Record:
     """Every figure that follows from the raw values of a point."""
     against, engine = point.compared_with, point.engine
@@ -228,7 +237,7 @@ def _with_drafting(record: Record, point: Point) -> Record:
         accept_rate=verified.accepted / drafted,
         verified_accept_rate=verified.accepted / verified.places if verified.places else None,
         mean_accepted_len=1 + verified.accepted / verified.rounds,
-        drafted_per_round=drafted / verified.rounds,
+        drafted_per_round=drafts_per_round(drafted, verified),
     )
 
 

@@ -78,7 +78,7 @@ def gather(points: Sequence[RunConfig]) -> HeadPlan:
         if cfg.layer is None:
             raise ConfigError("layer=null: name the exit layers, such as layer=4,8,12")
     return HeadPlan(
-        preflight.for_this_machine(points[0]),
+        preflight.for_this_machine(points[:1])[0],
         tuple(dict.fromkeys(cfg.layer for cfg in points if cfg.layer is not None)),
         {head_spec(cfg.head).name: cfg.head for cfg in points},
         tuple(dict.fromkeys(cfg.vocab for cfg in points)),

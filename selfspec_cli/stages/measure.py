@@ -19,6 +19,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import tables
 from selfspec_cli.record.intervals import speedup_interval
 
 PLAIN = Setting("none", None, 0)
@@ -81,7 +82,7 @@ class Arm:
             "speedup_max": max(ratios),
             "accept_rate": accepted / drafted if drafted else None,
             "verified_accept_rate": accepted / places if places else None,
-            "drafted_per_round": drafted / rounds if rounds else None,
+            "drafted_per_round": tables.drafts_per_round(drafted, verified) if verified else None,
             "mean_accepted_len": 1 + accepted / rounds if rounds else None,
         }
 

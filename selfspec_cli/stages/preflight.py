@@ -126,14 +126,16 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     return list(dict.fromkeys(warning for lines in found.values() for warning in lines))
 
 
-def for_this_machine(cfg: RunConfig) -> RunConfig:
-    """`cfg` as this machine can run it: eager on the CPU where torch.compile would find no C++ compiler.
+def for_this_machine(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
+    """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler.
 
-    The row's key and its config.yaml are those of the eager run, so it is never taken for a compiled one.
+    A point's key and its config are those of the eager run, so it is never taken for a compiled one.
     """
-    if device_of(cfg) != "cpu" or cfg.engine.enforce_eager or cpp_compiler() is not None:
-        return cfg
-    return replace(cfg, engine=replace(cfg.engine, enforce_eager=True))
+    eager = cpp_compiler() is None
+    return [
+        replace(cfg, engine=replace(cfg.engine, enforce_eager=True)) if eager and device_of(cfg) == "cpu" else cfg
+        for cfg in cfgs
+    ]
 
 
 def cpp_compiler() -> str | None:

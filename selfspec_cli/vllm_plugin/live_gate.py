@@ -39,6 +39,7 @@ class LiveGate:
         rule = GATES[kind].rule(checked, known)
         self._accept(rule)
         self.kind, self.threshold, self.calibration, self.rule = kind, checked, known, rule
+        self._computes = None if rule.feature is None else GATES[rule.feature]  # whose statistic is compared
 
     def _accept(self, rule: Rule) -> None:
         """For subclasses: raises SettingsError for a rule that they cannot follow, before anything has changed."""
@@ -48,10 +49,9 @@ class LiveGate:
 
         None: all go on.
         """
-        if self.rule.feature is None:
+        gate = self._computes
+        if gate is None or gate.statistic is None:
             return None
-        gate = GATES[self.rule.feature]
-        assert gate.statistic is not None
         value = gate.statistic(Distribution(logits), 1.0 if state.previous is None else state.previous)
         if gate.cumulative:
             state.previous = value

@@ -1,15 +1,10 @@
-"""A gate and a head from another package (tests/packages/toy), found by their entry points, are swept over and recorded
-like ours."""
+"""A gate from another package (tests/packages/toy), found by its entry point, drafts on a live engine and is recorded
+like one of ours. test_third_party.py has the command line, and the package's head."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,24 +66,3 @@ def test_a_sweep_over_its_threshold_is_lossless_and_recorded(drafting, plain):
         drafted.append(float(log.drafted.float().mean()))
     assert drafted[0] == drafted[2]
     assert drafted[1] < drafted[2] < drafted[3] < drafted[4] == pytest.approx(K, rel=0.1)
-
-
-def test_the_command_line_fits_the_head_and_sweeps_over_both(model_dir, tmp_path):
-    """As a user would, in new processes that find the package installed."""
-    path = os.pathsep.join([str(TOY), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    model = f"model={model_dir('llama')}"
-
-    def selfspec(*words: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "selfspec_cli", *words, model, "layer=4", "--json"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    selfspec("heads", "head=one_direction", "--pairs", "2000", "--top", "0", "--corpus", "random")
-    work = ("workload.num_prompts=2", "workload.input_len=16", "workload.output_len=24", "repeats=1", "engine=cpu")
-    rows = selfspec("sweep", "k=3", "head=lens,one_direction", "gate=ratio", "threshold=0.2,0.9", *work)["rows"]
-    measured = {(row["head"], row["gate"], row["threshold"]) for row in rows if row["arm"] == "layer_skip"}
-    assert measured == {(head, "ratio", limit) for head in ("lens", "one_direction") for limit in (0.2, 0.9)}
-    assert all(row["status"] == "ok" for row in rows)

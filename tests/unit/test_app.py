@@ -158,7 +158,7 @@ def test_a_dry_run_lists_what_it_would_skip(engines, model):
 
 def test_a_sweep_says_first_how_much_there_is_to_do(engines, model):
     first = call("sweep", "k=3,5", model).stderr.splitlines()[0]
-    assert first.startswith("3 point(s) on 3 engine(s), 0 finished before and skipped; how long it takes is not known")
+    assert first.startswith("3 point(s) on 3 engine(s), 0 finished before and skipped")
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(engines, model, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypat
     def refuse(*_):
         raise OSError(number, os.strerror(number), "results/summary.csv")
 
-    monkeypatch.setattr("selfspec_cli.stages.plan.results_dir", refuse)
+    monkeypatch.setattr("selfspec_cli.stages.preflight.check_all", refuse)
     result = call("sweep", model)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"selfspec: results/summary.csv: {os.strerror(number)}; ")
@@ -296,7 +296,7 @@ def test_a_results_folder_that_cannot_be_written_is_bad_input(engines, model, tm
     (tmp_path / "file").write_text("")
     result = call("sweep", model, "results_dir=file/inside")
     assert (result.exit_code, engines) == (2, [])
-    assert "results_dir=file/inside" in result.stderr and "is a file and not a folder; choose another" in result.stderr
+    assert "results_dir=file/inside" in result.stderr and "choose another results_dir" in result.stderr
 
 
 def test_a_disk_that_fills_up_ends_the_command_with_what_to_do(engines, model, monkeypatch):

@@ -154,11 +154,11 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert doctor._compiler(RunConfig(engine=EngineConfig(name=engine, device=engine))).ok is ok
     assert doctor._compiler(RunConfig(engine=EngineConfig(enforce_eager=True))).ok is None
-    eager = preflight.for_this_machine(RunConfig())
+    (eager,) = preflight.for_this_machine([RunConfig()])
     assert eager.engine.enforce_eager
     assert run_key(eager) != run_key(RunConfig())
 
 
 def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert preflight.for_this_machine(RunConfig()) == RunConfig()
+    assert preflight.for_this_machine([RunConfig()]) == [RunConfig()]

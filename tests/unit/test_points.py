@@ -83,6 +83,16 @@ def test_the_accept_rate_says_which_it_is():
     assert tables.accept_row(baseline()) is None
 
 
+def test_drafts_that_no_pass_looked_at_are_in_no_round():
+    """On the CPU the last drafts of a request are never verified: 9 rounds of 4 were drafted, 8 verified."""
+    counts = drafts(rounds=8, places=32, accepted=8, at=(8, 0, 0, 0))
+    made = replace(against(baseline()), repeats=(repeat(150.0, counts, OWN | {"drafted": 36}),))
+    row = tables.row(made)
+    assert (row.accept_rate, row.verified_accept_rate) == (8 / 36, 8 / 32)
+    assert row.drafted_per_round == 4.0
+    assert tables.drafts_per_round(40, drafts()) == 4.0  # on CUDA: 50 places, 40 of them drafted, 10 rounds
+
+
 def test_counts_of_repeats_add_up():
     both = VerifyCounts.total([drafts(), None, drafts()])
     assert (both.rounds, both.places, both.accepted, both.accepted_at) == (20, 100, 60, [20, 16, 12, 8, 4])

@@ -24,10 +24,11 @@ class Distribution:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """p, [N, V]. One fused kernel: a gate runs after every draft step on logits [1, V], where what counts is how
-        many operations are started."""
+        """p, [N, V]. One operation, whichever is cheaper: a gate runs after every draft step on logits [1, V]."""
         import torch
 
+        if "log_probabilities" in self.__dict__:  # computed already
+            return self.log_probabilities.exp()
         return torch.softmax(self.logits, dim=-1, dtype=torch.float32)
 
     @cached_property
@@ -76,7 +77,8 @@ class Distribution:
     def _mean_log(self) -> Tensor:
         import torch
 
-        return torch.linalg.vecdot(self.probabilities, self.log_probabilities)
+        logs = self.log_probabilities  # first, so that the probabilities are made from it
+        return torch.linalg.vecdot(self.probabilities, logs)
 
     def rows(self, rows: slice) -> Distribution:
         """Some of the rows. What is asked of them is computed for all rows at once."""

@@ -11,6 +11,7 @@ RESULTS ?= results
 JOBS ?= 2
 INSTALLED := $(VENV)/.installed
 
+LINT := $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest
 # Tests that need no engine, on JOBS processes; whoever has nothing left to do takes over from the other.
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
@@ -30,13 +31,13 @@ demo: $(INSTALLED)
 
 quick: $(INSTALLED)
 	@rm -f $(TIMES)
-	$(call timed,lint,$(MAKE) --no-print-directory lint)
+	$(call timed,lint,$(LINT))
 	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract $(SIDE_BY_SIDE))
 	$(summary)
 
 test: $(INSTALLED)
 	@rm -f $(TIMES)
-	$(call timed,lint,$(MAKE) --no-print-directory lint)
+	$(call timed,lint,$(LINT))
 	$(call timed,unit,$(PYTEST) tests/unit $(SIDE_BY_SIDE) --durations=10)
 	$(call timed,contract,$(PYTEST) tests/contract)
 	$(call timed,engine,$(PYTEST) tests/engine --durations=10)
@@ -44,9 +45,7 @@ test: $(INSTALLED)
 	$(summary)
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/mypy
+	$(LINT)
 
 install: $(INSTALLED)
 

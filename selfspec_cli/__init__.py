@@ -3,15 +3,17 @@
 The rooms, in the order in which imports may run:
 
     commands/      the command line: words in, exit codes out
-    stages/        one verb a file: sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop
+    stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop
     report/        points in; tables, figures and the page out
     engine/        the only construction of vllm.LLM, and what stages ask of it
     artifacts/     files that commands make for a model: heads, calibrations, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers
     texts/         prompts, and text to fit and to score on
     record/        a measured point as one file, and the tables made of points
-    config/        the schema and every default; keys say which points are equal
-    early_exit/    the method; needs torch alone
+    config/        the schema and every default, model facts and fingerprints; keys say which points are equal
+    early_exit/    the method itself: settings, gates, heads, cost model; needs torch alone
+
+progress.py, interrupts.py and extras.py serve all of them: progress bars, Ctrl-C, and what to install for a module.
 """
 
 __version__ = "0.1.0"

@@ -8,16 +8,20 @@ decoder.py        where the decoder layers of a loaded model are, and whether th
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind, fp8.py
-                  the kernels for one of them; sharded.py splits a head over ranks, step_bytes.py counts what is read
+                  and lowbit.py the kernels for some of them; sharded.py splits a head over ranks, step_bytes.py
+                  counts what is read
 exit_head.py      an exit head bound to the loaded model
-v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots
+v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
+                  cpu_sampling.py: how it samples
 v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
                   kernels.py: what happens there between two forward passes; statistics.py: the gates' part of it,
                   written from their expressions; verdict.py: how short drafts are verified and recorded;
                   device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
-fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker
+fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
+                  timing.py times them there
+observe/          annotate.py names what a profiler shows; gpu_meter.py says how busy a GPU was
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 

@@ -51,5 +51,6 @@ def test_rows_that_do_not_divide_into_groups_are_refused():
 
 def test_a_gpu_is_refused_until_an_engine_has_run_there():
     require_draft_weights("int4", WeightFacts("cpu"))
-    with pytest.raises(SettingsError, match=r"integer copies have not been run in an engine on a GPU yet.*allowed: fp8"):
+    refusal = r"integer copies have not been run in an engine on a GPU yet.*allowed: fp8"
+    with pytest.raises(SettingsError, match=refusal):
         require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))

@@ -61,10 +61,12 @@ def scheduled(config):
 
 
 def start(config):
-    """The speculator of another engine, made as vLLM makes it, and the engine's request state."""
-    requests = SimpleNamespace()
-    original = pytest.fail  # vLLM's own speculators are for engines without early exit
-    return v2.init_with_early_exit(original)(config, torch.device("cpu"), requests), requests
+    """The speculator of another engine, made as vLLM makes it but on the CPU, and the engine's request state."""
+    requests, gpu = SimpleNamespace(), torch.device("cuda")
+    original, made = pytest.fail, v2.EarlyExitSpeculator  # vLLM's own speculators are for engines without early exit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(v2, "EarlyExitSpeculator", lambda config, device: made(config, torch.device("cpu")))
+        return v2.init_with_early_exit(original)(config, gpu, requests), requests
 
 
 # ---- what the verifier is told --------------------------------------------------------------------------------------

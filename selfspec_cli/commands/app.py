@@ -6,30 +6,26 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import screen
+from selfspec_cli.commands import configs, screen
 from selfspec_cli.commands.help import TakesSettings
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, note, only_stderr, rows_document, say, warn
+from selfspec_cli.commands.measuring import measure, open_engine
+from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
 from selfspec_cli.config import machine, options
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.progress import bars
 from selfspec_cli.record import folder as results_folder
-from selfspec_cli.record import tables
-from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
-from selfspec_cli.stages import plan as planning
-from selfspec_cli.stages import sweep as sweep_stage
 from selfspec_cli.texts import corpora
 
 app = typer.Typer(
@@ -42,7 +38,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]", help="Hydra overrides, such as model=llama3_8b layer=8 workload.batch=1,4"),
@@ -79,7 +74,7 @@ def main(version: Version = False) -> None:
 def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     with guard(as_json, debug):
-        cfg = _one(overrides, None)
+        cfg = configs.one(overrides, None)
         with only_stderr():
             checks = doctor_stage.run(cfg, _patches)
         fine = doctor_stage.could_run(checks)
@@ -125,8 +120,8 @@ def bench(
     """Measure one arm, or all of one experiment, and the baseline that each is compared with; always afresh."""
     with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
         whole = any(override.startswith("experiment=") for override in overrides or [])
-        runs = _several(overrides, sweep=whole, config=config)
-        _measure(runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
+        runs = configs.several(overrides, sweep=whole, config=config)
+        measure(runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
 
 
 @app.command(
@@ -144,8 +139,8 @@ def sweep(
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
     with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
-        runs = _several(overrides, config=config)
-        _measure(runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
+        runs = configs.several(overrides, config=config)
+        measure(runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
 
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
@@ -175,7 +170,7 @@ def fit_lsq(
     """Fit least-squares exit heads by running the model in vLLM; head=lsq finds them in head_dir."""
     with guard(as_json, debug):
         for one_layer in layer:
-            cfg = _one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
+            cfg = configs.one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
             preflight.check(cfg)
         if dry_run:
             plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(head_folder(cfg))}
@@ -205,7 +200,7 @@ def fit_heads(
 ) -> None:
     """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
     with guard(as_json, debug):
-        plan = head_plan.to_fit(_several(overrides))
+        plan = head_plan.to_fit(configs.several(overrides))
         corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
@@ -229,7 +224,7 @@ def compare_heads(
     """Fit and compare heads at every layer asked for: agreement, accepted length, bytes, predicted speedup; measure the
     best ones."""
     with guard(as_json, debug, ROWS_KEPT):
-        plan = head_plan.to_compare(overrides or [], _several)
+        plan = head_plan.to_compare(overrides or [], configs.several)
         corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
@@ -237,7 +232,7 @@ def compare_heads(
         from selfspec_cli.stages import heads as compare
 
         with only_stderr(), bars() as progress:
-            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=_open_engine, progress=progress)
+            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=open_engine, progress=progress)
         found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
         emit(found.document()) if as_json else screen.show_comparison(found)
         raise typer.Exit(found.exit_code)
@@ -259,12 +254,12 @@ def roc(
         from selfspec_cli.report import roc as roc_figure
         from selfspec_cli.stages import roc as roc_stage
 
-        cfgs = _exits(overrides or [], roc_stage.LAYER_PARTS)
+        cfgs = configs.exits(overrides or [], roc_stage.LAYER_PARTS)
         if dry_run:
             plan = roc_stage.facts(cfgs, longest, prompts)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         with only_stderr(), bars() as progress:
-            result = roc_stage.run(cfgs, open_engine=_open_engine, longest=longest, prompts=prompts, progress=progress)
+            result = roc_stage.run(cfgs, open_engine=open_engine, longest=longest, prompts=prompts, progress=progress)
         png = Path(result.files["table"]).with_name("roc.png")
         result.files["figure"] = str(roc_figure.draw(result.panels, png, machine.device(cfgs[0])))
         if as_json:
@@ -291,8 +286,8 @@ def tune(
         from selfspec_cli.stages.budget import Budget
 
         words = overrides or []
-        cfgs = _exits(words, tune_stage.LAYER_PARTS)
-        heads = [] if any(re.match(r"head[.=]", word) for word in words) else _known_heads()
+        cfgs = configs.exits(words, tune_stage.LAYER_PARTS)
+        heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
         if dry_run:
             plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
@@ -300,7 +295,7 @@ def tune(
         with only_stderr(), bars() as progress:
             result = tune_stage.run(
                 cfgs,
-                open_engine=_open_engine,
+                open_engine=open_engine,
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
@@ -325,7 +320,7 @@ def report(
 ) -> None:
     """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
     with guard(as_json, debug):
-        folder = _results(overrides)
+        folder = configs.results_dir(overrides)
         made = report_stage.run(folder, out or folder)
         warn(made.warnings)
         if as_json:
@@ -341,7 +336,7 @@ def report(
 def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False) -> None:
     """Make summary.csv and accept.tsv of a results folder again from its points."""
     with guard(as_json, debug):
-        folder = _results(overrides)
+        folder = configs.results_dir(overrides)
         if not (folder / results_folder.RUNS).is_dir():
             raise ConfigError(f"{folder} holds no runs/: nothing was measured there")
         count, warnings = results_folder.export(folder)
@@ -350,139 +345,7 @@ def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False
         emit(made) if as_json else screen.show_facts(made)
 
 
-def _results(overrides: list[str] | None) -> Path:
-    """The results folder that a command reads."""
-    return Path(_one(overrides, None).results_dir if overrides else RunConfig().results_dir)
-
-
-def _several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
-    """The points that a user's words span, and a warning for what in ./conf nobody reads."""
-    from selfspec_cli.config.choices import unread_files
-    from selfspec_cli.config.compose import compose_runs
-
-    runs = compose_runs(None, overrides or [], sweep=sweep, config=config)
-    warn(unread_files())
-    return runs
-
-
-def _one(overrides: list[str] | None, config: Path | None) -> RunConfig:
-    return _several(overrides, sweep=False, config=config)[0]
-
-
-def _exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
-    """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
-    choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
-    idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
-    warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
-    if not any(word.partition("=")[0] == "layer" for word in overrides):
-        from selfspec_cli.config.compose import compose_runs
-        from selfspec_cli.stages.exits import candidate_layers
-
-        first = compose_runs(None, overrides)[0]
-        overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
-    cfgs = _several(overrides)
-    preflight.check_all(cfgs)
-    found = preflight.for_this_machine(cfgs)
-    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
-    return found
-
-
-def _known_heads() -> list[HeadConfig]:
-    """The heads of every kind that are worth comparing, and those that ./conf/head names."""
-    from selfspec_cli.config.choices import choices
-    from selfspec_cli.config.compose import compose_runs
-
-    return [cfg.head for cfg in compose_runs(None, [f"head={','.join(choices('head'))}"])]
-
-
 def _patches() -> list[tuple[str, bool, str]]:
     from selfspec_cli.vllm_plugin import compat
 
     return [(name, found, reason) for name, found, reason in compat.check()]
-
-
-def _measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool) -> None:
-    """Plan, measure, show; the exit code says how it went."""
-    preflight.check_all(runs)
-    runs = [preflight.with_calibration(cfg) for cfg in runs]
-    asked, runs = runs, preflight.for_this_machine(runs)
-    doubts = preflight.warnings(runs)
-    doubts += [NO_COMPILER] if asked != runs else []
-    warn(doubts)
-    folder = Path(planning.results_dir(runs))
-    if dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
-        return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
-    preflight.check_device(runs[0])
-    plans: list[planning.Plan] = []
-    result = _sweep(runs, again, reuse_baseline, plans.append)
-    warn(result.warnings)
-    failed = len(result.failed)
-    counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
-    summary = folder / results_folder.SUMMARY
-    if as_json:
-        drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
-        told = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
-    else:
-        from selfspec_cli.report import table
-
-        wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
-        table.show(_with_baselines(folder, wanted), Console())
-        say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
-    raise typer.Exit(result.exit_code)
-
-
-def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
-    """The rows of a folder that have one of these keys, and the baselines that they were compared with."""
-    points, _ = results_folder.read(folder, keys)
-    missing = {point.compared_with.baseline for point in points if point.compared_with} - {p.id for p in points}
-    if missing:
-        points = results_folder.in_order([*points, *results_folder.read(folder, missing)[0]])
-    return [tables.row(point) for point in points]
-
-
-def _sweep(
-    runs: list[RunConfig], again: bool, reuse_baseline: bool, planned: Callable[[planning.Plan], None]
-) -> sweep_stage.SweepResult:
-    """The sweep on real engines, with progress bars and the tracker. planned: is told the plan when it begins."""
-    from selfspec_cli.record.tracking import open_tracker
-    from selfspec_cli.stages.bench import run as bench_one
-
-    def announce(plan: planning.Plan) -> None:
-        planned(plan)
-        note(screen.plan_in_short(plan))
-
-    run_id = results_folder.new_run_id()
-    with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
-        result = sweep_stage.run(
-            runs,
-            open_engine=_open_engine,
-            bench=bench_one,
-            progress=progress,
-            tracker=tracker,
-            again=again,
-            reuse_baseline=reuse_baseline,
-            run_id=run_id,
-            announce=announce,
-        )
-        if runs[0].tracker.kind != "none":
-            _send_chart(tracker, Path(planning.results_dir(runs)), result.warnings)
-        return result
-
-
-def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
-    """The chart of the folder's points, as `selfspec report` draws it, to the tracker; a failure is a warning."""
-    try:
-        chart = report_stage.chart(results_folder.read(folder)[0], folder)
-        if chart is not None:
-            tracker.chart(chart)
-    except Exception as error:
-        warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
-
-
-def _open_engine(cfg: RunConfig) -> Any:
-    """Imports vLLM when the first engine starts, and not before."""
-    from selfspec_cli.engine.live import open_engine
-
-    return open_engine(cfg)

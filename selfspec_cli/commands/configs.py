@@ -1,0 +1,58 @@
+"""Configs for a command: what a user's words span, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from selfspec_cli.commands.screen import warn
+from selfspec_cli.config.schema import HeadConfig, RunConfig
+from selfspec_cli.stages import preflight
+
+NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
+
+
+def results_dir(overrides: list[str] | None) -> Path:
+    """The results folder that a command reads."""
+    return Path(one(overrides, None).results_dir if overrides else RunConfig().results_dir)
+
+
+def several(overrides: list[str] | None, *, sweep: bool = True, config: Path | None = None) -> list[RunConfig]:
+    """The points that a user's words span, and a warning for what in ./conf nobody reads."""
+    from selfspec_cli.config.choices import unread_files
+    from selfspec_cli.config.compose import compose_runs
+
+    runs = compose_runs(None, overrides or [], sweep=sweep, config=config)
+    warn(unread_files())
+    return runs
+
+
+def one(overrides: list[str] | None, config: Path | None) -> RunConfig:
+    return several(overrides, sweep=False, config=config)[0]
+
+
+def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
+    """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
+    choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
+    idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
+    warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
+    if not any(word.partition("=")[0] == "layer" for word in overrides):
+        from selfspec_cli.config.compose import compose_runs
+        from selfspec_cli.stages.exits import candidate_layers
+
+        first = compose_runs(None, overrides)[0]
+        overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
+    cfgs = several(overrides)
+    preflight.check_all(cfgs)
+    found = preflight.for_this_machine(cfgs)
+    warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
+    return found
+
+
+def known_heads() -> list[HeadConfig]:
+    """The heads of every kind that are worth comparing, and those that ./conf/head names."""
+    from selfspec_cli.config.choices import choices
+    from selfspec_cli.config.compose import compose_runs
+
+    return [cfg.head for cfg in compose_runs(None, [f"head={','.join(choices('head'))}"])]

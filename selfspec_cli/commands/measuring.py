@@ -1,0 +1,110 @@
+"""What `bench` and `sweep` share: plan, measure on real engines, show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from selfspec_cli.commands import screen
+from selfspec_cli.commands.configs import NO_COMPILER
+from selfspec_cli.commands.screen import emit, note, only_stderr, rows_document, say, warn
+from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.progress import bars
+from selfspec_cli.record import folder as results_folder
+from selfspec_cli.record import tables
+from selfspec_cli.record.tracking import Tracker
+from selfspec_cli.report import make as report_stage
+from selfspec_cli.stages import plan as planning
+from selfspec_cli.stages import preflight
+from selfspec_cli.stages import sweep as sweep_stage
+
+
+def measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool) -> None:
+    """Plan, measure, show; the exit code says how it went."""
+    preflight.check_all(runs)
+    runs = [preflight.with_calibration(cfg) for cfg in runs]
+    asked, runs = runs, preflight.for_this_machine(runs)
+    doubts = preflight.warnings(runs)
+    doubts += [NO_COMPILER] if asked != runs else []
+    warn(doubts)
+    folder = Path(planning.results_dir(runs))
+    if dry_run:
+        plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
+        return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
+    preflight.check_device(runs[0])
+    plans: list[planning.Plan] = []
+    result = _sweep(runs, again, reuse_baseline, plans.append)
+    warn(result.warnings)
+    failed = len(result.failed)
+    counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
+    summary = folder / results_folder.SUMMARY
+    if as_json:
+        drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
+        told = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
+    else:
+        from selfspec_cli.report import table
+
+        wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
+        table.show(_with_baselines(folder, wanted), Console())
+        say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
+    raise typer.Exit(result.exit_code)
+
+
+def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
+    """The rows of a folder that have one of these keys, and the baselines that they were compared with."""
+    points, _ = results_folder.read(folder, keys)
+    missing = {point.compared_with.baseline for point in points if point.compared_with} - {p.id for p in points}
+    if missing:
+        points = results_folder.in_order([*points, *results_folder.read(folder, missing)[0]])
+    return [tables.row(point) for point in points]
+
+
+def _sweep(
+    runs: list[RunConfig], again: bool, reuse_baseline: bool, planned: Callable[[planning.Plan], None]
+) -> sweep_stage.SweepResult:
+    """The sweep on real engines, with progress bars and the tracker. planned: is told the plan when it begins."""
+    from selfspec_cli.record.tracking import open_tracker
+    from selfspec_cli.stages.bench import run as bench_one
+
+    def announce(plan: planning.Plan) -> None:
+        planned(plan)
+        note(screen.plan_in_short(plan))
+
+    run_id = results_folder.new_run_id()
+    with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
+        result = sweep_stage.run(
+            runs,
+            open_engine=open_engine,
+            bench=bench_one,
+            progress=progress,
+            tracker=tracker,
+            again=again,
+            reuse_baseline=reuse_baseline,
+            run_id=run_id,
+            announce=announce,
+        )
+        if runs[0].tracker.kind != "none":
+            _send_chart(tracker, Path(planning.results_dir(runs)), result.warnings)
+        return result
+
+
+def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
+    """The chart of the folder's points, as `selfspec report` draws it, to the tracker; a failure is a warning."""
+    try:
+        chart = report_stage.chart(results_folder.read(folder)[0], folder)
+        if chart is not None:
+            tracker.chart(chart)
+    except Exception as error:
+        warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
+
+
+def open_engine(cfg: RunConfig) -> Any:
+    """Imports vLLM when the first engine starts, and not before."""
+    from selfspec_cli.engine.live import open_engine
+
+    return open_engine(cfg)

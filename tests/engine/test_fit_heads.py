@@ -81,8 +81,9 @@ def test_every_head_is_saved_under_a_name_of_its_own(fitted, report):
         assert (metadata.layer, metadata.spec.name) == (layer, name)
         assert (metadata.draft_vocab is None) == (vocab == "full")
         assert metadata.pairs == (None if name == "lens" else PAIRS)
-    leftovers = {file.suffix for file in (fitted.folder / "tiny").iterdir()}
-    assert leftovers == {".safetensors"}
+    (folder,) = {Path(path).parent for path in paths}
+    assert folder.parent == fitted.folder and folder.name.startswith("tiny-")  # and the model's fingerprint
+    assert {file.suffix for file in folder.iterdir()} == {".safetensors"}
 
 
 def test_heads_are_as_good_as_their_data_allow(fitted):

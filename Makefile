@@ -1,5 +1,5 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
-# make quick  lint, unit and contract tests: what to run before a commit, two minutes on two cores
+# make quick  lint, and the unit and contract tests that take no seconds each: two minutes on two cores
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make lint   ruff, the direction of imports, mypy
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
@@ -23,7 +23,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick test lint install wheel clean
+.PHONY: demo quick quick-lint quick-tests test lint install wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -31,9 +31,14 @@ demo: $(INSTALLED)
 
 quick: $(INSTALLED)
 	@rm -f $(TIMES)
+	$(call timed,all,$(MAKE) -j2 -O --no-print-directory quick-lint quick-tests)
+	@cat $(TIMES)
+
+quick-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
-	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract $(SIDE_BY_SIDE))
-	$(summary)
+
+quick-tests: $(INSTALLED)
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE))
 
 test: $(INSTALLED)
 	@rm -f $(TIMES)

@@ -112,6 +112,7 @@ def test_checkpoint_on_disk_is_whole_and_small() -> None:
     assert {path.name for path in MODEL.glob("*.safetensors")} == set(index["weight_map"].values())
 
 
+@pytest.mark.slow
 def test_trained_model_predicts_held_out_text_and_its_exits_agree() -> None:
     """A few thousand tokens, on the CPU: wide bounds around the figures in metrics.json."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PACKAGES = HERE.parent / "packages"
 

@@ -9,7 +9,7 @@ large products and 0.6 in small ones.
 Layout of a copy (`early_exit.draft_weights.integers` writes it): a word holds one weight of each of the eight equal
 parts of a group, so that a token's values load as contiguous parts. Byte b of a word: part b in the low four bits, part
 b + 4 in the high ones. What 5 and 6 bits need beyond 4 lies apart, eight fields of one or two bits a word. With 8 bits
-there are two words in place of one, of parts 0 to 3 and of 4 to 7.
+a group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -42,7 +42,7 @@ def _dp4a(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def _bytes(a, b, c, d, inverse):
-    """Four values times `inverse`, rounded to signed bytes, in one word; and the same as one float each, rounded."""
+    """Four values times `inverse`, rounded to signed bytes, in one word."""
     first = (a * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
     second = (b * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
     third = (c * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF

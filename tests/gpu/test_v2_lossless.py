@@ -159,6 +159,9 @@ def cases(**engine: Any) -> Iterator[Case]:
         if engine.get("tensor_parallel_size", 1) == 1:
             for more in ({}, COMPILED, {"enforce_eager": True}):
                 yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
+            for kind in ("int8", "int4"):
+                yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
+            yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
 

@@ -49,8 +49,8 @@ def test_rows_that_do_not_divide_into_groups_are_refused():
         DRAFT_WEIGHTS["int4"].quantise(torch.randn(4, 96))
 
 
-def test_a_gpu_is_refused_until_an_engine_has_run_there():
-    require_draft_weights("int4", WeightFacts("cpu"))
-    refusal = r"integer copies have not been run in an engine on a GPU yet.*allowed: fp8"
-    with pytest.raises(SettingsError, match=refusal):
-        require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))
+def test_on_cuda_the_target_has_to_run_in_bfloat16():
+    require_draft_weights("int4", WeightFacts("cpu", dtype="float32"))
+    require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))
+    with pytest.raises(SettingsError, match=r"bfloat16, not float16.*allowed: shared"):
+        require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))

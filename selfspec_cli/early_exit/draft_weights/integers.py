@@ -55,9 +55,9 @@ class Integers(DraftWeights):
         return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:
-        """On CUDA they are not offered yet: the kernel was measured by itself, and no engine has run on it."""
-        if facts.device == "cuda":
-            return "integer copies have not been run in an engine on a GPU yet; on the CPU they show what is accepted"
+        """On CUDA the kernel for one token reads tokens in bfloat16."""
+        if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
+            return f"on CUDA the kernel multiplies tokens in bfloat16, not {facts.dtype}"
         return super().reason_against(facts)
 
     def _rows(self, weight: Tensor) -> dict[str, Tensor]:

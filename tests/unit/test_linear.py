@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.weights import linear
 
 
@@ -28,3 +30,19 @@ def test_one_traced_graph_serves_every_number_of_tokens():
     for tokens in (5, 2, 9):
         x = torch.randn(tokens, 64)
         assert compiled(x).equal(F.linear(x, weight))
+
+
+def test_a_graph_traced_with_many_tokens_multiplies_one_by_the_integer_copy(monkeypatch):
+    from selfspec_cli.vllm_plugin.weights import lowbit
+
+    seen = []
+    monkeypatch.setattr(lowbit, "product", lambda x, *copy: seen.append(x.shape) or x.new_zeros(1, 32))
+    weight = torch.randn(32, 64)
+    copy = DRAFT_WEIGHTS["int4"].quantise(weight)
+    many = torch.randn(5, 64)
+    trace = make_fx(lambda x, copy, weight: lowbit.linear(x, copy, None, weight), tracing_mode="symbolic")
+    traced = trace(many, copy, weight)
+    assert traced(x := torch.randn(7, 64), copy, weight).equal(F.linear(x, weight))
+    assert not seen
+    assert traced(torch.randn(1, 64), copy, weight).equal(torch.zeros(1, 32))  # vLLM drops the guards
+    assert seen == [(1, 64)]

@@ -148,7 +148,7 @@ def _one_token(
 # Bits -> rows and groups of a program's tile, and its warps; found on an H100 (experiments/lowbit/tune_kernels.py).
 TILES = {4: (8, 16, 4), 5: (8, 16, 4), 6: (16, 16, 4), 8: (8, 16, 4)}
 
-COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
+COMPILE_SIZES = ()  # the operator chooses when it runs
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -162,23 +162,27 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     Only one token is multiplied by the copy. More are multiplied by the target's own weight [out, in]: for four tokens
     this way of doing it was 1.5 times as fast as bf16 at best, and kernels for them take minutes to compile.
     """
-    if x.shape[0] > 1:
-        return F.linear(x, weight, bias)
-    out: Tensor = torch.ops.selfspec.linear_integers(x, tensors["words"], tensors.get("more"), tensors["scales"], bias)
+    copy = (tensors["words"], tensors.get("more"), tensors["scales"])
+    out: Tensor = torch.ops.selfspec.linear_integers(x, *copy, bias, weight)
     return out
 
 
+# One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor words, Tensor? more, Tensor scales, Tensor? bias) -> Tensor",
+    schema="(Tensor x, Tensor words, Tensor? more, Tensor scales, Tensor? bias, Tensor weight) -> Tensor",
 )
-def _linear_integers(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_integers(
+    x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor
+) -> Tensor:
+    if x.shape[0] > 1:
+        return F.linear(x, weight, bias)
     return product(x.contiguous(), words, more, scales, bias)
 
 
 @_linear_integers.register_fake
-def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None) -> Tensor:
+def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], scales.shape[0])
 
 

@@ -15,6 +15,8 @@ LINT := $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest
 # Tests that need no engine, on JOBS processes; whoever has nothing left to do takes over from the other.
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
+# Tests that start engines: a file stays in one process, which keeps what its tests share.
+BY_FILE := -n $(JOBS) --dist loadfile
 TIMES := $(VENV)/.times
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took.
@@ -45,8 +47,8 @@ test: $(INSTALLED)
 	$(call timed,lint,$(LINT))
 	$(call timed,unit,$(PYTEST) tests/unit $(SIDE_BY_SIDE) --durations=10)
 	$(call timed,contract,$(PYTEST) tests/contract)
-	$(call timed,engine,$(PYTEST) tests/engine --durations=10)
 	$(call timed,gpu,$(PYTEST) tests/gpu)
+	$(call timed,engine,$(PYTEST) tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 
 lint: $(INSTALLED)

@@ -71,8 +71,7 @@ def test_a_copy_stands_for_its_weight(name, dtype):
     ("facts", "reason"),
     [
         (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
-        (WeightFacts("cuda", is_moe=True), "mixture-of-experts layers"),
-        (WeightFacts("cuda", tensor_parallel_size=2), "tensor_parallel_size = 2"),
+        (WeightFacts("cuda", is_moe=True, expert_parallel=True), "enable_expert_parallel = True"),
         (
             WeightFacts("cuda", capability=(8, 0), device_name="A100"),
             "compute capability 8.9 or more, and this is A100",
@@ -92,6 +91,7 @@ def test_where_there_can_be_no_8_bit_floats(facts, reason):
 def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
     require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
     require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
+    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9)))
 
 
 # ---- 8-bit floats -------------------------------------------------------------------------------------------------

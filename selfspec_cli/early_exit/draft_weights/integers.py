@@ -44,7 +44,7 @@ class Integers(DraftWeights):
         import torch
 
         if weight.shape[1] % GROUP:
-            raise self.impossible(f"a weight has rows of {weight.shape[1]} values, and a group has {GROUP}")
+            raise self.impossible(_no_groups(weight.shape[1]))
         step = max(1, CHUNK // weight.shape[1])
         parts = [self._rows(weight[start : start + step]) for start in range(0, len(weight), step)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -58,7 +58,8 @@ class Integers(DraftWeights):
         """On CUDA the kernel for one token reads tokens in bfloat16."""
         if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
             return f"on CUDA the kernel multiplies tokens in bfloat16, not {facts.dtype}"
-        return super().reason_against(facts)
+        odd = next((length for length in facts.row_lengths if length % GROUP), None)
+        return super().reason_against(facts) if odd is None else _no_groups(odd)
 
     def _rows(self, weight: Tensor) -> dict[str, Tensor]:
         import torch
@@ -78,6 +79,10 @@ class Integers(DraftWeights):
             least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
             q = torch.where(better, rounded, q)
         return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+
+
+def _no_groups(length: int) -> str:
+    return f"a weight has rows of {length} values (on each tensor-parallel rank), and a group has {GROUP}"
 
 
 def _scales(grouped: Tensor, width: int) -> list[Tensor]:

@@ -104,6 +104,9 @@ SIGNATURES = {
     f"{MOE}.modular_kernel:FusedMoEKernel.apply": "hidden_states w1 w2 topk_weights topk_ids activation "
     "global_num_experts expert_map apply_router_weight_on_input shared_experts shared_experts_input",
     f"{MOE}.oracle.fp8:make_fp8_moe_kernel": "moe_quant_config moe_config experts_cls fp8_backend routing_tables",
+    f"{MOE}.oracle.int_wna16:make_wna16_moe_kernel": "moe_quant_config moe_config experts_cls backend routing_tables",
+    f"{MOE}.oracle.int_wna16:make_wna16_moe_quant_config": "w1_scale w2_scale group_size num_bits w1_zp w2_zp w1_bias "
+    "w2_bias a1_gscale a2_gscale gemm1_clamp_limit gemm1_alpha gemm1_beta",
 }
 
 # Class -> fields that we fill or read.

@@ -82,6 +82,7 @@ _DEEPSEEK_V2 = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
+    "head_dim": 64,  # what rotary positions are made for
     "v_head_dim": 32,
     "num_key_value_heads": 2,
     "first_k_dense_replace": 1,

@@ -1,4 +1,4 @@
-"""Tiny models that are made of another one of models.py: quantised, or with eyes."""
+"""What is made of a tiny model of models.py: adapters, the model quantised, the model with eyes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,36 @@ import torch
 from models import VOCAB, save_tokenizer
 from torch import Tensor
 
+RANK = 8  # of adapters
 IMAGE = VOCAB - 1  # the token that stands for an image
 _SIDE, _PATCH = 28, 14  # of an image: four patches
 PATCHES = (_SIDE // _PATCH) ** 2
 
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _SCHEME = {
     "targets": ["Linear"],
     "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
     "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True},
 }
+
+
+def save_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """An adapter of every projection, strong enough to change most tokens, in the format of the PEFT library."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(seed)
+    weights = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            place = "base_model.model." + name.removesuffix(".weight")
+            weights[f"{place}.lora_A.weight"] = torch.randn(RANK, columns) * columns**-0.5
+            weights[f"{place}.lora_B.weight"] = torch.randn(rows, RANK) * 0.3 * float(weight.std()) * RANK**0.5
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": _PROJECTIONS, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def save_quantised(model: Path, folder: Path) -> Path:

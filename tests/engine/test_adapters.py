@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
+from more_models import RANK, save_adapter
 
 pytestmark = pytest.mark.engine
 
-RANK = 8
 PROMPTS = ragged_prompts(12, VOCAB, seed=3)
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 WITH = [None, "one", "two"] * 4
 """The adapter of each request, by turns."""
-
-
-def save_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """An adapter of every projection, strong enough to change most tokens, in the format of the PEFT library."""
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(seed)
-    weights = {}
-    for name, weight in load_file(model / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
-            rows, columns = weight.shape
-            place = "base_model.model." + name.removesuffix(".weight")
-            weights[f"{place}.lora_A.weight"] = torch.randn(RANK, columns) * columns**-0.5
-            weights[f"{place}.lora_B.weight"] = torch.randn(rows, RANK) * 0.3 * float(weight.std()) * RANK**0.5
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": kinds, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,54 @@ def test_experts_are_copied_and_the_output_is_the_targets(expected, made, name, 
             assert there[key].equal(copy) and not copy.equal(weight)
 
 
+class Products:
+    """Stands in for vLLM's kernel for experts: what it would compute from copies with one scale a row, in PyTorch."""
+
+    is_monolithic = can_overlap_shared_experts = False
+
+    def __init__(self, w13_scale: Tensor, w2_scale: Tensor) -> None:
+        self.scales, self.calls, self.fused_experts = (w13_scale, w2_scale), 0, self
+        self.prepare_finalize, self.consumes_expert_mask = self, False
+
+    def topk_indices_dtype(self) -> None:
+        return None
+
+    def output_is_reduced(self) -> bool:
+        return False
+
+    def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: Any):
+        self.calls += 1
+        w13, w2 = (weight.float() * scale for weight, scale in zip((w1, w2), self.scales, strict=True))
+        out = torch.zeros_like(hidden_states)
+        for token, (weights, ids) in enumerate(zip(topk_weights.tolist(), topk_ids.tolist(), strict=True)):
+            for share, expert in zip(weights, ids, strict=True):
+                gate, up = F.linear(hidden_states[token], w13[expert]).chunk(2)
+                out[token] += share * F.linear(F.silu(gate) * up, w2[expert])
+        return out
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
+    """The way of CUDA: a kernel of vLLM's over the copies themselves, with PyTorch inside it and inside the others."""
+    made: list[Products] = []
+
+    def kernels(layer: Any, w13: dict[str, Tensor], w2: dict[str, Tensor], **_: Any):
+        made.append(Products(w13["scale"], w2["scale"]))
+        return made[-1], object(), {"w13_weight": w13["weight"], "w2_weight": w2["weight"], "w13_scale": w13["scale"]}
+
+    for module in (copied_weights, experts, trunk):
+        monkeypatch.setattr(module, "kernels_of", lambda kind, device: fp8_kernels)
+    monkeypatch.setattr(fp8_kernels, "experts", kernels)
+    for product in ("_tokens", "_one_token"):
+        monkeypatch.setattr(fp8_kernels, product, lambda x, weight, scale: F.linear(x, weight.float() * scale))
+    want = expected(name)
+    with live(want.path, FP8) as engine:
+        want.check(engine, SOME)
+        counts = engine.counts()
+    assert len(made) == EXIT and all(kernel.calls for kernel in made)
+    assert 0.2 * counts.drafted < counts.accepted < counts.drafted, counts
+
+
 def test_experts_that_are_wrong_are_rejected(expected, monkeypatch):
     """The proof that a compiled draft runs the copied experts, and not the target's by their name."""
     right = experts._copied_experts

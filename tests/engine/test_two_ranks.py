@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exit_heads import lens_head
-from harness import greedy, layer_skip, live, ragged_prompts, tokens
+from harness import Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 
 from selfspec_cli.early_exit.artifact import save_head
@@ -34,27 +36,33 @@ def no_binding(monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
+@dataclass(frozen=True)
+class Split:
+    """What two ranks generate without drafts."""
+
+    path: Path
+    outputs: list[list[int]]
+
+    def check(self, **spec: Any) -> Counts:
+        """Two ranks that draft generate the same; returns what vLLM counted."""
+        with live(self.path, layer_skip(EXIT, K, **spec), **RANKS) as engine:
+            assert tokens(engine.generate(PROMPTS, greedy(48))) == self.outputs
+            counts = engine.counts()
+        counts.require_both_verdicts()
+        return counts
+
+
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> dict[str, Path]:
+def plain(tmp_path_factory) -> Callable[[str], Split]:
     root = tmp_path_factory.mktemp("split")
-    return {name: save_tiny(name, root / name, **SHAPE) for name in ("llama", "mixtral")}
 
+    @cache
+    def generate(name: str) -> Split:
+        path = save_tiny(name, root / name, **SHAPE)
+        with live(path, **RANKS) as engine:
+            return Split(path, tokens(engine.generate(PROMPTS, greedy(48))))
 
-def outputs(path: Path, spec: dict[str, Any] | None) -> tuple[list[list[int]], Any]:
-    """What two ranks generate, and what vLLM counted."""
-    with live(path, spec, **RANKS) as engine:
-        got = tokens(engine.generate(PROMPTS, greedy(48)))
-        if spec is None:
-            return got, None
-        return got, engine.counts()
-
-
-@pytest.fixture(scope="module")
-def plain(paths) -> Iterator[dict[str, list[list[int]]]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        yield {name: outputs(path, None)[0] for name, path in paths.items()}
+    return generate
 
 
 def saved(head: ExitHead, path: Path, folder: Path) -> str:
@@ -73,16 +81,11 @@ CASES = [("llama", "shared"), ("llama", "fp8"), ("mixtral", "int8")]
 
 
 @pytest.mark.parametrize(("name", "weights"), CASES, ids=[" ".join(case) for case in CASES])
-def test_two_ranks_draft_on_their_shares(paths, plain, name, weights):
-    got, counts = outputs(paths[name], layer_skip(EXIT, K, draft_weights=weights))
-    assert got == plain[name]
-    counts.require_both_verdicts()
+def test_two_ranks_draft_on_their_shares(plain, name, weights):
+    counts = plain(name).check(draft_weights=weights)
     assert counts.accepted > 0.2 * counts.drafted, counts
 
 
-def test_copies_of_a_small_vocabularys_rows_are_split_too(paths, plain, tmp_path):
-    head = lens_head(torch.arange(0, VOCAB, 2))
-    spec = layer_skip(EXIT, K, draft_weights="fp8", lsq_head_path=saved(head, paths["llama"], tmp_path))
-    got, counts = outputs(paths["llama"], spec)
-    assert got == plain["llama"]
-    counts.require_both_verdicts()
+def test_copies_of_a_small_vocabularys_rows_are_split_too(plain, tmp_path):
+    head, want = lens_head(torch.arange(0, VOCAB, 2)), plain("llama")
+    want.check(draft_weights="fp8", lsq_head_path=saved(head, want.path, tmp_path))

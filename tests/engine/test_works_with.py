@@ -15,16 +15,18 @@ from selfspec_cli.early_exit.errors import SettingsError
 pytestmark = pytest.mark.engine
 
 EXIT, K = LAYERS // 2, 3
-SOME = range(0, 32, 4)
 
 
-@pytest.mark.parametrize("weights", ["shared", "fp8"])
-def test_latent_attention_and_shared_experts(expected, weights):
+def test_latent_attention_and_shared_experts(model_dir):
     """DeepSeek-V2: keys and values are one latent vector, and each token passes through a shared expert too."""
-    want = expected("deepseek_v2")
-    with live(want.path, layer_skip(EXIT, K, draft_weights=weights), block_size=128) as engine:
-        want.check(engine, SOME)
-        engine.counts().require_both_verdicts()
+    path, prompts = model_dir("deepseek_v2"), ragged_prompts(12, VOCAB, seed=8)
+    plain = {"attention_backend": "CPU_MLA"}  # on CPUs with AMX vLLM takes another one, which has no float32
+    with live(path, **plain) as engine:
+        want = tokens(engine.generate(prompts, greedy(48)))
+    for weights in ("shared", "fp8"):
+        with live(path, layer_skip(EXIT, K, draft_weights=weights), **plain) as engine:
+            assert tokens(engine.generate(prompts, greedy(48))) == want
+            engine.counts().require_both_verdicts()
 
 
 @pytest.fixture(scope="module")

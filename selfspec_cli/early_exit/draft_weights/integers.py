@@ -29,6 +29,7 @@ class Integers(DraftWeights):
     """
 
     kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
+    experts = True
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -51,7 +52,7 @@ class Integers(DraftWeights):
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [out, in], rounded to `dtype` once."""
-        q = _unpacked(tensors, self.width)  # [out, groups, GROUP]
+        q = integers(tensors, self.width)  # [out, groups, GROUP]
         return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:
@@ -114,8 +115,8 @@ def _packed(q: Tensor, width: int) -> dict[str, Tensor]:
     return packed
 
 
-def _unpacked(tensors: Mapping[str, Tensor], width: int) -> Tensor:
-    """The inverse of `_packed`: int32 [rows, groups, GROUP]."""
+def integers(tensors: Mapping[str, Tensor], width: int) -> Tensor:
+    """The integers of a copy, int32 [rows, groups, GROUP]: the inverse of `_packed`."""
     import torch
 
     words, length = tensors["words"], GROUP // PARTS

@@ -44,12 +44,14 @@ class Kernels(Protocol):
         """
 
     def experts(
-        self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor]
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """vLLM's method for a mixture of experts (FusedMoEMethodBase) on copies, and its layer's parameters by name.
+        self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
+    ) -> tuple[Any, Any, dict[str, Tensor]]:
+        """vLLM's kernel for experts on copies (FusedMoEKernel), its FusedMoEQuantConfig, and the layer's parameters:
+        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds.
 
-        layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first. Called
-        only if `DraftWeights.experts` says that there is such a method.
+        layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first.
+        activation: arguments of the FusedMoEQuantConfig. Called only if `DraftWeights.experts` says that there are such
+        kernels.
         """
 
 

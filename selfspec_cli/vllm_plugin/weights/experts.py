@@ -70,8 +70,10 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
         key: {part: tensor.view(shape[0], shape[1], -1) for part, tensor in tensors.items()}
         for key, (shape, tensors) in copies.items()
     }
-    method, tensors = kernels.experts(experts, by_expert["w13_weight"], by_expert["w2_weight"])
-    return _with_method(copy, method, tensors)
+    names = {"gemm1_alpha": "swiglu_alpha", "gemm1_beta": "swiglu_beta", "gemm1_clamp_limit": "swiglu_limit"}
+    activation = {name: getattr(experts, own_name, None) for name, own_name in names.items()}
+    kernel, config, tensors = kernels.experts(experts, by_expert["w13_weight"], by_expert["w2_weight"], **activation)
+    return _with_method(copy, _method_of(experts, kernel, config), tensors)
 
 
 def _vllms_method(vllm_config: VllmConfig, experts: Any) -> Any:
@@ -80,6 +82,47 @@ def _vllms_method(vllm_config: VllmConfig, experts: Any) -> Any:
 
     with set_current_vllm_config(vllm_config):
         return UnquantizedFusedMoEMethod(experts.moe_config)
+
+
+def _method_of(experts: Any, kernel: Any, config: Any) -> Any:
+    """A method for vLLM's layer that runs `kernel`."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+    class CopiedExperts(FusedMoEMethodBase):
+        """Multiplies by the parameters of the layer that it is given, which are there already."""
+
+        def create_weights(self, *args: Any, **kwargs: Any) -> None:
+            """Asked for when a layer is made; this one is."""
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            return config
+
+        def apply(
+            self,
+            layer: Any,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            shared_experts: Any,
+            shared_experts_input: Tensor | None,
+        ) -> Any:
+            return kernel.apply(
+                hidden_states=x,
+                w1=layer.w13_weight,
+                w2=layer.w2_weight,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=layer.activation,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
+
+    method = CopiedExperts(experts.moe_config)
+    method.moe_kernel, method.moe_quant_config = kernel, config
+    return method
 
 
 def _with_method(experts: Any, method: Any, tensors: dict[str, Tensor]) -> nn.Module:

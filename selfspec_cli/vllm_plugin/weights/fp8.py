@@ -67,67 +67,27 @@ def _tokens(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return ops.cutlass_scaled_mm(tokens, weight.t(), scales, scale, out_dtype=x.dtype)
 
 
-def experts(layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def experts(
+    layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
+) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts with one scale a row and one a token (W8A8), for any number of tokens."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
 
-    scales = fp8_w8a8_moe_quant_config(
+    config = fp8_w8a8_moe_quant_config(
         w1_scale=w13["scale"],
         w2_scale=w2["scale"],
         per_act_token_quant=True,
         per_out_ch_quant=True,
-        gemm1_alpha=getattr(layer, "swiglu_alpha", None),
-        gemm1_beta=getattr(layer, "swiglu_beta", None),
-        gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
+        **activation,
     )
     kernel = make_fp8_moe_kernel(
-        moe_quant_config=scales,
+        moe_quant_config=config,
         moe_config=layer.moe_config,
         experts_cls=TritonExperts,
         fp8_backend=Fp8MoeBackend.TRITON,
         routing_tables=layer._expert_routing_tables(),
     )
     tensors = {"w13_weight": w13["weight"], "w2_weight": w2["weight"]}
-    return _method(layer, kernel, scales), {**tensors, "w13_scale": w13["scale"], "w2_scale": w2["scale"]}
-
-
-def _method(layer: Any, kernel: Any, scales: Any) -> Any:
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-
-    class CopiedExperts(FusedMoEMethodBase):
-        """Runs `kernel` over the parameters of the layer that it is given."""
-
-        def create_weights(self, *args: Any, **kwargs: Any) -> None:
-            """The layer has them already."""
-
-        def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            return scales
-
-        def apply(
-            self,
-            layer: Any,
-            x: Tensor,
-            topk_weights: Tensor,
-            topk_ids: Tensor,
-            shared_experts: Any,
-            shared_experts_input: Tensor | None,
-        ) -> Any:
-            return kernel.apply(
-                hidden_states=x,
-                w1=layer.w13_weight,
-                w2=layer.w2_weight,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                activation=layer.activation,
-                apply_router_weight_on_input=layer.apply_router_weight_on_input,
-                global_num_experts=layer.global_num_experts,
-                expert_map=layer.expert_map,
-                shared_experts=shared_experts,
-                shared_experts_input=shared_experts_input,
-            )
-
-    method = CopiedExperts(layer.moe_config)
-    method.moe_kernel, method.moe_quant_config = kernel, scales
-    return method
+    return kernel, config, {**tensors, "w13_scale": w13["scale"], "w2_scale": w2["scale"]}

@@ -151,12 +151,7 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
             f"draft_weights={weights} with method={method}: it has no early-exit draft; use method=layer_skip, or "
             "draft_weights=shared"
         )
-    facts = WeightFacts(
-        device=device_of(cfg),
-        quantization=cfg.model.quantization,
-        tensor_parallel_size=cfg.model.tensor_parallel_size,
-    )
-    reason = DRAFT_WEIGHTS[weights].reason_against(facts)
+    reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
     if reason is not None:
         raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
 

@@ -69,7 +69,7 @@ def check_model(cfg: RunConfig) -> None:
     if cfg.method is Method.layer_skip and facts.hybrid:
         raise ConfigError(f"model={name}: it has layers with a recurrent state, in which rejected drafts would stay; "
                           "method=layer_skip takes models of attention layers only")  # fmt: skip
-    known = WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe, cfg.model.tensor_parallel_size)
+    known = WeightFacts(device_of(cfg), None, facts.quantization, facts.is_moe)
     reason = DRAFT_WEIGHTS[cfg.draft_weights].reason_against(known) if cfg.method is Method.layer_skip else None
     if reason is not None:
         raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import load_head
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
 from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
+from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
@@ -44,36 +45,46 @@ class TargetHead:
             return
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
         shards = vllm_config.parallel_config.tensor_parallel_size
-        if head.has_rows:
-            bound = head.bind()
+        weight = None if head.has_rows else plain_lm_head(target, shards)
+        if weight is None and not head.has_rows:
+            logging.getLogger("vllm.selfspec").warning(
+                "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
+                "a draft vocabulary or copies of weights save nothing there",
+                type(language_model(target)).__name__,
+            )
+        elif shards > 1:
+            self._bound = self._split(target, weight, weights if copied else None, vllm_config)
         else:
-            weight = plain_lm_head(target, shards)
-            if weight is None:
-                logging.getLogger("vllm.selfspec").warning(
-                    "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
-                    "a draft vocabulary or copies of weights save nothing there",
-                    type(language_model(target)).__name__,
-                )
-                return
-            bound = head.bind(weight[:vocab_size] if shards == 1 else _all_rows(weight, vocab_size))
-        if copied:  # on one rank only: `DraftWeights.reason_against`
-            self._bound = CopiedProjection(weights, bound.weight, bound.bias)
-            return
-        if shards == 1:
-            self._bound = bound
-            return
-        from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
+            bound = head.bind(None if weight is None else weight[:vocab_size])
+            self._bound = CopiedProjection(weights, bound.weight, bound.bias) if copied else bound
 
-        self._bound = ShardedProjection(bound.weight, bound.bias, vllm_config)
-        head.drop_rows()  # each rank keeps its share of them
+    def _split(
+        self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: VllmConfig
+    ) -> ShardedProjection:
+        """The projection over tensor-parallel ranks, each with its share of the rows, or with copies of them.
+
+        shard: this rank's share of the lm_head; None for a head with rows of its own.
+        """
+        from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, split
+
+        head, bias = self.head, None
+        if shard is not None and head.vocab_ids is None:
+            rows = language_model(target).lm_head  # split already
+        else:
+            bound = head.bind(None if shard is None else _all_rows(shard, self.vocab_size))
+            rows, bias = split(bound.weight, vllm_config), bound.bias
+            head.drop_rows()  # each rank keeps its share of them
+        if copies is not None:
+            rows = on_copy(copies, vllm_config.model_config.dtype, rows, "lm_head")
+        return ShardedProjection(rows, self.draft_vocab_size, bias, vllm_config)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
-        if isinstance(self._bound, CopiedProjection):
-            bound = self._bound.tensors
-        else:
+        if self._bound is None or isinstance(self._bound, BoundHead):
             bound = [] if self._bound is None else [self._bound.weight]
+        else:
+            bound = self._bound.tensors
         bias = [] if self._bound is None or self._bound.bias is None else [self._bound.bias]
         return [*self.head.parameters(), *self.head.buffers(), *bound, *bias]
 

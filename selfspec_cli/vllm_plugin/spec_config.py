@@ -75,7 +75,9 @@ def understand_layer_skip(original: Original) -> Original:
         _refuse_keys(spec)
         settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
         if settings.verify:
+            _refuse_runner()
             _refuse_model(target_model_config)
+            _refuse_adapters(self, target_model_config)
             _refuse_gate(settings)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
@@ -95,6 +97,8 @@ def understand_layer_skip(original: Original) -> Original:
         assert config is not None
         _refuse_misread(config, target_model_config)
         config.target_model_config = target_model_config
+        # vLLM 0.33 shortens the target's context to that of a draft whose own config allows less.
+        config.draft_model_config.max_model_len = target_model_config.max_model_len
         object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
         return config
 
@@ -147,21 +151,53 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
             )
 
 
+def require_runner(device: str, v2: bool | None) -> None:
+    """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
+
+    v2: whether it is the V2 runner; None where vLLM chooses.
+    """
+    needed = "V2" if device == "cuda" else "V1"
+    if v2 is not None and v2 != (needed == "V2"):
+        raise SettingsError(
+            f"early exit on {device} needs vLLM's {needed} model runner; unset VLLM_USE_V2_MODEL_RUNNER={int(v2)}"
+        )
+
+
+def _refuse_runner() -> None:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+NO_TARGETS = {
+    "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
+    "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
+    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
+}
+"""Property of vLLM's ModelConfig that early exit cannot have -> why."""
+
+
 def _refuse_model(target: ModelConfig) -> None:
     """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
     recurrent state it would have moved on for good."""
-    reasons = {
-        "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
-        "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
-        "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
-    }
-    for name, reason in reasons.items():
+    for name, reason in NO_TARGETS.items():
         if getattr(target, name):
             raise SettingsError(
                 f"model {target.model} is not supported with early exit: {reason}; allowed: models of attention layers "
                 "with plain positions; this one can be served without a speculative_config, or with vLLM's method "
                 "'ngram'"
             )
+
+
+def _refuse_adapters(args: EngineArgs, target: ModelConfig) -> None:
+    """Drafts leave adapters out (weights/adapters.py), which cannot be done with those of experts."""
+    if args.enable_lora and target.is_moe:
+        raise SettingsError(
+            "enable_lora = True is not supported with early exit for a mixture of experts: vLLM applies the adapters "
+            "inside the experts' kernels, for the tokens of the verify pass; allowed: False, with the adapter merged "
+            "into the model's weights"
+        )
 
 
 ONE_ONLY = {
@@ -193,11 +229,6 @@ def _refuse_engine(args: EngineArgs) -> None:
         value = getattr(args, name)
         if value > 1:
             raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
-    if args.enable_lora:
-        raise SettingsError(
-            "enable_lora = True is not supported with early exit: the draft would not see the adapter; allowed: False, "
-            "with the adapter merged into the model's weights"
-        )
     if args.watermark_config is not None:
         raise SettingsError(
             "watermark_config is not supported with early exit: drafts would be drawn without the watermark; serve "

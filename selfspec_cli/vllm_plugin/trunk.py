@@ -17,6 +17,7 @@ from torch import nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.weights.copied import kernels_of, on_copies
+from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
 from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers
 
@@ -40,8 +41,8 @@ def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft
     trunk = _view(decoder, layers, draft_weights)
     cut(trunk, layers)
     # The view shares the dict of submodules with the target, which must keep its own layers.
-    make = _replacement(draft_weights, vllm_config)
-    changed = replace_in_layers(decoder.layers, layers, vllm_config, make)  # type: ignore[arg-type]
+    make, experts = _replacements(draft_weights, vllm_config)
+    changed = replace_in_layers(decoder.layers, layers, vllm_config, make, experts)  # type: ignore[arg-type]
     trunk.__dict__["_modules"] = {**decoder._modules, "layers": changed}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
@@ -50,9 +51,12 @@ def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft
     return trunk
 
 
-def _replacement(draft_weights: str, vllm_config: VllmConfig) -> Make:
+def _replacements(draft_weights: str, vllm_config: VllmConfig) -> tuple[Make, Make | None]:
+    """What makes the linear layers, and the mixtures of experts (None: they stay the target's)."""
     kind = DRAFT_WEIGHTS[draft_weights]
-    return on_copies(kind, vllm_config.model_config.dtype) if kind.copies else on_own_weight
+    if not kind.copies:
+        return on_own_weight, None
+    return on_copies(kind, vllm_config.model_config.dtype), on_copied_experts(kind, vllm_config)
 
 
 def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:

@@ -43,7 +43,8 @@ KNOWN = (
     ),
 )
 """Oldest first. What else differs between 0.32.0 and 0.33.0 is handled the same way on both: `max_model_len` is read
-from the model's config when the KV cache is there (0.33 makes the speculator's own a property), and the names and
+from the model's config when the KV cache is there (0.33 makes the speculator's own a property), the draft is given its
+target's (0.33 shortens a target to a draft whose config allows less, see spec_config.py), and the names and
 signatures that the plugin relies on are listed by release in tests/contract."""
 
 

@@ -13,6 +13,11 @@ V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetD
 V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
 LINEAR = "vllm.model_executor.layers.linear"
+MOE = "vllm.model_executor.layers.fused_moe"
+
+# Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
+LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLinear", "ReplicatedLinear",
+               "VocabParallelEmbedding", "LogitsProcessor")  # fmt: skip
 
 # Target -> its parameters in 0.32.0, in order. self is not listed.
 SIGNATURES = {
@@ -88,6 +93,20 @@ SIGNATURES = {
     "vllm._custom_ops:scaled_fp8_quant": "input scale num_token_padding scale_ub use_per_token_if_dynamic output "
     "group_shape",
     "vllm._custom_ops:cutlass_scaled_mm": "a b scale_a scale_b out_dtype bias",
+    # Copies of experts.
+    "vllm._custom_ops:cpu_prepack_moe_weight": "weight isa",
+    f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.__init__": "moe",
+    f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.apply": "layer x topk_weights topk_ids shared_experts "
+    "shared_experts_input",
+    f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.get_fused_moe_quant_config": "layer",
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.__init__": "moe",
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading": "layer",
+    f"{MOE}.modular_kernel:FusedMoEKernel.apply": "hidden_states w1 w2 topk_weights topk_ids activation "
+    "global_num_experts expert_map apply_router_weight_on_input shared_experts shared_experts_input",
+    f"{MOE}.oracle.fp8:make_fp8_moe_kernel": "moe_quant_config moe_config experts_cls fp8_backend routing_tables",
+    f"{MOE}.oracle.int_wna16:make_wna16_moe_kernel": "moe_quant_config moe_config experts_cls backend routing_tables",
+    f"{MOE}.oracle.int_wna16:make_wna16_moe_quant_config": "w1_scale w2_scale group_size num_bits w1_zp w2_zp w1_bias "
+    "w2_bias a1_gscale a2_gscale gemm1_clamp_limit gemm1_alpha gemm1_beta",
 }
 
 # Class -> fields that we fill or read.
@@ -127,6 +146,10 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
+    f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",
+    f"{MOE}.routed_experts:RoutedExperts": "moe_config quant_method",
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "unquantized_backend moe_kernel moe_quant_config",
+    **{f"vllm.lora.layers:{name}WithLoRA": "base_layer" for name in LORA_LAYERS},
 }
 
 # What another release has in place of the above. Neither is passed by us: the base class draws drafts with the first,

@@ -1,6 +1,5 @@
-"""Every refusal names the value, why, and what to do instead; what differs by release is allowed by release."""
+"""Refusals and limits that no table holds: by release, by runner, by the context that fits the KV cache."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,53 +10,13 @@ from selfspec_cli.vllm_plugin import spec_config, versions
 
 pytestmark = pytest.mark.contract
 
-ONES = dict.fromkeys(spec_config.ONE_ONLY, 1)
-PLAIN = ONES | {"enable_lora": False, "watermark_config": None, "offload_group_size": 0, "offload_backend": "uva"}
-ENGINES = {
-    "pipeline_parallel_size": (2, "tensor_parallel_size splits the model over GPUs instead"),
-    "data_parallel_size": (4, "start one server for each GPU"),
-    "prefill_context_parallel_size": (2, "use tensor_parallel_size"),
-    "decode_context_parallel_size": (2, "use tensor_parallel_size"),
-    "enable_lora": (True, "with the adapter merged into the model's weights"),
-    "watermark_config": ({"key": 1}, "serve watermarked text without a speculative_config"),
-    "offload_group_size": (4, "allowed: cpu_offload_gb"),
-}
-
-
-def test_arguments_that_early_exit_takes_are_taken():
-    spec_config._refuse_engine(SimpleNamespace(**PLAIN))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_that_cannot_draft_is_refused_with_what_to_do_instead(name):
-    value, instead = ENGINES[name]
-    with pytest.raises(SettingsError, match=instead) as refused:
-        spec_config._refuse_engine(SimpleNamespace(**PLAIN | {name: value}))
-    assert name in str(refused.value)
-
-
-def test_the_arguments_that_are_refused_are_vllms_own():
-    from vllm.engine.arg_utils import EngineArgs
-
-    plain = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
-    assert {name: plain[name] for name in ONES} == ONES
-    assert set(PLAIN) <= set(plain)
-
-
-@pytest.mark.parametrize("fact", ["is_hybrid", "is_attention_free", "uses_mrope"])
-def test_a_model_that_cannot_draft_is_refused_with_what_to_do_instead(fact):
-    facts = {"is_hybrid": False, "is_attention_free": False, "uses_mrope": False} | {fact: True}
-    with pytest.raises(SettingsError, match="without a speculative_config, or with vLLM's method 'ngram'"):
-        spec_config._refuse_model(SimpleNamespace(model="m", **facts))
-
-
 @pytest.mark.parametrize(("release", "allowed"), [("0.32.0", False), ("0.33.0", True)])
 def test_keys_that_only_one_release_has_are_allowed_on_that_one(monkeypatch, release, allowed):
     monkeypatch.setattr(versions, "installed", lambda: ("vllm", f"{release}+cu130"))
     assert ("fly_window_size" in spec_config.vllm_keys()) is allowed
 
 
-def test_the_v2_runner_on_a_cpu_is_refused(monkeypatch):
+def test_only_early_exit_is_refused_on_the_v2_runner_of_a_cpu(monkeypatch):
     from selfspec_cli.vllm_plugin.v2 import speculator
 
     monkeypatch.setattr(speculator, "settings_of", lambda config: object())

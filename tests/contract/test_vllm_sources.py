@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from seams import ATTRIBUTES, FIELDS, V1_PROPOSER, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
+from seams import ATTRIBUTES, FIELDS, MOE, V1_PROPOSER, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
 from vllm_source import VARIABLE, Source, assigned_on_self, folder_of, sources
 
 import selfspec_cli
@@ -206,6 +206,16 @@ def test_the_state_of_a_compiled_decoder_is_what_we_reset(vllm):
     text = vllm.text("vllm.compilation.decorators")
     for name in ("compiled", "aot_compiled_fn", "was_aot_compile_fn_loaded_from_disk", "_compile_tag"):
         assert f"self.{name} =" in text, name
+
+
+def test_a_mixture_of_experts_is_found_by_its_name(vllm):
+    """Copies of experts run because they stand under a name of their own (weights/experts.py)."""
+    runner = f"{MOE}.runner.moe_runner"
+    assert "layer = forward_context.no_compile_layers[layer_name]" in vllm.segment(f"{runner}:get_layer_from_name")
+    assert "return LayerName(self.layer_name)" in vllm.segment(f"{runner}:MoERunner._encode_layer_name")
+    context = vllm.text("vllm.forward_context")
+    assert "no_compile_layers=vllm_config.compilation_config.static_forward_context" in context
+    assert "self.isa" in vllm.text(f"{MOE}.experts.cpu_moe")
 
 
 def test_reader_and_import_agree_on_the_installed_release():

@@ -76,6 +76,23 @@ _LLAMA4 = {
     "attention_chunk_size": 64,
     "no_rope_layers": [1, 1, 0] * (LAYERS // 3) + [1] * (LAYERS % 3),
 }
+# Latent attention in the one shape that vLLM's CPU kernel has; all layers but the first have a shared expert.
+_DEEPSEEK_V2 = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,  # what rotary positions are made for
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 ARCHITECTURES = {
@@ -89,6 +106,7 @@ ARCHITECTURES = {
     "qwen3_moe": Tiny("Qwen3MoeConfig", _EXPERTS),
     "mixtral": Tiny("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": Tiny("Llama4TextConfig", _LLAMA4),
+    "deepseek_v2": Tiny("DeepseekV2Config", _DEEPSEEK_V2),
     "gpt2": Tiny(
         "GPT2Config",
         {"vocab_size": VOCAB, "n_positions": MAX_LEN, "n_embd": 64, "n_layer": LAYERS, "n_head": 2},

@@ -45,7 +45,6 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         "pipeline_parallel_size = 2 .*allowed: 1; tensor_parallel_size",
     ),
     "data parallelism": ({"data_parallel_size": 2}, "data_parallel_size = 2 .*allowed: 1; start one server"),
-    "LoRA": ({"enable_lora": True}, "enable_lora = True .*allowed: False, with the adapter merged"),
     "decode context parallelism": (
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size",

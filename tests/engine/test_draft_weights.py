@@ -13,12 +13,13 @@ from models import LAYERS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import trunk
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
+from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
-from selfspec_cli.vllm_plugin.weights import linear
 from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 
 pytestmark = pytest.mark.engine
@@ -145,9 +146,119 @@ def test_the_operators_of_a_shared_trunk_in_a_compiled_engine(expected, made, mo
     assert 0.9 < step["draft"] / (step["full"] * EXIT / LAYERS) < 2  # the head is whole
 
 
-def test_experts_have_no_copies_and_are_refused_at_start(expected):
-    message = "draft_weights 'fp8' is not supported here: mixture-of-experts layers have no copies; allowed: shared"
-    with pytest.raises(SettingsError, match=message), live(expected("mixtral").path, FP8):
+def experts_on_disk(path: Any, layer: int) -> dict[str, Tensor]:
+    """Gate above up, and down, of every expert of a layer, in whichever form transformers saves them."""
+    weights = {name: weight for name, weight in loaded_weights(path).items() if f"layers.{layer}." in name}
+    whole = {name.rpartition(".")[2]: weight for name, weight in weights.items() if weight.dim() == 3}
+    if whole:
+        return {"w13_weight": whole["gate_up_proj"], "w2_weight": whole["down_proj"]}
+    count = 1 + max(int(name.partition("experts.")[2].partition(".")[0]) for name in weights if "experts." in name)
+
+    def stacked(*names: str) -> Tensor:
+        return torch.stack([next(weight for key, weight in weights.items()
+                                 if any(key.endswith(f"experts.{number}.{name}.weight") for name in names))
+                            for number in range(count)])  # fmt: skip
+
+    gate_and_up = torch.cat([stacked("w1", "gate_proj"), stacked("w3", "up_proj")], dim=1)
+    return {"w13_weight": gate_and_up, "w2_weight": stacked("w2", "down_proj")}
+
+
+def experts_of(layer: nn.Module) -> Any:
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    (runner,) = [part for part in layer.modules() if isinstance(part, MoERunner)]
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "compiled"),
+    [("mixtral", "fp8", False), ("qwen3_moe", "int8", False), ("qwen3_moe", "fp8", True)],
+)
+def test_experts_are_copied_and_the_output_is_the_targets(expected, made, name, weights, compiled):
+    want, kind = expected(name), DRAFT_WEIGHTS[weights]
+    with live(want.path, layer_skip(EXIT, K, draft_weights=weights), **(COMPILED if compiled else {})) as engine:
+        want.check(engine, SOME)
+        engine.counts().require_both_verdicts()
+    for place, (copied, own) in enumerate(zip(made["trunk"].layers[:EXIT], made["target"].layers, strict=False)):
+        draft, target, disk = experts_of(copied), experts_of(own), experts_on_disk(want.path, place)
+        assert draft.router is target.router
+        assert draft.layer_name != target.layer_name
+        there, theirs = (experts.plain_experts(kind, runner.routed_experts, "it") for runner in (draft, target))
+        for key, weight in disk.items():
+            assert theirs[key].equal(weight)  # vLLM's CPU build keeps them packed
+            copy = kind.dequantise(kind.quantise(weight.flatten(0, 1)), weight.dtype).view_as(weight)
+            assert there[key].equal(copy) and not copy.equal(weight)
+
+
+class Products:
+    """Stands in for vLLM's kernel for experts: what it would compute from copies with one scale a row, in PyTorch."""
+
+    is_monolithic = can_overlap_shared_experts = False
+
+    def __init__(self, w13_scale: Tensor, w2_scale: Tensor) -> None:
+        self.scales, self.calls, self.fused_experts = (w13_scale, w2_scale), 0, self
+        self.prepare_finalize, self.consumes_expert_mask = self, False
+
+    def topk_indices_dtype(self) -> None:
+        return None
+
+    def output_is_reduced(self) -> bool:
+        return False
+
+    def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: Any):
+        self.calls += 1
+        w13, w2 = (weight.float() * scale for weight, scale in zip((w1, w2), self.scales, strict=True))
+        out = torch.zeros_like(hidden_states)
+        for token, (weights, ids) in enumerate(zip(topk_weights.tolist(), topk_ids.tolist(), strict=True)):
+            for share, expert in zip(weights, ids, strict=True):
+                gate, up = F.linear(hidden_states[token], w13[expert]).chunk(2)
+                out[token] += share * F.linear(F.silu(gate) * up, w2[expert])
+        return out
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_on_the_kernels_of_a_kind(expected, monkeypatch, name):
+    """The way of CUDA: a kernel of vLLM's over the copies themselves, with PyTorch inside it and inside the others."""
+    made: list[Products] = []
+
+    def kernels(layer: Any, w13: dict[str, Tensor], w2: dict[str, Tensor], **_: Any):
+        made.append(Products(w13["scale"], w2["scale"]))
+        return made[-1], object(), {"w13_weight": w13["weight"], "w2_weight": w2["weight"], "w13_scale": w13["scale"]}
+
+    for module in (copied_weights, experts, trunk):
+        monkeypatch.setattr(module, "kernels_of", lambda kind, device: fp8_kernels)
+    monkeypatch.setattr(fp8_kernels, "experts", kernels)
+    for product in ("_tokens", "_one_token"):
+        monkeypatch.setattr(fp8_kernels, product, lambda x, weight, scale: F.linear(x, weight.float() * scale))
+    want = expected(name)
+    with live(want.path, FP8) as engine:
+        want.check(engine, SOME)
+        counts = engine.counts()
+    assert len(made) == EXIT and all(kernel.calls for kernel in made)
+    assert 0.2 * counts.drafted < counts.accepted < counts.drafted, counts
+
+
+def test_experts_that_are_wrong_are_rejected(expected, monkeypatch):
+    """The proof that a compiled draft runs the copied experts, and not the target's by their name."""
+    right = experts._copied_experts
+    want = expected("mixtral")
+
+    def zeros(*args: Any) -> nn.Module:
+        copy = right(*args)
+        for weight in copy.parameters():
+            weight.zero_()
+        return copy
+
+    monkeypatch.setattr(experts, "_copied_experts", zeros)
+    with live(want.path, FP8, **COMPILED) as engine:
+        want.check(engine, SOME)
+        counts = engine.counts()
+    assert counts.accepted < counts.drafted / 4, counts
+
+
+def test_experts_that_ranks_share_out_have_no_copies(expected):
+    message = "enable_expert_parallel = True, and copies are for experts that are split as other weights are; allowed:"
+    with pytest.raises(SettingsError, match=message), live(expected("mixtral").path, FP8, enable_expert_parallel=True):
         pass
 
 

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+from more_models import RANK, save_adapter
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 
@@ -68,6 +69,9 @@ GPU: dict[str, Any] = {
     "max_model_len": MAX_LEN,
 }
 COMPILED = {"compilation_config": {}}
+ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+KEPT = ("tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank")
+"""Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
 LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens generated; 256 on average
 POINTS = [(1, 1), (LAYERS // 4, 3), (LAYERS // 2, 5), (LAYERS - 1, 8)]
@@ -109,6 +113,7 @@ def company() -> Requests:
 
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
+    "adapters": plain,  # by turns without an adapter, and with one of two
     "full_models": full_models,
     "crowd": crowd,
     "company": company,
@@ -156,7 +161,11 @@ def cases(**engine: Any) -> Iterator[Case]:
         yield Case(model, *MIDDLE, engine={**engine, "enforce_eager": True})
         yield Case(model, *MIDDLE, engine={**engine, "async_scheduling": False})
         yield Case(model, *MIDDLE, engine={**engine, **COMPILED})
-        if engine.get("tensor_parallel_size", 1) == 1:
+        yield Case(model, *MIDDLE, "adapters", engine={**engine, **ADAPTERS})
+        if engine.get("tensor_parallel_size", 1) > 1:
+            for kind in ("fp8", "int8"):
+                yield Case(model, *MIDDLE, engine={**engine}, spec={"draft_weights": kind})
+        else:
             for more in ({}, COMPILED, {"enforce_eager": True}):
                 yield Case(model, *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
             for kind in ("int8", "int4"):
@@ -164,11 +173,17 @@ def cases(**engine: Any) -> Iterator[Case]:
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
+    for kind in ("fp8", "int8", "int4"):
+        yield Case("mixtral", *MIDDLE, engine={**engine}, spec={"draft_weights": kind})
+    for more in ({}, COMPILED):
+        yield Case("qwen3_moe", *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
+    yield Case("deepseek_v2", *MIDDLE, engine={**engine})
 
 
 @cache
 def model_dir(model: str) -> Path:
-    shape = {key: value for key, value in SHAPE.items() if model != "qwen3_moe" or key != "intermediate_size"}
+    own = {"qwen3_moe": "intermediate_size", "deepseek_v2": "head_dim"}.get(model)  # has sizes of its own for these
+    shape = {key: value for key, value in SHAPE.items() if key != own}
     if model == "mistral":
         # With a sliding window, FlashAttention 3 is not invariant to the query length: vLLM's n-gram drafts part from
         # the baseline too (15 of 64 requests).
@@ -188,16 +203,36 @@ def engine(case: Case, drafting: bool) -> Iterator[Live]:
         yield it
 
 
+def generated(it: Live, case: Case) -> list[Any]:
+    """One finished request a prompt."""
+    prompts, params = REQUESTS[case.requests]()
+    if case.requests != "adapters":
+        return it.generate(prompts, params)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    names = [adapters(case.model)[number % 3] for number in range(len(prompts))]
+    return it.llm.generate(inputs, params, lora_request=names, use_tqdm=False)
+
+
+@cache
+def adapters(model: str) -> list[Any]:
+    """No adapter, and two."""
+    from vllm.lora.request import LoRARequest
+
+    root = Path(tempfile.mkdtemp(prefix="selfspec-adapters-"))
+    folders = [save_adapter(root / str(number), model_dir(model), number) for number in (1, 2)]
+    return [None, *(LoRARequest(folder.name, int(folder.name), str(folder)) for folder in folders)]
+
+
 _known: dict[str, list[Any]] = {}
 
 
 def baseline(case: Case) -> list[Any]:
     """What the plain engine gives: computed once for each model, engine and set of requests."""
-    settings = {key: value for key, value in case.engine.items() if key in ("tensor_parallel_size", "max_num_seqs")}
+    settings = {key: value for key, value in case.engine.items() if key in KEPT}
     key = json.dumps([case.model, case.requests, settings, case.engine.get("compilation_config") == {}])
     if key not in _known:
         with engine(case, drafting=False) as it:
-            _known[key] = it.generate(*REQUESTS[case.requests]())
+            _known[key] = generated(it, case)
     return _known[key]
 
 
@@ -206,7 +241,7 @@ def run(case: Case) -> Case:
     expected = baseline(case)
     start = time.perf_counter()
     with engine(case, drafting=True) as it:
-        outputs = it.generate(*REQUESTS[case.requests]())
+        outputs = generated(it, case)
         counts = it.counts()
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)

@@ -80,7 +80,6 @@ ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
             replace(FP8, model=ModelConfig(quantization="awq")),
             "draft_weights=fp8: the target's weights are quantised already (awq)",
         ),
-        (replace(FP8, model=ModelConfig(tensor_parallel_size=2)), "draft_weights=fp8: tensor_parallel_size = 2"),
         (RunConfig(verification="adaptive"), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
         (replace(ADAPTIVE, method=Method.ngram), "verification=adaptive with method=ngram"),
         (replace(ADAPTIVE, runner=Runner.v1), "verification=adaptive with runner=v1"),

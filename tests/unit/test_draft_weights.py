@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights, WeightFacts, require_draft_weights
 from selfspec_cli.early_exit.draft_weights import fp8 as e4m3
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import exit_head
@@ -71,8 +71,7 @@ def test_a_copy_stands_for_its_weight(name, dtype):
     ("facts", "reason"),
     [
         (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
-        (WeightFacts("cuda", is_moe=True), "mixture-of-experts layers"),
-        (WeightFacts("cuda", tensor_parallel_size=2), "tensor_parallel_size = 2"),
+        (WeightFacts("cuda", is_moe=True, expert_parallel=True), "enable_expert_parallel = True"),
         (
             WeightFacts("cuda", capability=(8, 0), device_name="A100"),
             "compute capability 8.9 or more, and this is A100",
@@ -92,6 +91,25 @@ def test_where_there_can_be_no_8_bit_floats(facts, reason):
 def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
     require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
     require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
+    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9)))
+
+
+def test_kernels_that_have_no_experts_are_refused_for_a_mixture_of_them():
+    class Linear(DraftWeights):
+        name, kernels = "linear", "a.module"
+
+    facts = WeightFacts("cuda", is_moe=True)
+    assert "its kernels multiply linear layers" in Linear().reason_against(facts)
+    assert Linear().reason_against(WeightFacts("cpu", is_moe=True)) is None
+    assert all(kind.reason_against(facts) is None for kind in DRAFT_WEIGHTS.values())
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_rows_that_do_not_divide_into_groups_are_refused_before_a_model_is_loaded(name):
+    with pytest.raises(SettingsError, match=r"a weight has rows of 96 values \(on each tensor-parallel rank\)"):
+        require_draft_weights(name, WeightFacts(row_lengths=(128, 96)))
+    require_draft_weights(name, WeightFacts(row_lengths=(128, 64)))
+    require_draft_weights("fp8", WeightFacts(row_lengths=(96,)))
 
 
 # ---- 8-bit floats -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, require_draft_weights
-from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, _packed, _unpacked
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, _packed, integers
 from selfspec_cli.early_exit.errors import SettingsError
 
 WIDTHS = (4, 5, 6, 8)
@@ -16,7 +16,7 @@ def test_every_integer_comes_back_from_its_place(width):
     top = 2 ** (width - 1)
     q = torch.randint(-top, top, (6, 3, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(width))
     q[0, 0, :2] = torch.tensor([-top, top - 1])
-    assert _unpacked(_packed(q, width), width).equal(q)
+    assert integers(_packed(q, width), width).equal(q)
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
@@ -54,3 +54,21 @@ def test_on_cuda_the_target_has_to_run_in_bfloat16():
     require_draft_weights("int4", WeightFacts("cuda", dtype="bfloat16"))
     with pytest.raises(SettingsError, match=r"bfloat16, not float16.*allowed: shared"):
         require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_copies_of_experts_are_bytes_that_vllms_kernels_read(kind):
+    """As `fused_moe_kernel_gptq_awq` reads them: from a byte, or half of one, minus the middle, times the scale."""
+    lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit")  # imports Triton
+    weight = torch.randn(3, 32, 2 * GROUP)
+    copy = kind.quantise(weight.flatten(0, 1))
+    copies = {name: tensor.view(3, 32, -1) for name, tensor in copy.items()}
+    bits = 4 if kind.width == 4 else 8
+    stored = lowbit.as_bytes(copies, bits)
+    assert stored.dtype is torch.uint8
+    columns = torch.arange(2 * GROUP)
+    halves = (stored[:, :, columns // 2].int() >> (columns % 2 * 4)) & 15 if bits == 4 else None
+    values = stored.int() if halves is None else halves
+    scales = copies["scales"].float()[:, :, columns // GROUP]
+    read = (values - 2 ** (bits - 1)) * scales
+    assert read.flatten(0, 1).equal(kind.dequantise(copy, torch.float32))

@@ -18,15 +18,17 @@ class WeightFacts:
     """What decides whether copies of a target's weights can be made and run. None: not known yet, and not refused.
 
     device: "cpu" or "cuda". dtype: of the target's weights, such as "bfloat16". quantization: the method with which
-    the target is quantised ("" for plain weights). capability: of the CUDA device, such as (9, 0). device_name: for
-    messages.
+    the target is quantised ("" for plain weights). expert_parallel: whether ranks hold different experts. row_lengths:
+    of a rank's weights, those that are known before the model is loaded. capability: of the CUDA device, such as
+    (9, 0). device_name: for messages.
     """
 
     device: str | None = None
     dtype: str | None = None
     quantization: str | None = None
     is_moe: bool | None = None
-    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
+    row_lengths: tuple[int, ...] = ()
     capability: tuple[int, int] | None = None
     device_name: str | None = None
 
@@ -41,6 +43,7 @@ class DraftWeights:
     name: what users write. help: one line for `--help`. bits: what a copy takes for each weight, scales included;
     None for the target's own weights. copies: False for a kind that runs on the target's own weights. kernels: module
     with the fast products on CUDA, as `vllm_plugin.weights.copied.Kernels` describes it; None where there are none.
+    experts: whether that module has products for a mixture of experts.
     """
 
     name: str
@@ -48,6 +51,7 @@ class DraftWeights:
     bits: float | None = None
     copies: bool = True
     kernels: str | None = None
+    experts: bool = False
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """The copy of a weight [out, in] of any float type, on the same device.
@@ -69,16 +73,16 @@ class DraftWeights:
     def reason_against(self, facts: WeightFacts) -> str | None:
         """Why there can be no such copies for a target and a machine with these facts; None where there can be.
 
-        By default copies are made of plain weights, of dense layers, on one GPU or on the CPU.
+        By default copies are made of plain weights; each tensor-parallel rank copies its share.
         """
         if not self.copies:
             return None
         if facts.quantization:
             return f"the target's weights are quantised already ({facts.quantization})"
-        if facts.is_moe:
-            return "mixture-of-experts layers have no copies"
-        if facts.tensor_parallel_size > 1:
-            return f"tensor_parallel_size = {facts.tensor_parallel_size}, and copies are for one GPU"
+        if facts.is_moe and facts.device == "cuda" and self.kernels is not None and not self.experts:
+            return "its kernels multiply linear layers, and this is a mixture of experts"
+        if facts.is_moe and facts.expert_parallel:
+            return "enable_expert_parallel = True, and copies are for experts that are split as other weights are"
         return None
 
     def impossible(self, reason: str) -> SettingsError:

@@ -26,6 +26,7 @@ class E4m3(DraftWeights):
     help = "8-bit float (e4m3) copies with one scale a row, made at load"
     bits = 8.0
     kernels = "selfspec_cli.vllm_plugin.weights.fp8"
+    experts = True
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
         """Symmetric, one scale a row (output channel), the largest magnitude of the row at 448.

@@ -29,6 +29,7 @@ class Integers(DraftWeights):
     """
 
     kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
+    experts = True
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -44,21 +45,22 @@ class Integers(DraftWeights):
         import torch
 
         if weight.shape[1] % GROUP:
-            raise self.impossible(f"a weight has rows of {weight.shape[1]} values, and a group has {GROUP}")
+            raise self.impossible(_no_groups(weight.shape[1]))
         step = max(1, CHUNK // weight.shape[1])
         parts = [self._rows(weight[start : start + step]) for start in range(0, len(weight), step)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [out, in], rounded to `dtype` once."""
-        q = _unpacked(tensors, self.width)  # [out, groups, GROUP]
+        q = integers(tensors, self.width)  # [out, groups, GROUP]
         return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:
         """On CUDA the kernel for one token reads tokens in bfloat16."""
         if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
             return f"on CUDA the kernel multiplies tokens in bfloat16, not {facts.dtype}"
-        return super().reason_against(facts)
+        odd = next((length for length in facts.row_lengths if length % GROUP), None)
+        return super().reason_against(facts) if odd is None else _no_groups(odd)
 
     def _rows(self, weight: Tensor) -> dict[str, Tensor]:
         import torch
@@ -78,6 +80,10 @@ class Integers(DraftWeights):
             least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
             q = torch.where(better, rounded, q)
         return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+
+
+def _no_groups(length: int) -> str:
+    return f"a weight has rows of {length} values (on each tensor-parallel rank), and a group has {GROUP}"
 
 
 def _scales(grouped: Tensor, width: int) -> list[Tensor]:
@@ -109,8 +115,8 @@ def _packed(q: Tensor, width: int) -> dict[str, Tensor]:
     return packed
 
 
-def _unpacked(tensors: Mapping[str, Tensor], width: int) -> Tensor:
-    """The inverse of `_packed`: int32 [rows, groups, GROUP]."""
+def integers(tensors: Mapping[str, Tensor], width: int) -> Tensor:
+    """The integers of a copy, int32 [rows, groups, GROUP]: the inverse of `_packed`."""
     import torch
 
     words, length = tensors["words"], GROUP // PARTS

@@ -27,13 +27,13 @@ from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,8 +66,7 @@ class _EarlyExit(DraftModelProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
-        if device.type != "cpu":
-            raise SettingsError("early exit on CUDA needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER=0")
+        require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
         self.settings = settings
@@ -89,8 +88,8 @@ class _EarlyExit(DraftModelProposer):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the first E layers of the target as they are; loads nothing but the exit head."""
-        layers = self.settings.layer
+        """Takes the first E layers of the target as they are, without adapters; loads nothing but the exit head."""
+        target_model, layers = without_adapters(target_model), self.settings.layer
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)

@@ -27,15 +27,15 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep, begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
+from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,9 +58,7 @@ def init_with_early_exit(original: Init) -> Init:
     def init_speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
         if settings_of(vllm_config) is None:
             return original(vllm_config, device, req_states)
-        if device.type != "cuda":
-            raise SettingsError(f"early exit on {device.type} needs vLLM's V1 model runner; unset "
-                                "VLLM_USE_V2_MODEL_RUNNER=1")  # fmt: skip
+        require_runner(device.type, v2=True)
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
         return speculator
@@ -94,8 +92,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the first E layers of the target as they are; loads nothing but the exit head."""
-        layers = self.settings.layer
+        """Takes the first E layers of the target as they are, without adapters; loads nothing but the exit head."""
+        target_model, layers = without_adapters(target_model), self.settings.layer
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
         self.head = load_exit_head(self.settings, target_model, self.vllm_config)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
-from selfspec_cli.vllm_plugin.decoder import has_experts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
 if TYPE_CHECKING:
@@ -44,6 +43,17 @@ class Kernels(Protocol):
         an operator of torch with a fake implementation.
         """
 
+    def experts(
+        self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
+    ) -> tuple[Any, Any, dict[str, Tensor]]:
+        """vLLM's kernel for experts on copies (FusedMoEKernel), its FusedMoEQuantConfig, and the layer's parameters:
+        what the kernel reads as "w13_weight" and "w2_weight", and all else that it holds.
+
+        layer: vLLM's RoutedExperts. w13, w2: copies of [experts, out, in], each tensor with the experts first.
+        activation: arguments of the FusedMoEQuantConfig. Called only if `DraftWeights.experts` says that there are such
+        kernels.
+        """
+
 
 def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
     """The fast products of `kind` for weights on `device`, None where PyTorch multiplies by dequantised copies."""
@@ -62,10 +72,18 @@ def facts_of(target: ModelConfig, parallel: ParallelConfig) -> WeightFacts:
         dtype=str(target.dtype).removeprefix("torch."),
         quantization=target.quantization or "",
         is_moe=target.is_moe,
-        tensor_parallel_size=parallel.tensor_parallel_size,
+        expert_parallel=bool(parallel.enable_expert_parallel),
+        row_lengths=_row_lengths(target, parallel),
         capability=None if capability is None else (capability.major, capability.minor),
         device_name=current_platform.device_name,
     )
+
+
+def _row_lengths(target: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Lengths of a rank's rows of weights that every layer has, as far as the config names them."""
+    config, ranks = target.hf_text_config, parallel.tensor_parallel_size
+    intermediate = None if target.is_moe else getattr(config, "intermediate_size", None)
+    return (int(target.get_hidden_size()), *([] if not isinstance(intermediate, int) else [intermediate // ranks]))
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------
@@ -132,16 +150,14 @@ class CopiedProjection:
 
 
 def on_copies(kind: DraftWeights, dtype: torch.dtype) -> Make:
-    """For `replace.with_replaced`: a linear layer on a copy of its weight, None for what is no linear layer.
+    """For `replace.replace_in_layers`: a linear layer on a copy of its weight, None for what is no linear layer.
 
-    dtype: of the target's weights. What is made raises SettingsError for experts, for a linear layer whose weight is
-    not plain and of that dtype, and for weights that are not finite.
+    dtype: of the target's weights. What is made raises SettingsError for a linear layer whose weight is not plain and
+    of that dtype, and for weights that are not finite. Experts: experts.py.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
-        if has_experts(module):
-            raise kind.impossible("mixture-of-experts layers have no copies")
         return copied(kind, dtype, module, name) if isinstance(module, LinearBase) else None
 
     return make

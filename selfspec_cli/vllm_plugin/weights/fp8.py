@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,3 +65,29 @@ def _tokens(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     else:
         tokens, scales = ops.scaled_fp8_quant(x.contiguous(), use_per_token_if_dynamic=True)
     return ops.cutlass_scaled_mm(tokens, weight.t(), scales, scale, out_dtype=x.dtype)
+
+
+def experts(
+    layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
+) -> tuple[Any, Any, dict[str, Tensor]]:
+    """vLLM's Triton kernels for experts with one scale a row and one a token (W8A8), for any number of tokens."""
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+
+    config = fp8_w8a8_moe_quant_config(
+        w1_scale=w13["scale"],
+        w2_scale=w2["scale"],
+        per_act_token_quant=True,
+        per_out_ch_quant=True,
+        **activation,
+    )
+    kernel = make_fp8_moe_kernel(
+        moe_quant_config=config,
+        moe_config=layer.moe_config,
+        experts_cls=TritonExperts,
+        fp8_backend=Fp8MoeBackend.TRITON,
+        routing_tables=layer._expert_routing_tables(),
+    )
+    tensors = {"w13_weight": w13["weight"], "w2_weight": w2["weight"]}
+    return kernel, config, {**tensors, "w13_scale": w13["scale"], "w2_scale": w2["scale"]}

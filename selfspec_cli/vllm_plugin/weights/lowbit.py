@@ -17,12 +17,16 @@ a group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+
+from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
+from selfspec_cli.early_exit.draft_weights.integers import integers
 
 PARTS = tl.constexpr(8)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits of a float
@@ -229,3 +233,58 @@ def product(
         num_warps=warps,
     )
     return out
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def experts(
+    layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
+) -> tuple[Any, Any, dict[str, Tensor]]:
+    """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens.
+
+    They know no other widths: integers of 5 and 6 bits take 8 there.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonWNA16Experts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import (
+        WNA16MoEBackend,
+        make_wna16_moe_kernel,
+        make_wna16_moe_quant_config,
+    )
+
+    bits = 4 if _width_of_copy(w13) == 4 else 8
+    config = make_wna16_moe_quant_config(
+        w1_scale=w13["scales"],
+        w2_scale=w2["scales"],
+        group_size=GROUP_OF_COPIES,
+        num_bits=bits,
+        **activation,
+    )
+    kernel = make_wna16_moe_kernel(
+        moe_quant_config=config,
+        moe_config=layer.moe_config,
+        experts_cls=TritonWNA16Experts,
+        backend=WNA16MoEBackend.TRITON,
+        routing_tables=layer._expert_routing_tables(),
+    )
+    tensors = {"w13_weight": as_bytes(w13, bits), "w2_weight": as_bytes(w2, bits)}
+    return kernel, config, {**tensors, "w13_scale": w13["scales"], "w2_scale": w2["scales"]}
+
+
+def as_bytes(copies: Mapping[str, Tensor], bits: int) -> Tensor:
+    """Copies of experts as vLLM's kernels read them, uint8: q + 128 in [experts, out, in] for 8 bits; for 4, q + 8 of
+    two columns in [experts, out, in / 2], the first in the low half. One expert at a time, because unpacked integers
+    take much memory."""
+    width, packed = _width_of_copy(copies), []
+    for number in range(len(copies["scales"])):
+        q = integers({name: tensor[number] for name, tensor in copies.items()}, width).flatten(1)  # int32 [out, in]
+        if bits == 8:
+            packed.append((q + 128).to(torch.uint8))
+        else:
+            packed.append(((q[:, ::2] + 8) | ((q[:, 1::2] + 8) << 4)).to(torch.uint8))
+    return torch.stack(packed)
+
+
+def _width_of_copy(copies: Mapping[str, Tensor]) -> int:
+    """Bits of the integers of copies [experts, ...]."""
+    return width_of(copies["words"][0], copies.get("more"), copies["scales"].shape[2] * GROUP_OF_COPIES)

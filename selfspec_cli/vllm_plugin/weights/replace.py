@@ -17,16 +17,24 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
 
 
-def replace_in_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make) -> nn.ModuleList:
+def replace_in_layers(
+    layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make, experts: Make | None = None
+) -> nn.ModuleList:
     """A list like `layers` in which every part of the first `count` is replaced for which `make` has something else.
 
-    What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object, and so does a
-    mixture of experts, whose parts hold on to each other.
+    What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object. A mixture of
+    experts, whose parts hold on to each other, is given to `experts` whole; without it, it stays too.
     """
     keep = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
     first, rest = list(layers)[:count], list(layers)[count:]
-    keep |= {id(part) for layer in first for part in layer.children() if has_experts(part)}
-    changed = [with_replaced(layer, make, keep, f"layers.{i}") for i, layer in enumerate(first)]
+    mixtures = {id(part) for layer in first for part in layer.children() if has_experts(part)}
+
+    def replacement(module: nn.Module, name: str) -> nn.Module | None:
+        if id(module) not in mixtures:
+            return make(module, name)
+        return module if experts is None else experts(module, name)
+
+    changed = [with_replaced(layer, replacement, keep - mixtures, f"layers.{i}") for i, layer in enumerate(first)]
     return nn.ModuleList([*changed, *rest])
 
 

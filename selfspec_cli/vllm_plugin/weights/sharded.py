@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,26 +16,37 @@ if TYPE_CHECKING:
 
 
 class ShardedProjection:
-    """x [n, hidden] -> logits [n, rows]: vLLM's ParallelLMHead and LogitsProcessor over rows of our own.
+    """x [n, hidden] -> logits [n, count] by this rank's rows, and those of the others.
 
-    weight: [rows, hidden], the same on every rank; each keeps its share. bias: [rows] or None, kept whole. Every rank
-    must call `logits` together, and each gets all of them.
+    rows: vLLM's ParallelLMHead (or one on copies: `copied.copied`). bias: [count] or None, kept whole. Every rank must
+    call `logits` together, and each gets all of them.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, vllm_config: VllmConfig) -> None:
-        rows, hidden = weight.shape
-        with set_current_vllm_config(vllm_config), torch.device(weight.device):
-            self._rows = ParallelLMHead(rows, hidden, params_dtype=weight.dtype)
-            self._gather = LogitsProcessor(rows)
-        self._rows.weight_loader(self._rows.weight, weight)
-        self._rows.quant_method.process_weights_after_loading(self._rows)
+    def __init__(self, rows: Any, count: int, bias: Tensor | None, vllm_config: VllmConfig) -> None:
+        with set_current_vllm_config(vllm_config):
+            self._gather = LogitsProcessor(count)
+        self._rows = rows
         self.bias = bias
-        self.weight: Tensor = self._rows.weight.detach()  # [rows of this rank, hidden]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a call reads on this rank, apart from the bias."""
+        return [parameter.detach() for parameter in self._rows.parameters()]
 
     def logits(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, rows]."""
+        """[n, hidden] -> [n, count]."""
         logits = self._gather(self._rows, x)
         return logits if self.bias is None else logits + self.bias
+
+
+def split(weight: Tensor, vllm_config: VllmConfig) -> ParallelLMHead:
+    """This rank's share of `weight` [rows, hidden], which is the same on every rank."""
+    rows, hidden = weight.shape
+    with set_current_vllm_config(vllm_config), torch.device(weight.device):
+        share = ParallelLMHead(rows, hidden, params_dtype=weight.dtype)
+    share.weight_loader(share.weight, weight)
+    share.quant_method.process_weights_after_loading(share)
+    return share
 
 
 def gathered(shard: Tensor, rows: int) -> Tensor:

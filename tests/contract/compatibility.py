@@ -1,0 +1,215 @@
+"""What early exit works with, as data: docs/compatibility.md is made of it, and test_compatibility.py checks each row.
+
+A row that works names the test that tries it on the CPU, in an engine of real vLLM. A row that is refused names what
+triggers the refusal, and words of the message that say what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
+from selfspec_cli.vllm_plugin import spec_config
+
+YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
+UNTRIED = "not tried on a GPU"
+CASES = "tried on a GPU"
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu/lossless*.json`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    what: the feature. works: YES, REFUSED or BY_VLLM. note: how it works, or why not. cpu: the test that shows it, as
+    "file::function" below tests/. gpu: what was seen on a GPU. refusal: raises the error of a row that we refuse;
+    instead: words of its message.
+    """
+
+    what: str
+    works: str
+    note: str
+    cpu: str | None = None
+    gpu: str = UNTRIED
+    refusal: Callable[[], Any] | None = None
+    instead: str = ""
+
+
+# ---- what triggers our refusals -------------------------------------------------------------------------------------
+
+ONES = dict.fromkeys(spec_config.ONE_ONLY, 1)
+PLAIN = ONES | {"watermark_config": None, "offload_group_size": 0, "offload_backend": "uva", "enable_lora": False}
+"""Arguments of vLLM's EngineArgs that early exit looks at, as they are by default."""
+
+
+def engine(**changes: Any) -> Callable[[], Any]:
+    return lambda: spec_config._refuse_engine(SimpleNamespace(**PLAIN | changes))
+
+
+def target(name: str) -> Callable[[], Any]:
+    return lambda: spec_config._refuse_model(SimpleNamespace(model="m", **dict.fromkeys(spec_config.NO_TARGETS, False)
+                                                             | {name: True}))  # fmt: skip
+
+
+def adapters_of_experts() -> Any:
+    spec_config._refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
+
+
+def misread() -> Any:
+    spec_config._refuse_misread(SimpleNamespace(method="eagle"), SimpleNamespace(model="eagle-like"))
+
+
+def weights(kind: str, **facts: Any) -> Callable[[], Any]:
+    return lambda: require_draft_weights(kind, WeightFacts(**facts))
+
+
+def unused_key() -> Any:
+    spec_config._refuse_keys({"method": "layer_skip", "prompt_lookup_max": 3})
+
+
+def runner(device: str, v2: bool) -> Callable[[], Any]:
+    return lambda: spec_config.require_runner(device, v2)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+LOSSLESS, EDGES = "engine/test_lossless.py::test_greedy", "engine/test_lossless_edges.py::test_scenario"
+WORKS_WITH, TWO = "engine/test_works_with.py::", "engine/test_two_ranks.py::"
+COPIES = "engine/test_draft_weights.py::"
+ONE_SERVER = "start one server for each GPU"
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    "Several GPUs": (
+        Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; on CUDA "
+            "the draft loop always takes all k steps, because ranks have to take the same ones",
+            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
+        Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
+            refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
+        Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
+            refusal=engine(data_parallel_size=2), instead=ONE_SERVER),
+        Row("prefill context parallelism", REFUSED, "a draft step's attention is not split over ranks",
+            refusal=engine(prefill_context_parallel_size=2), instead="use tensor_parallel_size"),
+        Row("decode context parallelism", REFUSED, "a draft step's attention is not split over ranks",
+            refusal=engine(decode_context_parallel_size=2), instead="use tensor_parallel_size"),
+    ),
+    "Models": (
+        Row("dense decoders (Llama, Qwen3, Gemma, ...)", YES, "every architecture whose layer loop ends at end_layer, "
+            "as pipeline parallelism wants it; another is refused by its name when it is loaded", LOSSLESS, CASES),
+        Row("mixture of experts", YES, "Qwen3-MoE on the CPU; also Mixtral and Llama 4 on a GPU", LOSSLESS, CASES),
+        Row("sliding windows", YES, "Mistral, Gemma 2 and Gemma 3; on a GPU Mistral was tried without its window, with "
+            "which FlashAttention 3 is not batch-invariant for vLLM's own methods either", LOSSLESS,
+            "tried on a GPU (Gemma 3)"),
+        Row("latent attention (MLA)", YES, "DeepSeek-V2", WORKS_WITH + "test_latent_attention_and_shared_experts",
+            "tried on a GPU (DeepSeek-V2)"),
+        Row("quantised targets", YES, "the draft runs on the target's own quantised weights",
+            WORKS_WITH + "test_quantised_targets"),
+        Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already",
+            WORKS_WITH + "test_multimodal_models"),
+        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
+            refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
+            refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
+            refusal=target("is_attention_free"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("a model whose name vLLM takes for another draft's (eagle, mtp, ...)", REFUSED, "vLLM guesses a draft's "
+            "method from its name", refusal=misread, instead="link the model to a folder of another name"),
+    ),
+    "Adapters": (
+        Row("LoRA requests", YES, "drafts are made without the adapter, and verified with it: the output is the "
+            "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted",
+            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter"),
+        Row("LoRA with a mixture of experts", REFUSED, "vLLM applies such adapters inside the experts' kernels",
+            refusal=adapters_of_experts, instead="with the adapter merged into the model's weights"),
+    ),
+    "Requests": (
+        Row("greedy decoding", YES, "the baseline's tokens; on a GPU in vLLM's batch-invariant mode", LOSSLESS, CASES),
+        Row("sampling, seeds", YES, "the baseline's distribution; a seed gives the same sample again, and another one "
+            "than without drafts", "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
+        Row("drafts drawn at the request's temperature", YES, "`draft_sample_method: probabilistic`",
+            "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
+        Row("log-probabilities, of the prompt too", YES, "the target model's",
+            "engine/test_lossless_edges.py::test_logprobs_are_the_target_models", CASES),
+        Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
+        Row("stop tokens, min_tokens, end of text", YES, "a stop inside an accepted draft cuts what follows it", EDGES),
+        Row("stop strings, several samples (n)", YES, "",
+            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
+        Row("penalties, bad words, allowed_token_ids", YES, "", EDGES),
+        Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
+            "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
+        Row("watermarks", REFUSED, "drafts would be drawn without the watermark",
+            refusal=engine(watermark_config={"key": 1}), instead="serve watermarked text without a speculative_config"),
+    ),
+    "The engine": (
+        Row("CPU", YES, "V1 model runner; vLLM's own sampling beside speculation is mended there", LOSSLESS, "-"),
+        Row("V2 model runner on a CPU", REFUSED, "early exit on CPUs is written for V1",
+            refusal=runner("cpu", True), instead="unset VLLM_USE_V2_MODEL_RUNNER=1", gpu="-"),
+        Row("V1 model runner on a GPU", REFUSED, "early exit on CUDA is written for V2",
+            refusal=runner("cuda", False), instead="unset VLLM_USE_V2_MODEL_RUNNER=0"),
+        Row("prefix caching, chunked prefill", YES, "", LOSSLESS, CASES),
+        Row("without chunked prefill, other block sizes", YES, "",
+            "engine/test_lossless.py::test_other_engine_settings"),
+        Row("preemption under a small KV cache", YES, "",
+            "engine/test_lossless_edges.py::test_preemption_under_a_small_cache", CASES),
+        Row("requests up to max_model_len", YES, "such requests draft less", EDGES, CASES),
+        Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
+        Row("CUDA graphs, async scheduling", YES, "", None, CASES),
+        Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
+            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES),
+        Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
+            "engine/test_length_by_batch.py::test_the_draft_length_follows_the_batch_size"),
+        Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "
+            "only if every pass runs all layers", refusal=engine(offload_group_size=4), instead="cpu_offload_gb"),
+        Row("keys of a speculative_config that are for other methods", REFUSED, "they would change nothing",
+            refusal=unused_key, instead="leave it out"),
+    ),
+    "Draft weights": (
+        Row("shared (the target's own)", YES, "nothing is copied", LOSSLESS, CASES),
+        Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
+            COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
+        Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, one token at a time",
+            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets"),
+        Row("copies with tensor parallelism", YES, "each rank copies its share",
+            TWO + "test_two_ranks_draft_on_their_shares"),
+        Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
+            COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
+        Row("copies with expert parallelism", REFUSED, "", gpu="-",
+            refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
+        Row("copies of quantised weights", REFUSED, "", WORKS_WITH + "test_copies_of_quantised_weights_are_refused",
+            gpu="-", refusal=weights("fp8", quantization="awq"), instead="allowed: shared"),
+        Row("integer copies where a rank's rows do not divide into groups of 64", REFUSED, "", gpu="-",
+            refusal=weights("int8", row_lengths=(96,)), instead="shared"),
+        Row("fp8 on an older GPU, or of a model that is not bfloat16", REFUSED, "", gpu="-",
+            refusal=weights("fp8", device="cuda", dtype="float16"), instead="shared"),
+    ),
+}  # fmt: skip
+
+HEAD = """# What early exit works with
+
+This table is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
+test compares the two. Each row that works names the test that runs it in an engine of vLLM 0.32.0 on the CPU: tiny
+models, whose greedy output has to be that of the same engine without drafts, while some drafts are accepted and some
+are not. What is refused is refused before the engine starts, with a message that says what to do instead.
+
+"Tried on a GPU" means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
+"""
+
+
+COLUMNS = "| with | works | what to know | tried on the CPU | on a GPU |"
+
+
+def page() -> str:
+    """docs/compatibility.md."""
+    parts = [HEAD]
+    for title, rows in ROWS.items():
+        parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
+        parts += [_line(row) for row in rows]
+    return "".join(parts)
+
+
+def _line(row: Row) -> str:
+    note = "; ".join(part for part in (row.note, f"instead: {row.instead}" if row.instead else "") if part)
+    test = f"`{row.cpu.rpartition('::')[2]}`" if row.cpu else "refusal tested" if row.refusal else "not tried on a CPU"
+    return f"| {row.what} | {row.works} | {note} | {test} | {row.gpu if row.works != REFUSED else '-'} |\n"

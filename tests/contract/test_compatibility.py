@@ -1,0 +1,101 @@
+"""The table of what early exit works with, the refusals and the tests are in step.
+
+    python tests/contract/test_compatibility.py      writes docs/compatibility.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from compatibility import BY_VLLM, ONES, PLAIN, REFUSED, ROWS, YES, page
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin import spec_config
+
+pytestmark = pytest.mark.contract
+
+REPO = Path(__file__).parents[2]
+PAGE = REPO / "docs" / "compatibility.md"
+ALL = [row for rows in ROWS.values() for row in rows]
+OURS = [row for row in ALL if row.works == REFUSED]
+
+
+def test_the_page_is_what_the_table_says():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/contract/test_compatibility.py"
+
+
+@pytest.mark.parametrize("row", OURS, ids=lambda row: row.what)
+def test_what_is_refused_is_refused_with_what_to_do_instead(row):
+    assert row.instead
+    with pytest.raises(SettingsError) as refused:
+        row.refusal()
+    assert row.instead in str(refused.value)
+
+
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row.what)
+def test_a_row_says_what_tried_it(row):
+    """A test that is there, or a GPU; and only what we refuse has a refusal of ours."""
+    assert row.works in (YES, REFUSED, BY_VLLM)
+    assert (row.refusal is not None) == (row.works == REFUSED)
+    if row.cpu is None:
+        return
+    file, _, name = row.cpu.partition("::")
+    tree = ast.parse((REPO / "tests" / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row.cpu
+
+
+def test_every_refusal_of_ours_has_a_row():
+    """Each function that refuses, each argument of which early exit takes 1 only, each property of a model."""
+    names = {name for name in vars(spec_config) if name.startswith("_refuse_")}
+    covered = {
+        "_refuse_engine": set(spec_config.ONE_ONLY) | {"watermark_config", "offload_group_size"},
+        "_refuse_model": set(spec_config.NO_TARGETS),
+    }
+    # A gate without an expression for CUDA is another package's own, and its message names that gate.
+    assert names == {*covered, "_refuse_adapters", "_refuse_keys", "_refuse_misread", "_refuse_runner", "_refuse_gate"}
+    said = "\n".join(_message(row) for row in OURS)
+    for name in covered["_refuse_engine"]:
+        assert f"{name} =" in said or f"{name} is" in said, name
+    raises = inspect.getsource(spec_config._refuse_engine).count("raise SettingsError")
+    assert raises == 3, "a new refusal of engine arguments wants a row"
+    for reason in spec_config.NO_TARGETS.values():
+        assert reason in said
+    for phrase in ("enable_lora = True", "takes it for one of method", "has no meaning for method", "model runner"):
+        assert phrase in said
+
+
+def test_every_kind_of_draft_weights_has_a_row():
+    kinds = " ".join(row.what for row in ROWS["Draft weights"])
+    assert all(name in kinds for name in DRAFT_WEIGHTS)
+
+
+def test_arguments_that_early_exit_takes_are_taken():
+    spec_config._refuse_engine(SimpleNamespace(**PLAIN))
+    spec_config._refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=False))
+    spec_config._refuse_adapters(SimpleNamespace(enable_lora=False), SimpleNamespace(is_moe=True))
+
+
+def test_the_arguments_that_are_refused_are_vllms_own():
+    import dataclasses
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
+    assert {name: plain[name] for name in ONES} == ONES
+    assert set(PLAIN) <= set(plain)
+
+
+def _message(row) -> str:
+    with pytest.raises(SettingsError) as refused:
+        row.refusal()
+    return str(refused.value)
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")

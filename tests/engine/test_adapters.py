@@ -1,0 +1,51 @@
+"""LoRA requests beside early exit: drafts are made without the adapter, and each output is the adapted model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB
+from more_models import RANK, save_adapter
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ragged_prompts(12, VOCAB, seed=3)
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+WITH = [None, "one", "two"] * 4
+"""The adapter of each request, by turns."""
+
+
+@pytest.fixture(scope="module")
+def adapters(model_dir, tmp_path_factory) -> dict[str | None, Any]:
+    from vllm.lora.request import LoRARequest
+
+    root, model = tmp_path_factory.mktemp("adapters"), model_dir("llama")
+    made = {
+        name: LoRARequest(name, number, str(save_adapter(root / name, model, number)))
+        for number, name in enumerate(("one", "two"), 1)
+    }
+    return {None: None, **made}
+
+
+def generated(engine: Live, adapters: dict[str | None, Any], names: list[str | None]) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    chosen = [adapters[name] for name in names]
+    return tokens(engine.llm.generate(prompts, greedy(64), lora_request=chosen, use_tqdm=False))
+
+
+@pytest.mark.parametrize("spec", [{}, {"draft_weights": "int8"}], ids=["shared", "int8"])
+def test_each_request_has_the_output_of_its_own_adapter(model_dir, adapters, spec):
+    path = model_dir("llama")
+    with live(path, **LORA) as engine:
+        want = generated(engine, adapters, WITH)
+        plain = generated(engine, adapters, [None] * len(PROMPTS))
+    moved = [got != own for got, own in zip(want, plain, strict=True)]
+    assert moved == [name is not None for name in WITH], "the adapters change nothing, or what is not theirs"
+    with live(path, layer_skip(LAYERS // 2, 3, **spec), **LORA) as engine:
+        assert generated(engine, adapters, WITH) == want
+        mixed = engine.counts()
+        mixed.require_both_verdicts()
+        assert generated(engine, adapters, ["two"] * len(PROMPTS))[2::3] == want[2::3]
+        (engine.counts() - mixed).require_both_verdicts()

@@ -1,0 +1,108 @@
+"""What early exit works with, as docs/compatibility.md says: models and requests that no other file tries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB, save_tokenizer
+from more_models import IMAGE, pictures, save_quantised, save_with_eyes
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+pytestmark = pytest.mark.engine
+
+EXIT, K = LAYERS // 2, 3
+
+
+def test_latent_attention_and_shared_experts(model_dir):
+    """DeepSeek-V2: keys and values are one latent vector, and each token passes through a shared expert too."""
+    path, prompts = model_dir("deepseek_v2"), ragged_prompts(12, VOCAB, seed=8)
+    plain = {"attention_backend": "CPU_MLA"}  # on CPUs with AMX vLLM takes another one, which has no float32
+    with live(path, **plain) as engine:
+        want = tokens(engine.generate(prompts, greedy(48)))
+    for weights in ("shared", "fp8"):
+        with live(path, layer_skip(EXIT, K, draft_weights=weights), **plain) as engine:
+            assert tokens(engine.generate(prompts, greedy(48))) == want
+            engine.counts().require_both_verdicts()
+
+
+@pytest.fixture(scope="module")
+def quantised(model_dir, tmp_path_factory) -> Path:
+    return save_quantised(model_dir("llama"), tmp_path_factory.mktemp("quantised") / "llama")
+
+
+def test_quantised_targets(quantised):
+    """The draft runs on the target's own 8-bit weights, and what verifies is the quantised model."""
+    prompts = ragged_prompts(12, VOCAB, seed=5)
+    with live(quantised) as engine:
+        want = tokens(engine.generate(prompts, greedy(64)))
+    with live(quantised, layer_skip(EXIT, K)) as engine:
+        assert tokens(engine.generate(prompts, greedy(64))) == want
+        engine.counts().require_both_verdicts()
+
+
+def test_copies_of_quantised_weights_are_refused(quantised):
+    message = r"the target's weights are quantised already \(compressed-tensors\); allowed: shared"
+    with pytest.raises(SettingsError, match=message), live(quantised, layer_skip(EXIT, K, draft_weights="int8")):
+        pass
+
+
+def described(engine: Live) -> list[list[int]]:
+    """What is said of pictures, and of requests without one beside them."""
+    texts = ragged_prompts(8, VOCAB - 1, seed=6)
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": text} for text in texts]
+    for prompt, picture in zip(prompts[::2], pictures(4), strict=True):
+        prompt["prompt_token_ids"] = [1, IMAGE, *prompt["prompt_token_ids"]]
+        prompt["multi_modal_data"] = {"image": picture}
+    return tokens(engine.llm.generate(prompts, greedy(48), use_tqdm=False))
+
+
+def test_multimodal_models(model_dir, tmp_path):
+    """LLaVA: drafts are made of text tokens; the picture is in the keys and values that the verify pass wrote."""
+    path = save_with_eyes(model_dir("llama"), tmp_path / "llava")
+    with live(path, skip_tokenizer_init=False) as engine:
+        want = described(engine)
+    with live(path, layer_skip(EXIT, K), skip_tokenizer_init=False) as engine:
+        assert described(engine) == want
+        engine.counts().require_both_verdicts()
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talking(model_dir, tmp_path_factory) -> Path:
+    import shutil
+
+    folder = tmp_path_factory.mktemp("talking") / "llama"
+    shutil.copytree(model_dir("llama"), folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def test_requests_that_vllm_refuses_and_those_that_it_takes(talking):
+    prompts = ragged_prompts(6, VOCAB, seed=7)
+    several = greedy(24, temperature=0.7, seed=3, n=3, detokenize=True)
+    stopped = greedy(48, stop=["a", "e"], detokenize=True, include_stop_str_in_output=True)
+    with live(talking, skip_tokenizer_init=False) as engine:
+        want = tokens(engine.generate(prompts, stopped))
+    with live(talking, layer_skip(EXIT, K), skip_tokenizer_init=False) as engine:
+        for refused in ({"logit_bias": {5: 2.0}}, {"min_p": 0.1}):
+            with pytest.raises(ValueError, match=r"min_p and logit_bias .* not yet supported with speculative"):
+                engine.generate(prompts[:1], greedy(4, **refused))
+            engine.broken = False  # it was refused before it began
+        assert tokens(engine.generate(prompts, stopped)) == want
+        assert any(len(got) < 48 for got in want)
+        for output in engine.generate(prompts, several):
+            samples = {tuple(sample.token_ids) for sample in output.outputs}
+            assert len(output.outputs) == 3 and len(samples) > 1
+        engine.counts().require_both_verdicts()
+
+
+def test_adaptive_verification_needs_a_gpu(expected):
+    spec = layer_skip(EXIT, K, enable_adaptive_verification=True)
+    with pytest.raises(ValueError, match=r"[Aa]daptive verification"), live(expected("llama").path, spec):
+        pass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,8 @@ def serve(cfg: RunConfig, more: Sequence[str], *, as_json: bool, dry_run: bool) 
     for told in explained(made):
         Console(stderr=True, soft_wrap=True).print(Text(told, style="dim"))
     sys.stdout.flush()
+    with suppress(OSError):  # a stdout that a test captures is no file
+        os.dup2(sys.stdout.fileno(), 1)
     made.replace_process(list(more))
 
 

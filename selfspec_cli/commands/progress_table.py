@@ -17,6 +17,7 @@ from selfspec_cli.report.rows import label
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 ROWS = 12  # arms shown at once
+FIGURES = ("repeats", "tok/s (min to max)", "speedup (95 %)")  # beside the name of an arm
 
 
 @dataclass
@@ -32,7 +33,7 @@ class ArmRow:
 
     @property
     def speed(self) -> str:
-        """Median tokens a second so far, and the least and most of the repeats."""
+        """Median tokens a second so far, and the range of the repeats."""
         if not self.tok_s:
             return ""
         middle = f"{statistics.median(self.tok_s):.1f}"
@@ -131,15 +132,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def draw(state: State, log: str | None) -> Group:
-    """The whole picture: arms, what is counted, the engine that starts, where the log is."""
+def draw(state: State, log: str | None, width: int) -> Group:
+    """The whole picture: arms, what is counted, the engine that starts, where the log is. width: columns."""
     parts: list[Table | Text] = []
     if state.arms:
         done = sum(arm.state in ("done", "failed") for arm in state.arms.values())
         left = state.left()
         tail = "" if left is None else f", about {duration(left)} left"
         so_far = duration(state.clock() - state.began)
-        parts += [Text(f"{done} of {len(state.arms)} arms measured, {so_far} so far{tail}"), _table(state)]
+        parts += [Text(f"{done} of {len(state.arms)} arms measured, {so_far} so far{tail}"), _table(state, width)]
     for what, count in state.counts.items():
         if not (what == "repeats" and state.arms):
             left = state.count_left(count)
@@ -156,18 +157,29 @@ def draw(state: State, log: str | None) -> Group:
     return Group(*parts)
 
 
-def _table(state: State) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("arm", no_wrap=True, overflow="ellipsis", min_width=12)
-    for name in ("repeats", "tok/s (least to most)", "speedup (95 % interval)"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right")
+def _table(state: State, width: int) -> Table:
+    """The arms around the one in hand. Where the terminal is narrow, their names are cut and nothing else."""
     arms = list(state.arms.values())
     place = next((at for at, arm in enumerate(arms) if arm.state in ("running", "waiting")), len(arms))
     first = max(0, min(place - ROWS // 2, len(arms) - ROWS))
-    for arm in arms[first : first + ROWS]:
-        repeats = "failed" if arm.state == "failed" else "{} of {}".format(*arm.repeats) if arm.repeats[1] else ""
+    shown = [(arm, (_repeats(arm), arm.speed, arm.speedup)) for arm in arms[first : first + ROWS]]
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("arm", no_wrap=True)
+    room = width
+    for at, title in enumerate(FIGURES):
+        table.add_column(title, no_wrap=True, overflow="ellipsis", justify="right")
+        room -= max(len(title), *(len(cells[at]) for _, cells in shown)) + 2
+    for arm, cells in shown:
         style = {"running": "bold", "waiting": "dim", "failed": "red"}.get(arm.state, "")
-        table.add_row(arm.name, repeats, arm.speed, arm.speedup, style=style)
+        name = Text(arm.name)
+        name.truncate(max(room, 8), overflow="ellipsis")
+        table.add_row(name, *cells, style=style)
     if len(arms) > ROWS:
         table.add_row(f"({len(arms) - ROWS} more)", "", "", "", style="dim")
     return table
+
+
+def _repeats(arm: ArmRow) -> str:
+    if arm.state == "failed":
+        return "failed"
+    return "{} of {}".format(*arm.repeats) if arm.repeats[1] else ""

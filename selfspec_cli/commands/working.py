@@ -37,7 +37,7 @@ class Screen(Progress):
     """What a user sees of a command at work. plans: what its sweeps were to measure."""
 
     def __init__(self, stream: TextIO, log: Path | None, *, in_place: bool | None = None) -> None:
-        self.console = Console(file=stream, soft_wrap=True)
+        self.console = Console(file=stream)
         self.log = log
         self.state = progress_table.State()
         self.plans: list[Plan] = []
@@ -45,13 +45,11 @@ class Screen(Progress):
         self._said: dict[str, float] = {}  # when a count was last spoken of
         self._ready = threading.Event()
         draws = self.console.is_terminal if in_place is None else in_place
-        # Lines of the picture are cut at the edge; what is printed above it is not.
-        where = Console(file=stream)
-        self._live = Live(console=where, auto_refresh=False, transient=True, redirect_stdout=False,
+        self._live = Live(console=self.console, auto_refresh=False, transient=True, redirect_stdout=False,
                           redirect_stderr=False, get_renderable=self._picture) if draws else None  # fmt: skip
 
     def _picture(self) -> RenderableType:
-        return progress_table.draw(self.state, None if self.log is None else str(self.log))
+        return progress_table.draw(self.state, None if self.log is None else str(self.log), self.console.width)
 
     def open(self) -> None:
         """Begin to draw."""
@@ -66,9 +64,8 @@ class Screen(Progress):
             self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """A line above the picture. The first one into a pipe is followed by where the log is."""
-        console = self.console if self._live is None else self._live.console
-        console.print(Text(text, style=style), soft_wrap=True)
+        """A line above the picture, broken between words. The first one into a pipe is followed by where the log is."""
+        self.console.print(Text(text, style=style), soft_wrap=not self.console.is_terminal)
         if self._live is None and self.log is not None and not self._named:
             self._named = True
             self.say(f"log: {self.log}")

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import Terminal
 
 from selfspec_cli.commands import progress_table, working
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.terminal import last_lines
-
-pexpect = pytest.importorskip("pexpect")
-pyte = pytest.importorskip("pyte")
 
 HERE = Path(__file__).parent
 WAYS = ("print", "stderr", "logging", "warning", "fd1", "fd2", "child1", "child2")
@@ -37,35 +35,10 @@ def command(*words):
     return [str(HERE / "noisy_command.py"), *words, "model=./model", "layer=3"]
 
 
-class Terminal:
-    """A command in a pseudo-terminal: everything that it wrote there, and what the user saw after each write."""
-
-    def __init__(self, folder, words, columns, **more):
-        more = {"NOISY_START": "0.2", **more}
-        self.child = pexpect.spawn(sys.executable, command(*words), cwd=str(folder), env=environment(**more),
-                                   dimensions=(40, columns), timeout=120)  # fmt: skip
-        self.screen, self.raw, self.seen = pyte.Screen(columns, 40), "", []
-        self.stream = pyte.Stream(self.screen)
-
-    def read(self, until=None):
-        """Read to the end, or until the user has seen `until`."""
-        while True:
-            try:
-                text = self.child.read_nonblocking(4096, timeout=120).decode(errors="replace")
-            except pexpect.EOF:
-                self.child.close()
-                assert until is None, self.screen.display
-                return self
-            self.raw += text
-            for start in range(0, len(text), 100):  # several pictures may have come at once
-                self.stream.feed(text[start : start + 100])
-                self.seen.append("\n".join(line.rstrip() for line in self.screen.display))
-            if until is not None and any(until in seen for seen in self.seen):
-                return self
-
-    @property
-    def last(self):
-        return self.seen[-1]
+def shown_in(folder, words, columns, **more):
+    """The command with these words, in a pseudo-terminal."""
+    env = environment(NOISY_START="0.2") | more
+    return Terminal([sys.executable, *command(*words)], folder, columns, env)
 
 
 def log_of(folder):
@@ -73,9 +46,10 @@ def log_of(folder):
     return log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 140])
 def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path, columns):
-    shown = Terminal(tmp_path, SWEEP, columns).read()
+    shown = shown_in(tmp_path, SWEEP, columns).read()
     assert shown.child.exitstatus == 0, shown.last
     assert "noise" not in shown.raw
     log = log_of(tmp_path)
@@ -87,13 +61,14 @@ def test_a_sweep_draws_one_table_in_place_and_nothing_of_anybody_elses(tmp_path,
     arms = [line for line in last if line.lstrip().startswith(("baseline", "E=3 k="))]
     assert len(arms) == 4  # each on one line
     assert any(re.search(r"4 of 4 +\d+\.\d \(\d+ to \d+\)", line) for line in arms)
-    assert any(re.search(r"2\.00x( \(2\.00 to 2\.00\)|…| …)", line) for line in arms), drawn[-1]
+    assert sum("2.00x (2.00 to 2.00)" in line for line in arms) >= 2, drawn[-1]
     assert any("left" in seen for seen in drawn)
     assert "4 measured, 0 skipped, 0 failed" in shown.last
     assert "arms measured" not in shown.last  # the table gives way to the result
     assert not shown.screen.cursor.hidden
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
     done = subprocess.run([sys.executable, *command(*SWEEP)], cwd=tmp_path, env=environment(), capture_output=True,
                           text=True, timeout=120, check=True)  # fmt: skip
@@ -108,14 +83,16 @@ def test_a_pipe_gets_a_line_an_arm_and_no_control_characters(tmp_path):
     assert "2.00x (2.00 to 2.00)" in arms[1]
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_shows_the_log_so_far_and_the_sweep_goes_on(tmp_path):
-    shown = Terminal(tmp_path, SWEEP, 140, NOISY_FAIL="5.0").read()
+    shown = shown_in(tmp_path, SWEEP, 140, NOISY_FAIL="5.0").read()
     assert shown.child.exitstatus == 1
     assert "failed: E=3 k=" in shown.raw and "the engine core is dead" in shown.raw
     assert "noise-child2 before-it-fails" in shown.raw
     assert "3 measured, 0 skipped, 1 failed" in shown.raw
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
     words, env = command("roc", "workload.prompts=random"), environment(NOISY_FAIL="start")
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
@@ -127,13 +104,14 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
                                              "The same command with --debug shows the traceback."]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "start"),
-    [("starting an engine", "100"), (" of 4  ", "0")],
+    [("starting an engine", "100"), (" of 201", "0")],
     ids=["while an engine starts", "while it measures"],
 )
 def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when, start):
-    shown = Terminal(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
+    shown = shown_in(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
     shown.read(until=when)
     shown.child.sendintr()
     shown.read()
@@ -141,10 +119,11 @@ def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when,
     assert "of 4 arms measured" in shown.last
     assert "the last lines of the log:" in shown.last
     assert "noise-child2" in shown.last
-    assert "the same command goes on from there" in " ".join(shown.last.split())
+    assert "the same command goes on from there" in shown.last.replace("\n", "")
     assert not shown.screen.cursor.hidden
 
 
+@pytest.mark.slow
 def test_debug_shows_everything(tmp_path):
     done = subprocess.run([sys.executable, *command(*SWEEP), "--debug"], cwd=tmp_path, env=environment(),
                           capture_output=True, text=True, timeout=120, check=True)  # fmt: skip
@@ -200,7 +179,7 @@ def test_a_long_sweep_shows_the_arms_around_the_one_in_hand():
     state.measuring(plan.points[20])
     from rich.console import Console
 
-    Console(file=text, width=100).print(progress_table.draw(state, "a.log"))
+    Console(file=text, width=100).print(progress_table.draw(state, "a.log", 100))
     assert "varH ≤ 20" in text.getvalue() and "varH ≤ 39" not in text.getvalue()
     assert "(28 more)" in text.getvalue()
     assert len(text.getvalue().splitlines()) < 20

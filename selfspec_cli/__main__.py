@@ -1,18 +1,14 @@
-"""The process `selfspec`: its stdout carries results only; what vLLM and its libraries print goes to stderr."""
+"""The process `selfspec`: its stdout carries results only; what vLLM and its libraries print goes to stderr, and while
+a command works to a log file (`commands/working.py`)."""
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    # Before vLLM is imported, here or in a worker. A user's own setting wins.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM's to mend, nothing to tell a user
     reserve_stdout()
     try:
         from selfspec_cli.commands.app import app

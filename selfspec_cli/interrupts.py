@@ -3,19 +3,24 @@
 Python raises KeyboardInterrupt wherever it happens to be, also inside a destructor or a weak reference's callback,
 where the exception is printed and dropped. So while `deferred` holds, an interrupt only leaves a note, and `check`,
 called between engine steps, repeats and points, raises. A second Ctrl-C does not wait.
+
+While an engine starts there is no safe place for a minute. There, in `at_once`, an interrupt raises where it is, and
+`check` raises again if that was dropped: a half-started engine is thrown away in either case.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from selfspec_cli import terminal
+
 _waiting = False  # an interrupt has come and its KeyboardInterrupt has not yet ended the outermost `deferred`
 _depth = 0
+_patient = True  # an interrupt waits for `check`
 
 NOTE = "\ninterrupt: this command ends as soon as the work in hand allows it; press Ctrl-C again to end it at once\n"
 
@@ -50,9 +55,21 @@ def deferred() -> Iterator[None]:
             _waiting = False
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept."""
+    global _patient
+    before, _patient = _patient, False
+    try:
+        yield
+    finally:
+        _patient = before
+    check()
+
+
 def _note(number: int, frame: FrameType | None) -> None:
     global _waiting
-    if _waiting:
+    waited, _waiting = _waiting, True
+    if waited or not _patient:
         raise KeyboardInterrupt
-    _waiting = True
-    os.write(2, NOTE.encode())
+    terminal.tell(NOTE)

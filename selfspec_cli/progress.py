@@ -1,35 +1,39 @@
-"""How long work says where it is: a callable, so that stages know nothing of terminals."""
+"""How long work says where it is, so that stages know nothing of terminals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-Progress = Callable[[str, int, int], None]
-"""progress(what, done, total): a bar named `what`; it goes away when done reaches total."""
-
-
-def ignore(what: str, done: int, total: int) -> None:
-    """A Progress that shows nothing."""
+if TYPE_CHECKING:
+    from selfspec_cli.record.point import Point
+    from selfspec_cli.stages.plan import Plan, Planned
 
 
-@contextmanager
-def bars(enabled: bool = True) -> Iterator[Progress]:
-    """Progress bars on stderr, one for each `what`; on a stderr that is no terminal rich draws none."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
+class Progress:
+    """What work reports while it goes on. This one shows nothing; a command's screen is a subclass."""
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with RichProgress(*columns, console=console, disable=not (enabled and console.is_terminal)) as display:
-        tasks = {}
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` of what is called `what`; it is over when done reaches total."""
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = display.add_task(what, total=total)
-            display.update(tasks[what], completed=done, total=total)
-            if done >= total:
-                display.remove_task(tasks.pop(what))
+    def speeds(self, tok_s: Sequence[float]) -> None:
+        """Tokens a second of each timed repeat so far, of the arm in hand."""
 
-        yield progress
+    def planned(self, plan: Plan) -> None:
+        """A sweep begins with these points."""
+
+    def starting(self, what: str) -> None:
+        """An engine starts; what: for which model and arm."""
+
+    def started(self) -> None:
+        """It has started, or could not."""
+
+    def measuring(self, planned: Planned) -> None:
+        """The next point of the sweep is in hand."""
+
+    def measured(self, point: Point) -> None:
+        """It has been written down, measured or failed."""
+
+
+ignore = Progress()
+"""Shows nothing."""

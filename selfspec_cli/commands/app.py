@@ -8,24 +8,26 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import configs, screen
+from selfspec_cli.commands import configs, deploying, screen
 from selfspec_cli.commands.help import TakesSettings
-from selfspec_cli.commands.measuring import measure, open_engine
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, only_stderr, rows_document, say, warn
+from selfspec_cli.commands.measuring import measure, shown_starting
+from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, rows_document, say, warn
+from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import machine, options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.progress import bars
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
+from selfspec_cli.terminal import kept_apart
 from selfspec_cli.texts import corpora
 
 app = typer.Typer(
@@ -44,7 +46,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run; start no engine.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks, and all that vLLM and its libraries print.")]
 Config = Annotated[
     Path | None,
     typer.Option("--config", help="Start from a dumped config, or from a point: results/runs/ID.json."),
@@ -75,7 +77,7 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
     """Say whether a run could work here: versions, device, patched vLLM names, compiler, model, settings."""
     with guard(as_json, debug):
         cfg = configs.one(overrides, None)
-        with only_stderr():
+        with TemporaryDirectory(prefix="selfspec-") as scratch, kept_apart(Path(scratch) / "doctor.log"):
             checks = doctor_stage.run(cfg, _patches)
         fine = doctor_stage.could_run(checks)
         if as_json:
@@ -121,7 +123,7 @@ def bench(
     with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
         whole = any(override.startswith("experiment=") for override in overrides or [])
         runs = configs.several(overrides, sweep=whole, config=config)
-        measure(runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
+        measure("bench", runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run, debug=debug)
 
 
 @app.command(
@@ -140,7 +142,9 @@ def sweep(
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
     with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
         runs = configs.several(overrides, config=config)
-        measure(runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run)
+        measure(
+            "sweep", runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run, debug=debug
+        )
 
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
@@ -177,8 +181,8 @@ def fit_lsq(
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         from selfspec_cli.stages import fit
 
-        with only_stderr(), bars() as progress:
-            fitted = fit.run(cfg, layers=layer, pairs=pairs, progress=progress)
+        with at_work("fit-lsq", cfg.results_dir, debug) as shown:
+            fitted = fit.run(cfg, layers=layer, pairs=pairs, open_engine=shown_starting(shown), progress=shown)
         emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
@@ -206,8 +210,9 @@ def fit_heads(
             return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())
         from selfspec_cli.stages import fit
 
-        with only_stderr(), bars() as progress:
-            fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, progress=progress)
+        with at_work("fit", plan.cfg.results_dir, debug) as shown:
+            more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
+            fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, **more)
         emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
@@ -231,10 +236,17 @@ def compare_heads(
         from selfspec_cli.report import heads as heads_figure
         from selfspec_cli.stages import heads as compare
 
-        with only_stderr(), bars() as progress:
-            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, open_engine=open_engine, progress=progress)
+        with at_work("heads", plan.cfg.results_dir, debug) as shown:
+            more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
+            found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, **more)
         found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
-        emit(found.document()) if as_json else screen.show_comparison(found)
+        best = plan.to_deploy(found.rows)
+        deploy = {} if best is None else deploying.chosen("heads", *best)
+        if as_json:
+            emit(found.document() | ({"deploy": deploy} if deploy else {}))
+        else:
+            screen.show_comparison(found)
+            deploying.show(deploy) if deploy else None
         raise typer.Exit(found.exit_code)
 
 
@@ -258,14 +270,18 @@ def roc(
         if dry_run:
             plan = roc_stage.facts(cfgs, longest, prompts)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with only_stderr(), bars() as progress:
-            result = roc_stage.run(cfgs, open_engine=open_engine, longest=longest, prompts=prompts, progress=progress)
+        with at_work("roc", cfgs[0].results_dir, debug) as shown:
+            more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
+            result = roc_stage.run(cfgs, longest=longest, prompts=prompts, **more)
         png = Path(result.files["table"]).with_name("roc.png")
         result.files["figure"] = str(roc_figure.draw(result.panels, png, machine.device(cfgs[0])))
+        deploy = deploying.chosen("roc", result.config, result.choice()["expected_speedup"])
         if as_json:
-            emit({"rows": [asdict(row) for row in result.rows], "choice": result.choice(), "files": result.files})
+            told = {"choice": result.choice(), "files": result.files, "deploy": deploy}
+            emit({"rows": [asdict(row) for row in result.rows], **told})
         else:
             screen.show_roc(result.rows, result.choice(), result.files)
+            deploying.show(deploy)
 
 
 @app.command(
@@ -292,18 +308,45 @@ def tune(
             plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
-        with only_stderr(), bars() as progress:
+        with at_work("tune", cfgs[0].results_dir, debug) as shown:
             result = tune_stage.run(
                 cfgs,
-                open_engine=open_engine,
+                open_engine=shown_starting(shown),
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
                 model_words=model,
-                progress=progress,
+                progress=shown,
             )
         warn(result.warnings)
-        emit(tune_stage.document(result)) if as_json else screen.show_tuned(tune_stage.document(result))
+        document = tune_stage.document(result)
+        serving = [f"tuned={document['tuned']}", *deploying.of_server(words)]
+        deploy = deploying.chosen("tune", result.choice.cfg, result.choice.speedup, serving)
+        if as_json:
+            emit(document | {"deploy": deploy})
+        else:
+            screen.show_tuned(document)
+            deploying.show(deploy)
+
+
+@app.command(
+    epilog="Examples: selfspec serve tuned=llama3_8b engine=h100   ·   selfspec serve layer=3 k=4 gate=margin -- "
+    "--port 8001 --api-key KEY",
+    cls=TakesSettings,
+)
+def serve(
+    overrides: Overrides = None,
+    config: Config = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Start vLLM's OpenAI-compatible server with a draft setting; what stands behind -- goes to vLLM as it is."""
+    with guard(as_json, debug):
+        words = list(overrides or [])
+        split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+        cfg = configs.one(words[:split], config)
+        deploying.serve(cfg, words[split:], as_json=as_json, dry_run=dry_run)
 
 
 Folder = Annotated[
@@ -323,13 +366,17 @@ def report(
         folder = configs.results_dir(overrides)
         made = report_stage.run(folder, out or folder)
         warn(made.warnings)
+        deploy = deploying.of_report(folder)
         if as_json:
-            emit({"rows": rows_document(made.rows), "chart": made.chart, "page": made.page, "warnings": made.warnings})
-            return
+            files = {"chart": made.chart, "page": made.page}
+            return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
         from selfspec_cli.report import table
 
         table.show(made.rows, Console())
         say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
+        for one in deploy:
+            say(f"\n{one['what']}", "bold") if "what" in one else None
+            deploying.show(one)
 
 
 @app.command(epilog="Example: selfspec export results_dir=results/mine")

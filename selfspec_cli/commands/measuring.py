@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,24 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.screen import emit, note, only_stderr, rows_document, say, warn
+from selfspec_cli.commands.screen import emit, rows_document, say, warn
+from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import RunConfig
-from selfspec_cli.progress import bars
+from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make as report_stage
+from selfspec_cli.report.rows import label
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import preflight
 from selfspec_cli.stages import sweep as sweep_stage
 
 
-def measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool) -> None:
-    """Plan, measure, show; the exit code says how it went."""
+def measure(
+    command: str, runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool, debug: bool
+) -> None:
+    """Plan, measure, show; the exit code says how it went. command: how the log is called."""
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
     asked, runs = runs, preflight.for_this_machine(runs)
@@ -36,8 +41,7 @@ def measure(runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json
         plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
         return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
     preflight.check_device(runs[0])
-    plans: list[planning.Plan] = []
-    result = _sweep(runs, again, reuse_baseline, plans.append)
+    result, plans = _sweep(command, runs, again, reuse_baseline, debug)
     warn(result.warnings)
     failed = len(result.failed)
     counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
@@ -65,32 +69,27 @@ def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
 
 
 def _sweep(
-    runs: list[RunConfig], again: bool, reuse_baseline: bool, planned: Callable[[planning.Plan], None]
-) -> sweep_stage.SweepResult:
-    """The sweep on real engines, with progress bars and the tracker. planned: is told the plan when it begins."""
+    command: str, runs: list[RunConfig], again: bool, reuse_baseline: bool, debug: bool
+) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
+    """The sweep on real engines, with the tracker; and what it had planned."""
     from selfspec_cli.record.tracking import open_tracker
     from selfspec_cli.stages.bench import run as bench_one
 
-    def announce(plan: planning.Plan) -> None:
-        planned(plan)
-        note(screen.plan_in_short(plan))
-
-    run_id = results_folder.new_run_id()
-    with only_stderr(), bars() as progress, open_tracker(runs[0], run_id) as tracker:
+    run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
+    with at_work(command, folder, debug) as shown, open_tracker(runs[0], run_id) as tracker:
         result = sweep_stage.run(
             runs,
-            open_engine=open_engine,
+            open_engine=shown_starting(shown),
             bench=bench_one,
-            progress=progress,
+            progress=shown,
             tracker=tracker,
             again=again,
             reuse_baseline=reuse_baseline,
             run_id=run_id,
-            announce=announce,
         )
         if runs[0].tracker.kind != "none":
-            _send_chart(tracker, Path(planning.results_dir(runs)), result.warnings)
-        return result
+            _send_chart(tracker, folder, result.warnings)
+        return result, shown.plans
 
 
 def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
@@ -103,8 +102,19 @@ def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
         warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
 
 
-def open_engine(cfg: RunConfig) -> Any:
-    """Imports vLLM when the first engine starts, and not before."""
-    from selfspec_cli.engine.live import open_engine
+def shown_starting(progress: Progress) -> Callable[..., AbstractContextManager[Any]]:
+    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does."""
 
-    return open_engine(cfg)
+    @contextmanager
+    def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:
+        from selfspec_cli.engine import live
+
+        progress.starting(f"{cfg.model.name}, {label(tables.planned(cfg))}")
+        with ExitStack() as stack:
+            try:
+                engine = stack.enter_context(live.open_engine(cfg, **more))
+            finally:
+                progress.started()
+            yield engine
+
+    return open_engine

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,13 +101,6 @@ def _fail(error: BaseException, message: str, code: int, as_json: bool, debug: b
     if as_json:
         emit({"error": message, "exit_code": code})
     raise typer.Exit(code) from error
-
-
-@contextmanager
-def only_stderr() -> Iterator[None]:
-    """What Python code prints goes to stderr: stdout is for results."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def emit(document: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -247,11 +248,11 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
     # A forked engine hangs in its first parallel operation once PyTorch has run one here, counting a draft vocabulary.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    from vllm import LLM
-
     llm = None
     try:
-        with TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+        with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
+            from vllm import LLM
+
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
         if cfg.engine.nvtx:
             llm.collective_rpc("early_exit_annotate")
@@ -301,10 +302,11 @@ def _as_bad_input(error: Exception) -> Exception:
 
 def _free() -> None:
     """Give the memory of a shut-down engine back before the next one starts."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
+    clean_up = getattr(sys.modules.get("vllm.distributed.parallel_state"), "cleanup_dist_env_and_memory", None)
+    if clean_up is None:
+        return  # an interrupt came while vLLM was imported: importing the rest of it would take seconds
     # In a parent of worker processes there is nothing to tear down, and that is fine.
-    cleanup_dist_env_and_memory()
+    clean_up()
     gc.collect()
     import torch
 

@@ -7,7 +7,8 @@ out from it. One pass serves all layers and heads; only KL training reads the te
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from selfspec_cli.texts.corpora import Corpus
 WINDOW = 512  # tokens a prompt
 CHUNK = 16  # prompts handed over at once; the progress bar's step
 HELD_OUT_PAIRS = 4096  # for validation, and again for the test
+OpenEngine = Callable[..., AbstractContextManager[Engine]]
 GPU_CACHE = 2**31  # bytes of KV cache on a GPU: what fitting needs beside it grows with the vocabulary
 
 
@@ -64,6 +66,7 @@ def run(
     layers: Sequence[int],
     pairs: int = 50_000,
     heads: Sequence[str] = ("lens", "lsq"),
+    open_engine: OpenEngine = open_engine,
     progress: Progress = ignore,
     **more: Any,
 ) -> FitResult:

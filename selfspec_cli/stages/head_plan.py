@@ -8,8 +8,9 @@ from typing import Any
 
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
+from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfig, head_spec
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
+from selfspec_cli.record.head_rows import HeadRow, by_speedup
 from selfspec_cli.stages import preflight
 
 
@@ -25,6 +26,20 @@ class HeadPlan:
     def request(self) -> dict[str, Any]:
         """The arguments of `fit.run` that the grid settles."""
         return {"layers": self.layers, "heads": tuple(self.heads), "vocabularies": self.vocabularies}
+
+    def config_of(self, row: HeadRow) -> RunConfig:
+        """The config that drafts with the head of `row` at its best k."""
+        head = self.heads.get(row.head, HeadConfig())
+        return replace(self.cfg, method=Method.layer_skip, layer=row.E, k=row.best_k, vocab=row.vocab, head=head)
+
+    def to_deploy(self, rows: Sequence[HeadRow]) -> tuple[RunConfig, float] | None:
+        """The head to serve and its speedup: the fastest that was measured, else the best prediction; None without
+        either."""
+        measured = [row for row in rows if row.measured_speedup is not None]
+        best = max(measured, key=lambda row: row.measured_speedup or 0.0, default=None) or next(
+            iter(by_speedup(list(rows))), None
+        )
+        return None if best is None else (self.config_of(best), best.measured_speedup or best.predicted_speedup or 0.0)
 
     def facts(self) -> dict[str, Any]:
         """For a dry run."""

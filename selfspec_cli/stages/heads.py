@@ -33,7 +33,7 @@ from selfspec_cli.stages.head_plan import HeadPlan
 SHORT, LONG = 2, 6  # the k of the rounds that give the step times
 REPLAYED = 32  # prompts
 
-OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
+OpenEngine = Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass
@@ -86,9 +86,8 @@ def run(
         raise ConfigError(
             f"workload.temperature={cfg.workload.temperature}: heads are compared on greedy drafts; use 0"
         )
-    fitted = fit.run(
-        cfg, **plan.request(), pairs=pairs, corpus=corpus, replay=REPLAYED, timed=cfg.workload.batch, progress=progress
-    )
+    wanted: dict[str, Any] = {"pairs": pairs, "corpus": corpus, "replay": REPLAYED, "timed": cfg.workload.batch}
+    fitted = fit.run(cfg, **plan.request(), **wanted, open_engine=open_engine, progress=progress)
     rows = [HeadRow.of(cfg.model.name, found) for found in fitted.reports]
     found = Comparison(rows, None)
     lens = [row.head_us for row in rows if row.head == "lens" and row.vocab == "full" and row.head_us is not None]
@@ -167,8 +166,7 @@ def _measure(
     """Measure the best rows in the engine and put what was measured beside what was predicted."""
     chosen = {}
     for row in by_speedup(rows)[:top]:
-        cfg = replace(plan.cfg, method=Method.layer_skip, layer=row.E, k=row.best_k, vocab=row.vocab)
-        cfg = replace(cfg, head=plan.heads.get(row.head, HeadConfig()), perplexity_tokens=0)
+        cfg = replace(plan.config_of(row), perplexity_tokens=0)
         chosen[run_key(cfg)] = (cfg, row)
     if not chosen:
         return

@@ -71,11 +71,16 @@ class RocResult:
         """What a figure shows of each exit: its title, the drafts that were judged, its calibration."""
         return [(_title(found), found.judged, found.calibration) for found in self.exits]
 
+    @property
+    def config(self) -> RunConfig:
+        """The best exit with its best gate, threshold and draft length."""
+        return tuned.apply(self.best.exit.cfg, self.best.exit.best.setting)
+
     def choice(self) -> dict[str, Any]:
         """What to use, as JSON: the command line's words, and what is expected of them."""
         best = self.best
         outcome, fixed = best.exit.best, best.best["none"]
-        words = tuned.overrides(tuned.apply(best.exit.cfg, outcome.setting))
+        words = tuned.overrides(self.config)
         return {"overrides": words, "expected_speedup": outcome.speedup, "best_fixed_k": fixed.setting.k,
                 "best_fixed_speedup": fixed.speedup, "oracle_speedup": best.oracle.speedup}  # fmt: skip
 

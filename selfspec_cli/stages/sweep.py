@@ -25,7 +25,7 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
 from selfspec_cli.record.tables import Record
 from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.stages.plan import Family, Plan, Planned, plan, results_dir
+from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
 
 BAD_INPUT = (ConfigError, SettingsError)
 
@@ -79,7 +79,6 @@ class _Run:
     tracker: Tracker
     result: SweepResult
     folder: Path
-    total: int
     baselines: dict[str, tuple[Point, bool]]
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
 
@@ -88,7 +87,7 @@ class _Run:
         results.save(self.folder, point)
         self.result.points.append(point)
         self.or_warn("tracker", lambda: self.tracker.log(tables.row(point)))
-        self.progress("points", len(self.result.points), self.total)
+        self.progress.measured(point)
 
     def or_warn(self, what: str, action: Callable[[], Any]) -> None:
         """Do what no measurement depends on; its failure is a warning."""
@@ -115,7 +114,6 @@ def run(
     again: bool = False,
     reuse_baseline: bool = False,
     run_id: str | None = None,
-    announce: Callable[[Plan], None] = lambda plan: None,
 ) -> SweepResult:
     """Measure every point that is not finished; each is on disk as soon as it is measured.
 
@@ -127,7 +125,6 @@ def run(
         bench: measures one config on an engine.
         again: measure finished points too.
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
-        announce: is told the plan before the first engine starts.
 
     Raises:
         ConfigError: the results folder is in use, or cannot be written.
@@ -137,11 +134,11 @@ def run(
     with interrupts.deferred(), results.sweep_lock(folder):
         warnings = results.prepare(folder)
         todo = plan(cfgs, results.heads(folder), again=again, reuse_baseline=reuse_baseline)
-        announce(todo)
+        progress.planned(todo)
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
         baselines = {point.key: (point, True) for point in reused}
-        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, len(todo.points), baselines)
+        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines)
         for family in todo.families:
             _family(context, family)
     return result
@@ -166,6 +163,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
     while waiting:
         stack = ExitStack()
         began = time.perf_counter()
+        context.progress.measuring(waiting[0])
         try:
             engine = stack.enter_context(context.open_engine(waiting[0].cfg))
         except Exception as error:
@@ -185,6 +183,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
 def _measure(context: _Run, planned: Planned, engine: Engine, start_seconds: float) -> bool:
     """Measure one point and save it; False when the engine can no longer be trusted."""
     cfg = planned.cfg
+    context.progress.measuring(planned)
     try:
         if cfg.method == "layer_skip":
             engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))

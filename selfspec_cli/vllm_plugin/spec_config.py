@@ -83,8 +83,12 @@ def understand_layer_skip(original: Original) -> Original:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
             require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
+        from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
+
+        logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
+        logger.info("selfspec: %s", in_words(settings, _num_layers(target_model_config)))
         for warning in warnings_for(settings, target_model_config.get_vocab_size()):
-            logging.getLogger("vllm.selfspec").warning(warning)  # below vLLM's own logger, which users configure
+            logger.warning(warning)
         if not target_parallel_config.worker_extension_cls:
             target_parallel_config.worker_extension_cls = WORKER_EXTENSION
         if not settings.verify:
@@ -100,6 +104,7 @@ def understand_layer_skip(original: Original) -> Original:
         # vLLM 0.33 shortens the target's context to that of a draft whose own config allows less.
         config.draft_model_config.max_model_len = target_model_config.max_model_len
         object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
+        object.__setattr__(config, "__class__", EarlyExitConfig)
         return config
 
     return create_speculative_config

@@ -363,7 +363,7 @@ def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model):
         reports: list
         seconds: float
 
-    def run(cfg, *, layers, pairs, progress):
+    def run(cfg, *, layers, pairs, open_engine, progress):
         asked.update(layers=layers, pairs=pairs, path=cfg.model.path)
         return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25)
 

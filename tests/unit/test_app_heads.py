@@ -54,7 +54,8 @@ def test_fit_hands_on_the_grid(monkeypatch, model):
     result = call(*words, "--pairs", "70", "--corpus", "chats.json")
     assert result.exit_code == 0, result.output
     assert "lsq_argmax 16" in result.stdout
-    assert (asked.pop("progress"), asked.pop("path"))[1] == model.partition("=")[2]
+    assert asked.pop("progress") and asked.pop("open_engine")
+    assert asked.pop("path") == model.partition("=")[2]
     grid = {"layers": (2, 4), "heads": ("lens", "lsq_argmax", "translator_r15"), "vocabularies": ("full", "16")}
     assert asked == grid | {"pairs": 70, "ridge": 0.5, "corpus": "chats.json"}
     asked.clear()

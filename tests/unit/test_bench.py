@@ -10,6 +10,7 @@ import pytest
 from selfspec_cli.config.schema import Method, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.engine.live import Engine, Generation
+from selfspec_cli.progress import Progress
 from selfspec_cli.record.latency import RequestTimes, itl, tpot, ttft
 from selfspec_cli.record.point import output_digests
 from selfspec_cli.stages import bench
@@ -110,9 +111,17 @@ class FakeEngine:
 
 
 def test_a_measurement_keeps_every_repeat_and_the_last_outputs():
-    engine, seen = FakeEngine(), []
+    engine, seen, speeds = FakeEngine(), [], []
+
+    class Heard(Progress):
+        def __call__(self, *words):
+            seen.append(words)
+
+        def speeds(self, tok_s):
+            speeds.append(list(tok_s))
+
     cfg = RunConfig(workload=WORK, repeats=3, warmup=1, perplexity_tokens=0)
-    found = bench.run(cfg, engine, lambda *words: seen.append(words))
+    found = bench.run(cfg, engine, Heard())
     assert engine.asked == [3, "early_exit_meter_start", 3, 3, 3, "early_exit_meter_stop", "early_exit_step_bytes"]
     assert [repeat.seconds for repeat in found.repeats] == [1.0, 1.5, 2.0]  # not the one that warmed up
     assert found.tok_s == pytest.approx((18.0, 12.0, 9.0))
@@ -120,4 +129,5 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs():
     assert (found.engine["kv_blocks"], found.engine["layer"], found.engine["sm_util"]) == (99, 4, 0.5)
     assert found.perplexity is None
     assert found.seconds > 0
-    assert seen[-1] == ("repeats", 4, 4)
+    assert seen == [("repeats", number, 4) for number in (1, 2, 3, 4)]
+    assert speeds[-1] == pytest.approx([18.0, 12.0, 9.0]) and [len(one) for one in speeds] == [1, 2, 3]

@@ -20,6 +20,7 @@ from selfspec_cli.config.schema import (
     gate_threshold,
 )
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages import plan as planning
@@ -263,10 +264,26 @@ def test_points_that_a_row_would_call_the_same_are_told_apart_by_their_settings(
     assert distinguished([RunConfig(seed=1), RunConfig(seed=2)]) == ["seed=1", "seed=2"]
 
 
-def test_progress_counts_to_the_end(lab):
+def test_progress_hears_of_the_plan_and_of_every_point_before_and_after(lab):
     seen = []
-    lab.run(VARH_SWEEP, progress=lambda what, done, total: seen.append((what, done, total)))
-    assert seen == [("points", number, 4) for number in (1, 2, 3, 4)]
+
+    class Heard(Progress):
+        def planned(self, plan):
+            seen.append(len(plan.points))
+
+        def measuring(self, planned):
+            seen.append(("measuring", planned.cfg.tau_v))
+
+        def measured(self, point):
+            seen.append(("measured", point.config["tau_v"], point.ok))
+
+    lab.fail_point = lambda cfg: RuntimeError("boom") if cfg.tau_v == 6 else None
+    lab.run(VARH_SWEEP, progress=Heard())
+    points = [(tau, ok) for tau, ok in ((None, True), (4.0, True), (5.0, True), (6.0, False))]
+    assert seen[0] == 4
+    assert list(dict.fromkeys(seen[1:])) == [
+        event for tau, ok in points for event in (("measuring", tau), ("measured", tau, ok))
+    ]
 
 
 def test_the_plan_counts_engines():

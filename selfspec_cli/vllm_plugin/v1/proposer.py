@@ -28,6 +28,7 @@ from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin.decoder import decoder_of
+from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
@@ -81,6 +82,8 @@ class _EarlyExit(DraftModelProposer):
         self._groups: list[tuple[AttentionGroup, list[str]]] = []
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
+        self._shares_weights = SharesWeights()
+        self._shares_weights.on()
 
     def _raise_if_padded_drafter_batch_disabled(self) -> None:
         """The base class cannot draft from an unpadded batch; this one always does."""
@@ -89,6 +92,7 @@ class _EarlyExit(DraftModelProposer):
 
     def load_model(self, target_model: nn.Module) -> None:
         """Takes the first E layers of the target as they are, without adapters; loads nothing but the exit head."""
+        self._shares_weights.off()
         target_model, layers = without_adapters(target_model), self.settings.layer
         self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
         self._layer_names = attention_names(self.model, self.vllm_config, layers)

@@ -1,0 +1,147 @@
+"""What a command ends with: the settings to deploy, in a file, and the commands that start a server with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from selfspec_cli.commands.screen import emit, note, say, warn
+from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.engine import deployment
+from selfspec_cli.engine.deployment import Deployment
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.point import Point
+from selfspec_cli.report.rows import label, latest
+from selfspec_cli.stages import preflight
+
+MODELS = 3  # for which a report says what to deploy
+OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
+"""Words of a command that a server needs too, besides what was chosen."""
+
+
+def chosen(command: str, cfg: RunConfig, speedup: float | None, words: Sequence[str] = ()) -> dict[str, Any]:
+    """What to deploy once `command` has chosen `cfg`, as JSON; writes the files that it names.
+
+    speedup: what was measured or expected, over plain decoding; where it is none, the model alone is to be served.
+    words: arguments of `selfspec serve` that start the same server; without them it reads the file of the config.
+    A head that is no longer there is said under "error", and fails nothing that was measured.
+    """
+    try:
+        pays = speedup is None or speedup > 1
+        cfg = preflight.with_calibration(cfg) if pays else baseline_of(cfg)
+        made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
+        spec, config = deployment.save(cfg, made, command)
+    except (ConfigError, SettingsError, OSError) as error:
+        return {"error": f"what to deploy cannot be said: {error}"}
+    return {
+        "pays": pays,
+        "speculative_config": made.speculative_config,
+        "file": str(spec) if pays else None,
+        "command": made.line(),
+        "selfspec": shlex.join(["selfspec", "serve", *(words if words and pays else ["--config", str(config)])]),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """`chosen`, for people: each command on one line, to be copied."""
+    if "error" in found:
+        return warn([found["error"]])
+    if found["pays"]:
+        say(f"\nTo deploy it (the speculative_config, also in {found['file']}):", "bold")
+        say(json.dumps(found["speculative_config"]))
+    else:
+        say("\nNothing here is faster than plain decoding. To serve the model without drafting:", "bold")
+    say("Start a server with either of:", "bold")
+    for line in (found["selfspec"], found["command"]):
+        say(line)
+
+
+def of_server(words: Iterable[str]) -> list[str]:
+    """Of the words of a command those that a server needs too."""
+    return [word for word in words if word.startswith(OF_A_SERVER)]
+
+
+def best_points(points: Sequence[Point]) -> list[Point]:
+    """Of each model the measured early-exit arm of greatest speedup with real weights and real acceptance, or its
+    baseline where no arm is faster; the models measured last, at most `MODELS` of them."""
+    newest = {row.point for row in latest(tables.row(point) for point in points)}
+    best: dict[str, Point] = {}
+    for point in points:
+        config = point.config or {}
+        real = config.get("model", {}).get("load_format") != "dummy" and config.get("acceptance_length") is None
+        kind = config.get("method")
+        if point.id not in newest or not point.ok or not real or kind not in (Method.layer_skip, Method.baseline):
+            continue
+        model = point.digests.get("model") or str(config["model"].get("path"))
+        if model not in best or _speedup(point) > _speedup(best[model]):
+            best[model] = point
+    return list(best.values())[-MODELS:]
+
+
+def _speedup(point: Point) -> float:
+    return (point.compared_with.speedup if point.compared_with else None) or 1.0
+
+
+def of_report(results: Path) -> list[dict[str, Any]]:
+    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is."""
+    found = []
+    for point in best_points(folder.read(results)[0]):
+        from selfspec_cli.config.compose import load_config
+
+        file = results / folder.RUNS / f"{point.id}.json"
+        try:
+            cfg = load_config(file)
+        except ConfigError as error:  # of another version of this package
+            found.append({"error": f"what to deploy cannot be said: {error}"})
+            continue
+        cfg.results_dir = str(results)
+        speedup = _speedup(point)
+        words = [] if speedup <= 1 else ["--config", str(file)]
+        row = tables.row(point)
+        what = {"what": f"{cfg.model.name}: {label(row)}, {speedup:.2f}x at batch {row.batch}"}
+        found.append(what | chosen("report", cfg, speedup, words))
+    return found
+
+
+def serve(cfg: RunConfig, more: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+    """Replace this process by vLLM's server, which drafts as `cfg` says. more: further options of vLLM's server.
+
+    Raises:
+        ConfigError: what `cfg` asks for cannot be had here.
+    """
+    preflight.check(cfg)
+    cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
+    warn(preflight.warnings([cfg]))
+    made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
+    line = " ".join([made.line(), *map(shlex.quote, more)])
+    if dry_run:
+        plan = {"dry_run": True, "command": line, "speculative_config": made.speculative_config}
+        return emit(plan) if as_json else say(line)
+    preflight.check_device(cfg)
+    note(f"starting: {line}")
+    for told in explained(made):
+        Console(stderr=True, soft_wrap=True).print(Text(told, style="dim"))
+    sys.stdout.flush()
+    with suppress(OSError):  # a stdout that a test captures is no file
+        os.dup2(sys.stdout.fileno(), 1)
+    made.replace_process(list(more))
+
+
+def explained(made: Deployment) -> list[str]:
+    """What vLLM's log is going to warn of on a CPU, and what it means here."""
+    loaded = made.environment.get("LD_PRELOAD", "")
+    if "libiomp" not in loaded or "tcmalloc" in loaded:
+        return []
+    return ["vLLM will warn that libtcmalloc is not found: an allocator that may be faster; the server works without. "
+            "Debian and Ubuntu: apt-get install libtcmalloc-minimal4"]  # fmt: skip

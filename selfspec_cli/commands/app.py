@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import configs, deploying, screen
+from selfspec_cli.commands import configs, deploying, findings, screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.measuring import measure, shown_starting
-from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, guard, rows_document, say, warn
+from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import machine, options
 from selfspec_cli.config.model_digest import head_folder
@@ -347,6 +347,59 @@ def serve(
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
         cfg = configs.one(words[:split], config)
         deploying.serve(cfg, words[split:], as_json=as_json, dry_run=dry_run)
+
+
+@app.command(
+    epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=varH --corpus sharegpt.json",
+    cls=TakesSettings,
+)
+def ppl(
+    overrides: Overrides = None,
+    corpus: Corpus = "stdlib",
+    documents: Annotated[int, typer.Option("--documents", min=1, help="At most so many are scored.")] = 1000,
+    document_tokens: Annotated[
+        int, typer.Option("--document-tokens", min=2, help="Of each document the first so many tokens.")
+    ] = 2048,
+    window: Annotated[int, typer.Option("--window", min=2, help="Tokens of a rolling window.")] = 512,
+    stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens that each later window scores.")] = 256,
+    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Held-out prompts that every arm continues.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of each.")] = 32,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens that each is continued by.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampled continuations.")] = 1.0,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Perplexity with intervals: of a text under the arm's own predictions (baseline and skip), and, for every arm, of
+    what it generates under the plain model."""
+    with guard(as_json, debug, FINDINGS_KEPT):
+        from selfspec_cli.stages.ppl import Request
+
+        of_text = (corpus, documents, document_tokens, window, stride)
+        request = Request(*of_text, prompts, prompt_tokens, length, temperature)
+        findings.ppl(configs.several(overrides), request, as_json=as_json, dry_run=dry_run, debug=debug)
+
+
+@app.command(
+    "eval",
+    epilog="Examples: selfspec eval gate=varH tau_v=5   ·   selfspec eval --tasks arc_easy,hellaswag --limit 200",
+    cls=TakesSettings,
+)
+def evaluate(
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="Names of lm-evaluation-harness, or stdlib_choice and stdlib_line.")
+    ] = "stdlib_choice,stdlib_line",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of each task.")] = 100,
+    fewshot: Annotated[int, typer.Option("--num-fewshot", min=0, help="Solved examples before each.")] = 0,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Scores of lm-evaluation-harness over the live engine, of the baseline and of every arm, with standard errors."""
+    with guard(as_json, debug, FINDINGS_KEPT):
+        runs, names = configs.several(overrides), tasks.split(",")
+        findings.evaluate(runs, names, limit, fewshot, as_json=as_json, dry_run=dry_run, debug=debug)
 
 
 Folder = Annotated[

@@ -84,6 +84,14 @@ def uses(cfg: RunConfig, key: str) -> bool:
     return used.get(key, True)
 
 
+def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
+    """What the gate does, for a method that has one."""
+    if cfg.method is not Method.layer_skip:
+        return {}
+    calibration = {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
+    return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} | calibration
+
+
 def _head_facts(head: HeadConfig) -> dict[str, Any]:
     """A head's fields that are not left at their default."""
     return {name: value for name, value in vars(head).items() if value != getattr(_DEFAULT.head, name)}
@@ -140,11 +148,21 @@ class Keys:
 
     def settings(self, cfg: RunConfig) -> str:
         """`settings_key` of a config."""
-        facts: dict[str, Any] = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")}
-        if cfg.method == "layer_skip":
-            facts |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
-            facts |= {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
+        facts = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")} | _gate_facts(cfg)
         return _digest(facts | {name: getattr(cfg, name) for name in MEASURING})
+
+    def arm(self, cfg: RunConfig) -> str:
+        """Names the arm that a config measures: what findings about the quality of its output belong to.
+
+        It is the same whatever the workload, and whatever the engine's settings for speed and memory (eager or compiled,
+        batch and cache sizes), which change the rounding of numbers and nothing else.
+        """
+        digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
+        facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
+        facts |= method_settings(cfg) | _gate_facts(cfg)
+        if cfg.model.load_format == "dummy":
+            facts["seed"] = cfg.seed  # the weights themselves depend on it
+        return _digest(["arm", facts, digests, self.device(cfg), self._versions])
 
     def engine(self, cfg: RunConfig) -> str:
         """`engine_key` of a config."""

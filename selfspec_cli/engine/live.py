@@ -7,7 +7,6 @@ requests in flight, through vLLM's own request queue and scheduler; accept figur
 from __future__ import annotations
 
 import gc
-import math
 import os
 import sys
 import time
@@ -147,12 +146,12 @@ class Engine:
                 seed=seed + number if temperature > 0 else None,
             )
 
-        before, own = self._counts(), self._drafting()
+        before, own = self.verified(), self._drafting()
         start = time.perf_counter()
         with interrupts.deferred():
             outputs, requests = self._closed_loop(prompts, parameters, batch, start)
         seconds = time.perf_counter() - start
-        after = self._counts()
+        after = self.verified()
         return Generation(
             outputs=outputs,
             seconds=seconds,
@@ -197,26 +196,11 @@ class Engine:
             interrupts.check()
         return tokens, [RequestTimes(*one) for one in zip(arrived, map(tuple, events), map(len, tokens), strict=True)]
 
-    def log_likelihood(self, windows: Sequence[list[int]]) -> tuple[float, int]:
-        """Sum of the log-probabilities (nats) of every token but the first of each window, and how many they are.
-
-        Of this engine's own predictive distribution: the target's, or the truncated model's with its head for `skip`.
-        """
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        prompts = [{"prompt_token_ids": window} for window in windows]
-        total, count = 0.0, 0
-        for window, output in zip(windows, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
-            for token, scores in zip(window[1:], output.prompt_logprobs[1:], strict=True):
-                total += scores[token].logprob
-                count += 1
-        return total, count
-
     def _drafting(self) -> counters.Snapshot | None:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def _counts(self) -> VerifyCounts | None:
+    def verified(self) -> VerifyCounts | None:
+        """vLLM's counters since the engine started; None for one that does not draft."""
         if self.cfg.method not in SPECULATIVE:
             return None
         values: dict[str, Any] = {}
@@ -283,11 +267,6 @@ def _model_runner(runner: Runner) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
-
-
-def perplexity(log_likelihood: float, tokens: int) -> float:
-    """exp of the mean negative log-likelihood (nats) a token."""
-    return math.exp(-log_likelihood / tokens)
 
 
 def _as_bad_input(error: Exception) -> Exception:

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import tables
+from selfspec_cli.record import quality, tables
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
 from selfspec_cli.record.tables import AcceptRow, Record
 
@@ -135,9 +135,28 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
             points.append(from_json(file.read_text(encoding="utf-8")))
         except (ValueError, OSError) as error:
             strange.append(f"{file.name} ({' '.join(str(error).split())[:80]})")
+    points = quality.attach(points, quality.read(results)) if points else []
     more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
     folder = Path(results) / RUNS
     return in_order(points), [f"no points in {folder}: {', '.join(strange[:3])}{more}; left alone"] if strange else []
+
+
+def with_quality(results: str | os.PathLike[str], point: Point) -> Point:
+    """A point with what the folder knows of its arm's quality."""
+    return quality.attach([point], quality.read(results))[0]
+
+
+def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> Path:
+    """Write a finding about an arm's quality, and make the tables again, for its columns are in them.
+
+    Raises:
+        RecordError: it could not be written.
+    """
+    with _explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
+        path = quality.save(results, finding)
+    if (Path(results) / RUNS).is_dir():
+        export(results)
+    return path
 
 
 def in_order(points: list[Point]) -> list[Point]:

@@ -1,4 +1,4 @@
-"""How sure a speedup is: a bootstrap interval over the repeats of both sides.
+"""How sure a speedup is: a bootstrap interval over the repeats of both sides. And a perplexity: over its documents.
 
 Percentile intervals, not BCa: BCa's acceleration is a jackknife's, and the median of three to five repeats takes two or
 three values under a jackknife, so that it is wild, and undefined where repeats are equal. With so few repeats the
@@ -34,6 +34,32 @@ def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: 
     return _interval(tuple(ours), tuple(theirs), paired)
 
 
+def perplexity_interval(
+    nats: Sequence[float],
+    tokens: Sequence[int],
+    other_nats: Sequence[float] | None = None,
+    other_tokens: Sequence[int] | None = None,
+) -> Interval | None:
+    """The 95 % interval of a perplexity, or of its difference to another one of the same documents.
+
+    Documents are resampled, never tokens: tokens of one document depend on each other. Of two sides the same documents
+    are drawn for both.
+
+    Args:
+        nats, tokens: negative log-likelihood and scored tokens of each document.
+        other_nats, other_tokens: likewise of the other side, document by document; its perplexity is taken away.
+
+    Returns:
+        None for fewer than two documents: nothing says how much they vary.
+    """
+    if len(nats) < 2:
+        return None
+    sides = [tuple(nats), tuple(map(float, tokens))]
+    if other_nats is not None and other_tokens is not None:
+        sides += [tuple(other_nats), tuple(map(float, other_tokens))]
+    return _of_documents(tuple(sides))
+
+
 def overlap(one: Interval, other: Interval) -> bool:
     """Whether two intervals have a value in common."""
     return one[0] <= other[1] and other[0] <= one[1]
@@ -49,5 +75,20 @@ def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) 
 
     # scipy.stats.bootstrap takes the ends from the resampled ratios themselves: no normal approximation.
     found = bootstrap((ours, theirs), ratio, n_resamples=RESAMPLES, paired=paired, vectorized=True, method="percentile",
+                      confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
+    return float(found.low), float(found.high)
+
+
+@lru_cache(maxsize=4096)
+def _of_documents(sides: tuple[tuple[float, ...], ...]) -> Interval:
+    import numpy
+    from scipy.stats import bootstrap
+
+    def difference(*drawn: Any, axis: int = -1) -> Any:
+        sums = [numpy.sum(side, axis=axis) for side in drawn]
+        ours = numpy.exp(sums[0] / sums[1])
+        return ours if len(sums) == 2 else ours - numpy.exp(sums[2] / sums[3])
+
+    found = bootstrap(sides, difference, n_resamples=RESAMPLES, paired=True, vectorized=True, method="percentile",
                       confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)

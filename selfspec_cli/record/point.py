@@ -93,7 +93,9 @@ class Point:
 
     id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
     start_seconds: that starting its engine took. arm: what was measured, by the names of a row's columns. figures: of a
-    point whose raw values were not kept, the columns of both tables that were, and its drafting summary.
+    point whose raw values were not kept, the columns of both tables that were, and its drafting summary. arm_key: names
+    the arm, whatever the workload (`Keys.arm`); None in files from before there was one. quality: columns that
+    `quality.attach` found for the arm; no part of the file, for they are found later.
     """
 
     id: str
@@ -119,6 +121,8 @@ class Point:
     outputs: tuple[str, ...] = ()
     figures: dict[str, Any] | None = None
     repeats: tuple[Repeat, ...] = ()
+    arm_key: str | None = None
+    quality: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -129,6 +133,10 @@ class Point:
     def tok_s(self) -> tuple[float, ...]:
         """Generated tokens a second of every repeat; empty where repeats were not kept."""
         return tuple(repeat.tok_s for repeat in self.repeats)
+
+
+KEPT = tuple(item.name for item in fields(Point) if item.name != "quality")
+"""The sections of a file."""
 
 
 def point_id(key: str, run_id: str) -> str:
@@ -175,7 +183,7 @@ def output_digests(outputs: Iterable[Sequence[int]]) -> tuple[str, ...]:
 
 def to_json(point: Point) -> str:
     """The text of a point's file."""
-    document = {"format": FORMAT} | {item.name: getattr(point, item.name) for item in fields(Point)}
+    document = {"format": FORMAT} | {name: getattr(point, name) for name in KEPT}
     document["compared_with"] = point.compared_with and asdict(point.compared_with)
     document["repeats"] = [_repeat_to_plain(repeat) for repeat in point.repeats]
     head = ", ".join(_entry(name, document[name]) for name in HEAD)
@@ -191,7 +199,7 @@ def from_json(text: str) -> Point:
     """
     data = json.loads(text)
     _check(data)
-    known = {item.name: data[item.name] for item in fields(Point) if item.name in data}
+    known = {name: data[name] for name in KEPT if name in data}
     try:
         if (comparison := known.get("compared_with")) is not None:
             known["compared_with"] = Comparison(**comparison | {"tok_s": tuple(comparison["tok_s"])})

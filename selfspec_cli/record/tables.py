@@ -56,8 +56,8 @@ class Record:
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     itl_ms: float | None = None  # time between successive outputs of a request, median
-    ppl: float | None = None  # of the arm's own predictive distribution on held-out text
-    delta_ppl: float | None = None  # ppl minus the baseline's
+    ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
+    delta_ppl: float | None = None  # ppl minus the baseline's of the same text
     identical: int | None = None  # outputs equal to the baseline's, token for token
     outputs: int | None = None  # outputs compared
     peak_mem_mib: float | None = None  # while measuring: tensors on a GPU, else this process's resident memory
@@ -85,6 +85,28 @@ class Record:
     baseline: str | None = None  # id of the point that the speedup is over
     baseline_reused: bool | None = None  # whether an earlier command had measured it
     model_fingerprint: str | None = None
+    verdict: str | None = None  # of `selfspec verify`
+    verdict_cases: int | None = None  # that it looked at
+    ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents
+    ppl_high: float | None = None
+    delta_ppl_low: float | None = None
+    delta_ppl_high: float | None = None
+    ppl_protocol: str | None = None  # corpus, window, stride; empty: drawn windows of `perplexity_tokens`, by bench
+    ppl_of_greedy: float | None = None  # what the arm generates, under the plain model (`selfspec ppl`)
+    ppl_of_greedy_low: float | None = None  # 95 % intervals, by bootstrap over prompts
+    ppl_of_greedy_high: float | None = None
+    delta_ppl_of_greedy: float | None = None  # minus that of the baseline's continuations of the same prompts
+    delta_ppl_of_greedy_low: float | None = None
+    delta_ppl_of_greedy_high: float | None = None
+    ppl_of_sampled: float | None = None
+    ppl_of_sampled_low: float | None = None
+    ppl_of_sampled_high: float | None = None
+    delta_ppl_of_sampled: float | None = None
+    delta_ppl_of_sampled_low: float | None = None
+    delta_ppl_of_sampled_high: float | None = None
+    generated_protocol: str | None = None  # prompts, lengths, temperature
+    scores: str | None = None  # of `selfspec eval`, each with its standard error
+    scores_protocol: str | None = None
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -160,8 +182,10 @@ def row(point: Point) -> Record:
     if against is not None:
         record = replace(record, baseline=against.baseline, baseline_reused=against.reused)
     if point.figures is not None:
-        return replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
-    return _measured(record, point) if point.ok else record
+        record = replace(record, **{name: point.figures[name] for name in header(Record) if name in point.figures})
+    elif point.ok:
+        record = _measured(record, point)
+    return replace(record, **point.quality)
 
 
 def accept_row(point: Point) -> AcceptRow | None:

@@ -28,8 +28,22 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _delta(value: float | None) -> str:
-    return "" if value is None else f"{value:+.2f}"
+def _with_ends(name: str, text: str) -> Callable[[Record], str]:
+    """A column with its 95 % interval, where there is one."""
+
+    def show(row: Record) -> str:
+        value = getattr(row, name)
+        low, high = getattr(row, f"{name}_low"), getattr(row, f"{name}_high")
+        if value is None:
+            return ""
+        return text.format(value) + ("" if low is None else f" ({text.format(low)} to {text.format(high)})")
+
+    return show
+
+
+def _verdict(row: Record) -> str:
+    cases = "" if row.verdict_cases is None else f" ({row.verdict_cases} cases)"
+    return "" if row.verdict is None else row.verdict + cases
 
 
 def _same(row: Record) -> str:
@@ -70,8 +84,31 @@ COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
         "time between successive outputs of a request, which may hold several tokens, median",
         lambda row: _number(2)(row.itl_ms),
     ),
-    ("PPL", "perplexity of the arm's own predictions on held-out text", lambda row: _number(2)(row.ppl)),
-    ("ΔPPL", "perplexity minus the baseline's", lambda row: _delta(row.delta_ppl)),
+    (
+        "PPL",
+        "perplexity of a held-out text under the arm's own predictions, with the 95 % interval (bootstrap over "
+        "documents) where `selfspec ppl` found it; an arm that verifies its drafts has none of its own",
+        _with_ends("ppl", "{:.2f}"),
+    ),
+    ("ΔPPL", "that perplexity minus the baseline's of the same text", _with_ends("delta_ppl", "{:+.2f}")),
+    (
+        "ΔPPL of greedy",
+        "perplexity, under the plain model, of what the arm generates greedily, minus that of what the baseline does "
+        "from the same prompts (95 % interval: bootstrap over prompts)",
+        _with_ends("delta_ppl_of_greedy", "{:+.2f}"),
+    ),
+    (
+        "ΔPPL of sampled",
+        "the same of sampled continuations, which differ from the baseline's by chance",
+        _with_ends("delta_ppl_of_sampled", "{:+.2f}"),
+    ),
+    (
+        "scores",
+        "of lm-evaluation-harness (`selfspec eval`), each with its standard error; only what is (drafted) goes through "
+        "drafting in an arm that verifies its drafts",
+        lambda row: row.scores or "",
+    ),
+    ("verdict", "of `selfspec verify`, and how many cases it looked at", _verdict),
     ("same", "outputs identical to the baseline's, token for token", _same),
 ]
 
@@ -103,5 +140,5 @@ def render(rows: list[Record]) -> RenderableType:
 def show(rows: list[Record], console: Console) -> None:
     """Print the tables, wide enough for every column where the output is no terminal."""
     if not console.is_terminal:
-        console = Console(file=console.file, width=260)
+        console = Console(file=console.file, width=400)
     console.print(render(rows))

@@ -38,7 +38,7 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
     facts |= engine.call("early_exit_meter_stop")
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     interrupts.check()
-    perplexity = quality.perplexity(engine, cfg.perplexity_tokens, cfg.seed) if cfg.perplexity_tokens else None
+    perplexity = quality.perplexity(engine, cfg)
     facts.setdefault("peak_mem_mib", peak_memory_mib())
     return Measurement(
         repeats=tuple(

@@ -28,7 +28,8 @@ NOT_SHOWN = ("workload", "seed", "repeats")
 class Planned:
     """A config with its keys, worked out once: what a file holds when the plan is made is what is measured.
 
-    baseline: key of the baseline that it is compared with; its own where it is one.
+    baseline: key of the baseline that it is compared with; its own where it is one. arm: key of the arm, whatever the
+    workload.
     """
 
     cfg: RunConfig
@@ -36,6 +37,7 @@ class Planned:
     baseline: str
     digests: dict[str, str]
     device: str
+    arm: str = ""
 
     @property
     def is_baseline(self) -> bool:
@@ -99,7 +101,7 @@ def plan(
     result = Plan([])
     for cfg in cfgs:
         base_key, base = keys.baseline(cfg)
-        planned = Planned(cfg, keys.run(cfg), base_key, keys.digests(cfg), keys.device(cfg))
+        planned = Planned(cfg, keys.run(cfg), base_key, keys.digests(cfg), keys.device(cfg), keys.arm(cfg))
         if planned.key in measured and not again:
             result.skipped.append(planned)
             continue
@@ -110,7 +112,9 @@ def plan(
             result.reused[base_key] = earlier
         elif base_key not in seen.setdefault(name, set()):
             seen[name].add(base_key)
-            family.baselines.append(Planned(base, base_key, base_key, keys.digests(base), planned.device))
+            family.baselines.append(
+                Planned(base, base_key, base_key, keys.digests(base), planned.device, keys.arm(base))
+            )
         if planned.is_baseline:
             continue
         engine = keys.engine(cfg)

@@ -84,6 +84,7 @@ class _Run:
 
     def save(self, point: Point) -> None:
         """Write a point; from then on it is finished."""
+        point = results.with_quality(self.folder, point)
         results.save(self.folder, point)
         self.result.points.append(point)
         self.or_warn("tracker", lambda: self.tracker.log(tables.row(point)))
@@ -235,6 +236,7 @@ def _point(
         perplexity=measured.perplexity,
         outputs=measured.outputs,
         repeats=measured.repeats,
+        arm_key=planned.arm,
     )
 
 

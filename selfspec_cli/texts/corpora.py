@@ -1,4 +1,4 @@
-"""Text to fit exit heads on and to count tokens of, by one word: what a user names after --corpus.
+"""Text to fit exit heads on, to count tokens of and to score, by one word: what a user names after --corpus.
 
     stdlib          Python's standard library; heads are tested on the modules that are held out everywhere
     FILE            plain text
@@ -23,6 +23,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,15 +104,53 @@ def load(source: str) -> Corpus:
         return Corpus("standard library, held-out modules excluded", library.fitting_text(), library.held_out_text())
     if source == "random":
         return Corpus("random token ids (not a text)")
+    return _split(source, _rows(source))
+
+
+def documents(source: str, most: int, *, held_out: bool = False) -> Texts:
+    """(name, text) of at most `most` documents to score: modules of the held-out standard library, rows of a data set
+    (a ShareGPT conversation is one, its turns with a blank line between them), or blocks of a plain text.
+
+    Args:
+        held_out: only those of the blocks that no fit on this corpus reads.
+
+    Raises:
+        ConfigError: as `load`, or there is no document; random token ids are no text.
+    """
+    if source == "random":
+        raise ConfigError("corpus=random: random token ids are no text, and their perplexity says nothing")
+    if source == "stdlib":
+        return library.held_out_text()[:most]
+    pieces = _rows(source)
+    if held_out:
+        pieces = (piece for block in _uncontaminated(pieces)[::HELD_OUT_EVERY] for piece in block)
+    if not _has_rows(source):
+        pieces = ("\n\n".join(block) for block in _blocks(pieces))
+    named = ((f"{source} {number}", piece) for number, piece in enumerate(pieces) if piece.strip())
+    found = list(islice(named, most))
+    if not found:
+        raise ConfigError(f"corpus={source}: it holds no text to score")
+    return found
+
+
+def _has_rows(source: str) -> bool:
+    return source.startswith("hf:") or _file(source)[0].suffix in TABLES
+
+
+def _rows(source: str) -> Iterator[str]:
+    """The rows of a data set, or the paragraphs of a plain text; raises as `load`."""
     if source.startswith("hf:"):
-        return _split(source, _data_set(source))
+        yield from _data_set(source)
+        return
     check(source)
     path, column = _file(source)
-    if path.suffix in TABLES and path.stat().st_size:  # the library knows no empty file
-        rows = _load(source, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
-        return _split(source, _texts(source, rows, column))
+    if path.suffix in TABLES:
+        if path.stat().st_size:  # the library knows no empty file
+            rows = _load(source, TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+            yield from _texts(source, rows, column)
+        return
     try:
-        return _split(source, path.read_text(encoding="utf-8").split("\n\n"))
+        yield from path.read_text(encoding="utf-8").split("\n\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"corpus={source}: is not UTF-8 text ({error})") from error
 
@@ -131,8 +170,7 @@ def check(source: str) -> None:
 
 def _split(source: str, documents: Iterable[str]) -> Corpus:
     """Blocks of documents; every tenth is held out. Blocks that repeat the held-out modules are dropped."""
-    known = library.fingerprints(text for _, text in library.held_out_text())
-    blocks = [block for block in _blocks(documents) if not library.is_contaminated(block, known)]
+    blocks = ["\n\n".join(block) for block in _uncontaminated(documents)]
     named = [(f"{source} block {number}", block) for number, block in enumerate(blocks)]
     held_out, fitting = named[::HELD_OUT_EVERY], [pair for at, pair in enumerate(named) if at % HELD_OUT_EVERY]
     if not fitting:
@@ -141,19 +179,25 @@ def _split(source: str, documents: Iterable[str]) -> Corpus:
     return Corpus(source, fitting, held_out)
 
 
-def _blocks(documents: Iterable[str]) -> Iterator[str]:
+def _uncontaminated(documents: Iterable[str]) -> list[list[str]]:
+    """Blocks of documents without those that repeat the held-out modules."""
+    known = library.fingerprints(text for _, text in library.held_out_text())
+    return [block for block in _blocks(documents) if not library.is_contaminated("\n\n".join(block), known)]
+
+
+def _blocks(documents: Iterable[str]) -> Iterator[list[str]]:
     held: list[str] = []
     length = total = 0
     for document in documents:
         held.append(document)
         length += len(document)
         if length >= BLOCK:
-            yield "\n\n".join(held)
+            yield held
             total, held, length = total + length, [], 0
         if total >= MOST_CHARACTERS:
             return
     if held and length:
-        yield "\n\n".join(held)
+        yield held
 
 
 @dataclass(frozen=True)

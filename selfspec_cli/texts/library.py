@@ -158,12 +158,17 @@ def _line_starts(text: str) -> list[int]:
 
 def _window_at(encode: Callable[[str], list[int]], text: str, start: int, length: int) -> list[int] | None:
     """The first `length` token ids from `start` on, or None if the text ends before."""
-    reach = 6 * length
+    ids = leading_tokens(encode, text, length, start)
+    return ids if len(ids) == length else None
+
+
+def leading_tokens(encode: Callable[[str], list[int]], text: str, most: int, start: int = 0) -> list[int]:
+    """The first `most` token ids of `text` from character `start` on, fewer where it ends; a long text is not encoded
+    whole."""
+    reach = 6 * most
     while True:
         ids = encode(text[start : start + reach])
         # A cut changes the tokens next to it, so the ids in use must end well before the cut.
-        if len(ids) >= length + 16 or (start + reach >= len(text) and len(ids) >= length):
-            return ids[:length]
-        if start + reach >= len(text):
-            return None
+        if len(ids) >= most + 16 or start + reach >= len(text):
+            return ids[:most]
         reach *= 2

@@ -1,0 +1,211 @@
+"""What was found about the quality of an arm's output: perplexities, evaluations and the verdict of `selfspec verify`.
+
+One finding, one file `results/quality/<kind>-<arm key>-<run>.json`, written once. An arm is a method with its settings
+on one model, engine and machine, whatever the workload (`config.keys.Keys.arm`), so the newest findings of an arm are
+columns of every row that was measured of it. A verdict may also name the key of one point.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.record.intervals import Interval, perplexity_interval
+from selfspec_cli.record.point import Point
+
+FOLDER, FORMAT = "quality", 1
+TEXT, GENERATED, EVAL, VERDICT = "text", "generated", "eval", "verdict"
+GREEDY, SAMPLED = "greedy", "sampled"
+NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
+"""Columns of a row that say nothing of an arm."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Documents, or continuations of prompts, under one distribution. nats: negative log-likelihoods, one a document.
+    tokens: how many were scored of each."""
+
+    nats: list[float]
+    tokens: list[int]
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood a token."""
+        return perplexity(self.nats, self.tokens)
+
+    def interval(self, other: Scores | None = None) -> Interval | None:
+        """The 95 % interval of the perplexity, or of what it is above another's of the same documents."""
+        if other is None:
+            return perplexity_interval(self.nats, self.tokens)
+        return perplexity_interval(self.nats, self.tokens, other.nats, other.tokens)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding about one arm.
+
+    arm_key: `Keys.arm`. arm: columns that name it. baseline: arm key of what it is compared with; None for a baseline.
+    protocol: what was asked, in plain values. found: by kind
+
+        text         documents (names), scores, and the baseline's scores of the same documents (baseline)
+        generated    greedy and sampled, each with scores of the plain model and the baseline's of the same prompts
+                     (baseline), and how many outputs are identical to the baseline's; drafted, accepted: tokens
+        eval         scores: task, metric, value, stderr, samples, drafted (whether the task goes through drafting), and
+                     same: how many of the samples have the baseline's answer
+    """
+
+    kind: str
+    arm_key: str
+    run_id: str
+    time: str
+    device: str
+    arm: dict[str, Any]
+    baseline: str | None
+    protocol: dict[str, Any]
+    found: dict[str, Any]
+    command: list[str] | None = None
+    config: dict[str, Any] | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the suffix."""
+        return f"{self.kind}-{self.arm_key}-{self.run_id}"
+
+    def scores(self, part: str | None = None, baseline: bool = False) -> Scores | None:
+        """The scores of a perplexity: of the text, or of the greedy or sampled part; the arm's or the baseline's."""
+        inner = self.found if part is None else self.found.get(part) or {}
+        values = inner.get("baseline" if baseline else "scores")
+        return None if values is None else Scores(**values)
+
+
+def perplexity(nats: Sequence[float], tokens: Sequence[int]) -> float:
+    """exp of the mean negative log-likelihood a token, from the sums (nats) and numbers of tokens of some texts."""
+    return math.exp(math.fsum(nats) / sum(tokens))
+
+
+def save(results: str | os.PathLike[str], finding: Finding) -> Path:
+    """Write a finding, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder = Path(results) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{finding.name}.json"
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps({"format": FORMAT} | asdict(finding), ensure_ascii=False) + "\n", encoding="utf-8")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+@dataclass
+class Book:
+    """The newest findings of a results folder, by arm and kind; verdicts by what they name."""
+
+    findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
+        """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
+        found: dict[str, Any] = {}
+        verdict = self.verdicts.get(arm_key or "") or self.verdicts.get(key)
+        if verdict is not None:
+            cases = verdict.get("cases")
+            found |= {"verdict": str(verdict["verdict"])}
+            found |= {"verdict_cases": len(cases) if isinstance(cases, (list, dict)) else cases}
+        if arm_key is not None:
+            for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
+                finding = self.findings.get((kind, arm_key))
+                found |= columns(finding) if finding is not None else {}
+        return found
+
+
+def read(results: str | os.PathLike[str]) -> Book:
+    """The findings of a results folder. Files that hold none are left alone."""
+    book = Book()
+    files = sorted((Path(results) / FOLDER).glob("[!.]*.json"), key=lambda file: (_run_of(file), file.name))
+    for file in files:  # oldest first, so that the newest stays
+        with suppress(ValueError, OSError, TypeError, KeyError):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if "verdict" in data:
+                book.verdicts[data.get("arm_key") or data["key"]] = data
+                continue
+            if data["format"] != FORMAT:
+                continue
+            names = {item.name for item in fields(Finding)}
+            finding = Finding(**{name: value for name, value in data.items() if name in names})
+            book.findings[finding.kind, finding.arm_key] = finding
+    return book
+
+
+def _run_of(file: Path) -> str:
+    return "-".join(file.stem.split("-")[2:])
+
+
+def attach(points: Iterable[Point], book: Book) -> list[Point]:
+    """Points with what is known of their arms."""
+    return [replace(point, quality=book.columns(point.arm_key, point.key)) for point in points]
+
+
+def _of_text(finding: Finding) -> dict[str, Any]:
+    columns = _perplexities(finding, None, "ppl", "delta_ppl")
+    return columns | {"ppl_protocol": in_words(finding.protocol)}
+
+
+def _of_generated(finding: Finding) -> dict[str, Any]:
+    columns = _perplexities(finding, GREEDY, "ppl_of_greedy", "delta_ppl_of_greedy")
+    columns |= _perplexities(finding, SAMPLED, "ppl_of_sampled", "delta_ppl_of_sampled")
+    return columns | {"generated_protocol": in_words(finding.protocol)}
+
+
+def _perplexities(finding: Finding, part: str | None, name: str, delta: str) -> dict[str, Any]:
+    ours, theirs = finding.scores(part), finding.scores(part, baseline=True)
+    if ours is None:
+        return {}
+    columns: dict[str, Any] = {name: ours.perplexity, delta: None}
+    columns |= _ends(name, ours.interval())
+    if theirs is not None:
+        columns |= {delta: ours.perplexity - theirs.perplexity} | _ends(delta, ours.interval(theirs))
+    return columns
+
+
+def _ends(name: str, pair: Interval | None) -> dict[str, Any]:
+    low, high = pair or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def _of_eval(finding: Finding) -> dict[str, Any]:
+    return {
+        "scores": "; ".join(score_in_words(score) for score in finding.found["scores"]),
+        "scores_protocol": in_words(finding.protocol),
+    }
+
+
+def score_in_words(score: Mapping[str, Any]) -> str:
+    """Such as `stdlib_line exact_match 0.31 ± 0.05 (drafted)`: only what is drafted can differ for a verified arm."""
+    error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
+    return f"{score['task']} {score['metric']} {score['value']:.3f}{error}" + (" (drafted)" if score["drafted"] else "")
+
+
+def arm_in_words(arm: Mapping[str, Any]) -> str:
+    """An arm by the settings that make it one."""
+    names = ("E", "k", "head", "vocab", "draft_weights", "gate", "threshold")
+    told = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
+    return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in told.items())])
+
+
+def in_words(protocol: Mapping[str, Any]) -> str:
+    """A protocol on one line."""
+    return " ".join(f"{name}={value}" for name, value in protocol.items() if value is not None)

@@ -1,0 +1,138 @@
+"""Arms as `ppl` and `eval` look at them: a method with its settings on one model and engine, whatever the workload."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli import interrupts
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.config import machine
+from selfspec_cli.config.keys import engine_key
+from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.record import folder as results
+from selfspec_cli.record import quality, tables
+from selfspec_cli.record.quality import Finding
+from selfspec_cli.stages import plan as planning
+from selfspec_cli.stages.plan import Planned
+
+BAD_INPUT = (ConfigError, SettingsError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An arm of which something could not be found, and why. bad_input: what was asked for cannot be had."""
+
+    arm: str
+    reason: str
+    bad_input: bool
+
+
+def families(cfgs: Sequence[RunConfig]) -> list[list[Planned]]:
+    """The arms of some configs, each once, behind the baseline of their model and engine; those that can share an
+    engine are neighbours."""
+    found = []
+    for family in planning.plan(cfgs, again=True).families:
+        known: dict[str, Planned] = {}
+        for planned in [*family.baselines[:1], *(one for group in family.groups for one in group)]:
+            known.setdefault(planned.arm, planned)
+        found.append(list(known.values()))
+    return found
+
+
+def folder(cfgs: Sequence[RunConfig]) -> Path:
+    """The results folder of a command."""
+    return Path(planning.results_dir(cfgs))
+
+
+def each(
+    arms: Sequence[Planned],
+    open_engine: Callable[[RunConfig], AbstractContextManager[Any]],
+    do: Callable[[Any, Planned], None],
+    done: Callable[[int], None],
+) -> list[Failure]:
+    """Call `do(engine, arm)` for every arm, on engines that neighbours share; what fails is written down, and the rest
+    goes on, on a fresh engine unless it was bad input.
+
+    done: is told how many arms are over.
+    """
+    failed: list[Failure] = []
+    waiting = list(arms)
+    while waiting:
+        group = list(next(_groups(waiting)))
+        try:
+            with open_engine(group[0].cfg) as engine:
+                while group:
+                    interrupts.check()
+                    planned = group.pop(0)
+                    waiting.pop(0)
+                    try:
+                        if planned.cfg.method == "layer_skip":
+                            cfg = planned.cfg
+                            engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
+                        do(engine, planned)
+                    except Exception as error:
+                        failed.append(failure(planned, error))
+                        if not isinstance(error, BAD_INPUT):
+                            break
+                    finally:
+                        done(len(arms) - len(waiting))
+        except Exception as error:  # it did not start, or did not end: none of those that wait for it can do better
+            failed += [failure(planned, error) for planned in group]
+            del waiting[: len(group)]
+    return failed
+
+
+def _groups(arms: Sequence[Planned]) -> Iterator[Iterator[Planned]]:
+    return (members for _, members in groupby(arms, key=lambda planned: engine_key(planned.cfg)))
+
+
+def failure(planned: Planned, error: Exception) -> Failure:
+    """What is told of an arm that failed; an interrupt comes first."""
+    interrupts.check()
+    return Failure(label(planned), " ".join(str(error).split()) or type(error).__name__, isinstance(error, BAD_INPUT))
+
+
+def exit_code(failed: Sequence[Failure]) -> int:
+    """0: none failed; 2: all that failed was bad input; 1: a run failed."""
+    if not failed:
+        return 0
+    return 2 if all(one.bad_input for one in failed) else 1
+
+
+def label(planned: Planned) -> str:
+    """An arm in a few words, with its settings."""
+    return quality.arm_in_words(_columns(planned))
+
+
+def finding(
+    planned: Planned, base: Planned, kind: str, run_id: str, protocol: dict[str, Any], found: dict[str, Any]
+) -> Finding:
+    """A finding about an arm, with what it takes to believe it."""
+    return Finding(
+        kind=kind,
+        arm_key=planned.arm,
+        run_id=run_id,
+        time=results.now(),
+        device=planned.device,
+        arm=_columns(planned),
+        baseline=None if planned is base else base.arm,
+        protocol=protocol,
+        found=found,
+        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        config=to_plain(planned.cfg),
+        digests=planned.digests,
+        versions=machine.versions(),
+        git=machine.own_revision(),
+    )
+
+
+def _columns(planned: Planned) -> dict[str, Any]:
+    columns = tables.identity(planned.cfg)
+    return {name: value for name, value in columns.items() if name not in quality.NO_NAMES}

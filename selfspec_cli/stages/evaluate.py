@@ -1,0 +1,215 @@
+"""Scores of lm-evaluation-harness over live engines: the baseline's, then every arm's.
+
+Log-likelihood tasks never touch a draft. Only what an arm generates (`generate_until`) can show harm from early exit in
+an arm that verifies; of `skip` every score is its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from selfspec_cli import interrupts
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.engine.harness import LiveModel
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import folder as results
+from selfspec_cli.record import quality
+from selfspec_cli.stages import arms
+from selfspec_cli.stages.plan import Planned
+from selfspec_cli.stages.ppl import Found
+from selfspec_cli.texts import questions
+
+GENERATES = "generate_until"
+OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
+Answers = dict[tuple[str, str], list[str]]
+"""By task and metric what each sample was answered, as digests."""
+
+
+def load(names: Sequence[str], seed: int = 0) -> list[Task]:
+    """The tasks of these names, with their questions; those of the standard library need no network.
+
+    Raises:
+        ConfigError: there is no such task, or its data set cannot be had.
+    """
+    if not names:
+        raise ConfigError("--tasks names no task; offline there are " + ", ".join(questions.TASKS))
+    repeated = sorted({name for name in names if list(names).count(name) > 1})
+    if repeated:
+        raise ConfigError(f"--tasks: {', '.join(repeated)} is named twice")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    known = TaskManager(include_defaults=any(name not in questions.TASKS for name in names))
+    tasks: list[Task] = []
+    for name in names:
+        if name not in questions.TASKS and name not in known.all_tasks:
+            raise ConfigError(f"--tasks {name}: there is no such task{_nearest(name, known.all_tasks)}; offline there "
+                              f"are {', '.join(questions.TASKS)}")  # fmt: skip
+        try:
+            tasks += known.load([_own(name, seed) if name in questions.TASKS else name])["tasks"].values()
+        except Exception as error:  # of the data sets library, the Hub's and the network's
+            said = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"--tasks {name}: its data set cannot be loaded ({type(error).__name__}: {said}). It comes from the "
+                "Hugging Face Hub; reach a hub (HF_ENDPOINT names another one, and HF_HUB_OFFLINE forbids all), or use "
+                f"{', '.join(questions.TASKS)}, which need none"
+            ) from error
+    return tasks
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, [*known, *questions.TASKS], n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _own(name: str, seed: int) -> dict[str, Any]:
+    """One of the tasks of `texts.questions` as a config of the harness."""
+
+    def data_set(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset
+
+        return {"test": Dataset.from_list(questions.TASKS[name](seed))}
+
+    common = {"task": name, "custom_dataset": data_set, "test_split": "test", "doc_to_text": "{{context}}",
+              "target_delimiter": "", "metadata": {"version": 1.0}}  # fmt: skip
+    if name == "stdlib_choice":
+        return common | {
+            "output_type": "multiple_choice",
+            "doc_to_target": "answer",
+            "doc_to_choice": "choices",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
+    return common | {
+        "output_type": GENERATES,
+        "doc_to_target": "rest",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 64, "temperature": 0.0, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+
+
+def run(
+    cfgs: Sequence[RunConfig],
+    tasks: Sequence[Task],
+    *,
+    limit: int,
+    fewshot: int,
+    open_engine: OpenEngine,
+    progress: Progress = ignore,
+    run_id: str | None = None,
+) -> Found:
+    """Evaluate the baseline of each model and engine, then every arm; scores are on disk as soon as an arm is done.
+
+    Raises:
+        ConfigError: a results folder that cannot be written or is in use.
+    """
+    families = arms.families(cfgs)
+    with interrupts.deferred(), results.sweep_lock(arms.folder(cfgs)):
+        found = Found(warnings=results.prepare(arms.folder(cfgs)))
+        for family in families:
+            job = _Job(tasks, limit, fewshot, family[0], progress, found, run_id or results.new_run_id())
+            found.failed += arms.each(family, open_engine, job.arm, partial(_say, progress, len(family)))
+    return found
+
+
+def _say(progress: Progress, total: int, done: int) -> None:
+    progress("arms", done, total)
+
+
+@dataclass
+class _Job:
+    """One run of the command on the arms of one baseline. known: what the baseline answered, once it has."""
+
+    tasks: Sequence[Task]
+    limit: int
+    fewshot: int
+    base: Planned
+    progress: Progress
+    found: Found
+    run_id: str
+    known: Answers = field(default_factory=dict)
+
+    def arm(self, engine: Engine, planned: Planned) -> None:
+        """Evaluate an arm and save its scores."""
+        before = engine.verified()
+        scores, answers = _evaluate(engine, planned.cfg, self.tasks, self.limit, self.fewshot, self.progress)
+        counts = engine.verified()
+        accepted = counts.since(before).accepted if counts is not None and before is not None else None
+        if planned is self.base:
+            self.known = answers
+        else:
+            for score in scores:
+                score["same"] = _same(answers, self.known, (score["task"], score["metric"]))
+        if accepted == 0 and any(score["drafted"] for score in scores):
+            self.found.warnings.append(f"{arms.label(planned)}: no draft was accepted while answers were generated; "
+                                       "that they are the baseline's says nothing about drafting")  # fmt: skip
+        protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
+        told = {"scores": scores, "accepted": accepted}
+        finding = arms.finding(planned, self.base, quality.EVAL, self.run_id, protocol, told)
+        results.save_finding(Path(planned.cfg.results_dir), finding)
+        self.found.findings.append(finding)
+
+
+def _evaluate(
+    engine: Engine, cfg: RunConfig, tasks: Sequence[Task], limit: int, fewshot: int, progress: Progress
+) -> tuple[list[dict[str, Any]], Answers]:
+    """Scores of one arm, and its answers."""
+    told = simple_evaluate(
+        LiveModel(engine, progress), tasks=list(tasks), num_fewshot=fewshot, limit=limit, log_samples=True,
+        bootstrap_iters=1000, random_seed=cfg.seed, numpy_random_seed=cfg.seed, torch_random_seed=cfg.seed,
+        fewshot_random_seed=cfg.seed,
+    )  # fmt: skip
+    scores: list[dict[str, Any]] = []
+    answers: Answers = {}
+    for task in tasks:
+        name, kind = task.config.task, task.OUTPUT_TYPE
+        samples = told["samples"][name]
+        for metric, value in _metrics(told["results"][name]):
+            scores.append({
+                "task": name, "metric": metric, "value": value, "stderr": _stderr(told["results"][name], metric),
+                "samples": len(samples), "same": None, "drafted": kind == GENERATES and cfg.method is Method.layer_skip,
+                "output_type": kind,
+            })  # fmt: skip
+            plain = metric.partition(",")[0]
+            answers[name, metric] = [_answer(sample, plain, kind) for sample in samples]
+    for score in scores:
+        score["metric"] = score["metric"].removesuffix(",none")
+    return scores, {(name, metric.removesuffix(",none")): given for (name, metric), given in answers.items()}
+
+
+def _metrics(told: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The numbers among a task's results that are scores, by the harness's names (`metric,filter`)."""
+    return [(name, float(value)) for name, value in told.items()
+            if "," in name and "_stderr," not in name and isinstance(value, (int, float))]  # fmt: skip
+
+
+def _stderr(told: Mapping[str, Any], metric: str) -> float | None:
+    plain, _, chosen = metric.partition(",")
+    value = told.get(f"{plain}_stderr,{chosen}")
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _answer(sample: Mapping[str, Any], metric: str, kind: str) -> str:
+    """What a sample was answered: the text that was generated, or what the metric made of the log-likelihoods."""
+    said = sample["resps"] if kind == GENERATES else sample.get(metric)
+    return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
+
+
+def _same(ours: Answers, theirs: Answers, name: tuple[str, str]) -> int | None:
+    """Samples with the same answer as the baseline's; None where that is not known."""
+    if name not in theirs or len(theirs[name]) != len(ours[name]):
+        return None
+    return sum(one == other for one, other in zip(ours[name], theirs[name], strict=True))

@@ -1,0 +1,172 @@
+"""`selfspec ppl` on engines without vLLM: what is scored, under which model, and what is compared with what."""
+
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import bigrams
+import pytest
+from bigrams import nats
+
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.engine import scoring
+from selfspec_cli.engine.scoring import Passage
+from selfspec_cli.record import folder, quality
+from selfspec_cli.stages import ppl
+from selfspec_cli.stages.ppl import Request
+
+DOCUMENTS = [f"Document {number}.\n" + "Some words to be scored.\n" * (number + 1) for number in range(4)]
+SMALL = Request("text.jsonl", document_tokens=50, window=16, stride=8, prompts=5, prompt_tokens=6, length=4)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch, tmp_path):
+    module = ModuleType("vllm")
+    module.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfspec_cli.texts.corpora.documents", lambda source, most, held_out: list(
+        zip("abcd", DOCUMENTS, strict=True))[:most])  # fmt: skip
+    monkeypatch.setattr("selfspec_cli.texts.corpora.check", lambda source: None)
+
+
+@pytest.fixture
+def opened():
+    """Opens engines without vLLM; a list of those that were."""
+    engines = []
+
+    @contextmanager
+    def open_engine(cfg):
+        engines.append(bigrams.Engine(cfg))
+        yield engines[-1]
+
+    open_engine.engines = engines
+    return open_engine
+
+
+SKIP = RunConfig(method=Method.skip, layer=3)
+GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), tau_v=4.0)
+
+
+def arms_of(found, kind):
+    return {one.arm["arm"]: one for one in found.findings if one.kind == kind}
+
+
+def test_a_passage_is_scored_after_its_context(opened):
+    with opened(RunConfig(method=Method.baseline)) as engine:
+        short, long = scoring.score(engine, [Passage([3, 5], 1), Passage([3, 5, 7, 9], 2)])
+    assert short.log_likelihood == pytest.approx(-nats(3, 5))
+    assert long.log_likelihood == pytest.approx(-nats(5, 7) - nats(7, 9))
+    assert (short.tokens, long.tokens, long.greedy) == (1, 2, True)
+    for passage in (Passage([3], 1), Passage([3, 5], 0), Passage([3, 5], 2), Passage([3] * 64, 1)):
+        with pytest.raises(ValueError, match="at most 63 together"):
+            scoring.score(engine, [passage])
+
+
+def test_a_text_is_scored_under_the_predictions_of_whoever_has_some(opened):
+    found = ppl.run([SKIP, GATED], SMALL, open_engine=opened)
+    assert found.failed == []
+    text = arms_of(found, quality.TEXT)
+    assert set(text) == {"baseline", "skip"}  # an arm that verifies has no predictions of its own
+    ids = [bigrams.Tokenizer().encode(body)[:50] for body in DOCUMENTS]
+    expected = [sum(nats(*pair) for pair in zip(one, one[1:], strict=False)) for one in ids]
+    assert text["baseline"].scores().nats == pytest.approx(expected)
+    assert text["baseline"].scores().tokens == [len(one) - 1 for one in ids]
+    assert text["skip"].scores().nats == pytest.approx([1.5 * value for value in expected])
+    assert text["skip"].scores(baseline=True) == text["baseline"].scores()
+    columns = quality.read("results").columns(text["skip"].arm_key, "")
+    mean = sum(expected) / sum(len(one) - 1 for one in ids)
+    assert columns["delta_ppl"] == pytest.approx(math.exp(1.5 * mean) - math.exp(mean))
+    assert columns["ppl_protocol"] == "corpus=text.jsonl documents=4 document_tokens=50 window=16 stride=8"
+
+
+def test_what_arms_generate_is_scored_by_the_plain_model(opened):
+    found = ppl.run([SKIP, GATED], SMALL, open_engine=opened)
+    assert found.failed == []
+    assert [engine.cfg.method for engine in opened.engines] == ["baseline", "skip", "layer_skip", "baseline"]
+    told = arms_of(found, quality.GENERATED)
+    greedy, sampled = (told["skip"].found[name] for name in ("greedy", "sampled"))
+    assert (greedy["identical"], greedy["outputs"]) == (0, 5)
+    last = opened.engines[-1].llm.asked
+    assert last and all(len(ids) == 10 for ids, _ in last)  # prompt and continuation
+    # The skip arm's greedy continuations are asked for first, and none of them is the baseline's.
+    expected = [sum(nats(*pair) for pair in zip(ids[5:], ids[6:], strict=False)) for ids, _ in last[:5]]
+    assert greedy["scores"]["nats"] == pytest.approx(expected)
+    assert greedy["scores"]["tokens"] == [4] * 5
+    assert sampled["scores"] != sampled["baseline"]
+
+
+def test_a_verified_arm_that_generates_the_baselines_text_differs_by_nothing(opened):
+    found = ppl.run([GATED], SMALL, open_engine=opened)
+    told = arms_of(found, quality.GENERATED)["layer_skip"]
+    assert told.found["greedy"]["identical"] == 5
+    columns = quality.read("results").columns(told.arm_key, "")
+    assert (columns["delta_ppl_of_greedy"], columns["delta_ppl_of_greedy_low"]) == (0.0, 0.0)
+    assert columns["delta_ppl_of_sampled_low"] <= columns["delta_ppl_of_sampled"] <= columns["delta_ppl_of_sampled_high"]
+    assert columns["delta_ppl_of_sampled"] != 0
+    assert "ppl" not in columns
+    assert told.found["greedy"]["accepted"] == 3
+    assert found.warnings == []
+
+
+def test_arms_that_differ_in_their_gate_share_an_engine(opened):
+    other = replace(GATED, tau_v=5.0)
+    ppl.run([GATED, other, replace(GATED, seed=0)], SMALL, open_engine=opened)
+    assert [engine.cfg.method for engine in opened.engines] == ["baseline", "layer_skip", "baseline"]
+    assert opened.engines[1].gates == [("varH", 4.0), ("varH", 5.0)]
+
+
+def test_drafts_that_are_never_accepted_prove_nothing(opened):
+    @contextmanager
+    def open_engine(cfg):
+        with opened(cfg) as engine:
+            engine.accepted = 0
+            yield engine
+
+    found = ppl.run([GATED], SMALL, open_engine=open_engine)
+    assert any("no draft was accepted" in warning for warning in found.warnings)
+
+
+def test_an_arm_that_fails_does_not_end_the_others(opened):
+    @contextmanager
+    def open_engine(cfg):
+        if cfg.method is Method.skip:
+            raise RuntimeError("out of\nmemory")
+        with opened(cfg) as engine:
+            yield engine
+
+    found = ppl.run([SKIP, GATED], SMALL, open_engine=open_engine)
+    assert [(one.arm, one.reason) for one in found.failed] == [("skip E=3 head=lens", "out of memory")]
+    assert found.exit_code == 1
+    assert set(arms_of(found, quality.GENERATED)) == {"baseline", "layer_skip"}
+
+
+def test_without_prompts_only_the_text_is_scored(opened):
+    found = ppl.run([SKIP], replace(SMALL, prompts=0), open_engine=opened)
+    assert {one.kind for one in found.findings} == {quality.TEXT}
+    assert len(opened.engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stride": 16}, "--stride 16: it must be from 1 to the window less 1, 15"),
+        ({"temperature": 0.0}, "--temperature 0"),
+        ({"window": 64}, "--window 64: it must be less than the model's 64 tokens"),
+        ({"prompt_tokens": 60}, "--prompt-tokens 60 and --length 4"),
+        ({"prompts": 5000}, "fewer or shorter --prompts"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(opened, change, words):
+    with pytest.raises(ConfigError, match=words):
+        found = ppl.run([SKIP], replace(SMALL, **change), open_engine=opened)
+        assert all(one.bad_input for one in found.failed) and found.exit_code == 2
+        raise ConfigError(found.failed[0].reason)
+
+
+def test_rows_have_the_columns_of_their_arm(opened, tmp_path):
+    ppl.run([SKIP], SMALL, open_engine=opened)
+    assert len(list((tmp_path / "results" / "quality").glob("*.json"))) == 4
+    assert folder.read("results") == ([], [])

@@ -186,6 +186,18 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
 }  # fmt: skip
 
+NOT_TRIED = (
+    "expert parallelism (on shared weights; copies are refused)",
+    "a KV cache in 8 bits",
+    "KV connectors (prefill and decoding on different servers)",
+    "sleep mode, and weights that are replaced in a live engine (copies keep the old ones, so drafts get worse and the "
+    "output does not)",
+    "`method: skip` with adapters",
+    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/versions.py` and `selfspec "
+    "doctor`",
+)
+"""Nothing is known to be wrong with these, and nobody has run them."""
+
 HEAD = """# What early exit works with
 
 This table is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
@@ -206,6 +218,7 @@ def page() -> str:
     for title, rows in ROWS.items():
         parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
         parts += [_line(row) for row in rows]
+    parts.append("\n## Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
     return "".join(parts)
 
 

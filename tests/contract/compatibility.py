@@ -49,9 +49,9 @@ def engine(**changes: Any) -> Callable[[], Any]:
     return lambda: spec_config._refuse_engine(SimpleNamespace(**PLAIN | changes))
 
 
-def target(name: str) -> Callable[[], Any]:
-    return lambda: spec_config._refuse_model(SimpleNamespace(model="m", **dict.fromkeys(spec_config.NO_TARGETS, False)
-                                                             | {name: True}))  # fmt: skip
+def target(name: str, value: Any = True) -> Callable[[], Any]:
+    facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(spec_config.NO_TARGETS, False), name: value}
+    return lambda: spec_config._refuse_model(SimpleNamespace(**facts))
 
 
 def adapters_of_experts() -> Any:
@@ -114,6 +114,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_attention_free"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("encoder-decoder models (Whisper, ...)", REFUSED, "a draft step has no encoder's states",
+            refusal=target("is_encoder_decoder"), instead="without a speculative_config"),
+        Row("diffusion language models", REFUSED, "they make several tokens at once",
+            refusal=target("is_diffusion"), instead="without a speculative_config"),
+        Row("embedding and other pooling models", REFUSED, "they generate no tokens",
+            refusal=target("runner_type", "pooling"), instead="leave the speculative_config out"),
         Row("a model whose name vLLM takes for another draft's (eagle, mtp, ...)", REFUSED, "vLLM guesses a draft's "
             "method from its name", refusal=misread, instead="link the model to a folder of another name"),
     ),

@@ -192,8 +192,8 @@ def _refuse_model(target: ModelConfig) -> None:
         if getattr(target, name):
             raise SettingsError(
                 f"model {target.model} is not supported with early exit: {reason}; allowed: decoders of attention "
-                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's method "
-                "'ngram'"
+                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
+                "method 'ngram'"
             )
 
 

@@ -2,6 +2,7 @@
 # make quick  lint, and the unit and contract tests that take no seconds each: two minutes on two cores
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make lint   ruff, the direction of imports, mypy
+# make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test lint install wheel clean
+.PHONY: demo quick quick-lint quick-tests test lint fresh install wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -53,6 +54,9 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(LINT)
+
+fresh:
+	$(PYTHON) packaging/fresh_install.py --vllm
 
 install: $(INSTALLED)
 

@@ -179,6 +179,8 @@ NO_TARGETS = {
     "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
     "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
     "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
+    "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
+    "is_diffusion": "it makes several tokens at once, and none of them after the other",
 }
 """Property of vLLM's ModelConfig that early exit cannot have -> why."""
 
@@ -186,12 +188,17 @@ NO_TARGETS = {
 def _refuse_model(target: ModelConfig) -> None:
     """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
     recurrent state it would have moved on for good."""
+    if target.runner_type != "generate":
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: vLLM runs it as a {target.runner_type} model, "
+            "which generates no tokens; leave the speculative_config out"
+        )
     for name, reason in NO_TARGETS.items():
         if getattr(target, name):
             raise SettingsError(
-                f"model {target.model} is not supported with early exit: {reason}; allowed: models of attention layers "
-                "with plain positions; this one can be served without a speculative_config, or with vLLM's method "
-                "'ngram'"
+                f"model {target.model} is not supported with early exit: {reason}; allowed: decoders of attention "
+                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
+                "method 'ngram'"
             )
 
 

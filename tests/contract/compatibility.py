@@ -49,9 +49,9 @@ def engine(**changes: Any) -> Callable[[], Any]:
     return lambda: spec_config._refuse_engine(SimpleNamespace(**PLAIN | changes))
 
 
-def target(name: str) -> Callable[[], Any]:
-    return lambda: spec_config._refuse_model(SimpleNamespace(model="m", **dict.fromkeys(spec_config.NO_TARGETS, False)
-                                                             | {name: True}))  # fmt: skip
+def target(name: str, value: Any = True) -> Callable[[], Any]:
+    facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(spec_config.NO_TARGETS, False), name: value}
+    return lambda: spec_config._refuse_model(SimpleNamespace(**facts))
 
 
 def adapters_of_experts() -> Any:
@@ -114,6 +114,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_attention_free"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("encoder-decoder models (Whisper, ...)", REFUSED, "a draft step has no encoder's states",
+            refusal=target("is_encoder_decoder"), instead="without a speculative_config"),
+        Row("diffusion language models", REFUSED, "they make several tokens at once",
+            refusal=target("is_diffusion"), instead="without a speculative_config"),
+        Row("embedding and other pooling models", REFUSED, "they generate no tokens",
+            refusal=target("runner_type", "pooling"), instead="leave the speculative_config out"),
         Row("a model whose name vLLM takes for another draft's (eagle, mtp, ...)", REFUSED, "vLLM guesses a draft's "
             "method from its name", refusal=misread, instead="link the model to a folder of another name"),
     ),
@@ -186,6 +192,18 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
 }  # fmt: skip
 
+NOT_TRIED = (
+    "expert parallelism (on shared weights; copies are refused)",
+    "a KV cache in 8 bits",
+    "KV connectors (prefill and decoding on different servers)",
+    "sleep mode, and weights that are replaced in a live engine (copies keep the old ones, so drafts get worse and the "
+    "output does not)",
+    "`method: skip` with adapters",
+    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/versions.py` and `selfspec "
+    "doctor`",
+)
+"""Nothing is known to be wrong with these, and nobody has run them."""
+
 HEAD = """# What early exit works with
 
 This table is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
@@ -206,6 +224,7 @@ def page() -> str:
     for title, rows in ROWS.items():
         parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
         parts += [_line(row) for row in rows]
+    parts.append("\n## Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
     return "".join(parts)
 
 

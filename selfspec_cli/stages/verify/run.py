@@ -21,6 +21,7 @@ from selfspec_cli.config.keys import Keys, baseline_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, to_plain
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
 from selfspec_cli.stages.verify import arm, cases, greedy, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import FOREIGN_HEAD, Wanted
@@ -80,13 +81,14 @@ def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
 
 
 def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Progress = ignore) -> dict[str, Any]:
-    """Verify one arm; the document, also written to results_dir/verify/.
+    """Verify one arm; the document, also written to results_dir (see `save`).
 
     Raises:
         ConfigError: what `check` refuses.
     """
     check(cfg, wanted)
-    start, key = time.perf_counter(), Keys().run(cfg)
+    start, keys = time.perf_counter(), Keys()
+    about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
     settings = engine_config(cfg, wanted)
     seeds = [cfg.seed + number for number in range(wanted.repeat)]
     with _with_foreign_head(settings, wanted) as drafting:
@@ -107,15 +109,8 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         chunk = int(cfg.k or 0) + 1
         with open_engine(baseline_of(settings), long_prefill_token_threshold=chunk) as engine:
             greedy.ask_together(engine, level, chunk, tolerance)
-    about: dict[str, Any] = {
-        "key": key,
-        "model": cfg.model.name,
-        "layer": layer,
-        "k": cfg.k,
-        "config": to_plain(cfg),
-        "time": now(),
-    }
-    about |= {"device": machine.device(cfg), "versions": machine.versions(), "planted": wanted.plant}
+    about |= {"model": cfg.model.name, "layer": layer, "k": cfg.k, "config": to_plain(cfg), "time": now()}
+    about |= {"versions": machine.versions(), "planted": wanted.plant, "thorough": wanted.thorough}
     about |= {"batch_invariant": wanted.batch_invariant, "tolerance": tolerance}
     document = finished([one for one, _ in found], wanted.batch_invariant) | about
     document["seconds"] = round(time.perf_counter() - start, 1)
@@ -142,9 +137,13 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
     return chosen | {"runs": len(found), "verdicts": counts}
 
 
-def save(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write a document to folder/verify/KEY-RUN.json; the document with its `file`."""
-    file = folder / "verify" / f"{document['key']}-{new_run_id()}.json"
+def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
+    """Write a document among the findings of its arm, where reports look for it; one of a planted fault says nothing of
+    the arm and goes to verify/. Returns the document with its `file`."""
+    run_id = new_run_id()
+    file = results / quality.FOLDER / f"{quality.VERDICT}-{document['arm_key']}-{run_id}.json"
+    if document["planted"] is not None:
+        file = results / "verify" / f"planted-{document['planted']}-{run_id}.json"
     with written(file) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document | {"file": str(file)}

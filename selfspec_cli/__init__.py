@@ -3,7 +3,8 @@
 The rooms, in the order in which imports may run:
 
     commands/      the command line: words in, exit codes out
-    stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop
+    stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop;
+                   verify/ shows that an arm is lossless
     report/        points in; tables, figures and the page out
     engine/        the only construction of vllm.LLM, and what stages ask of it
     artifacts/     files that commands make for a model: heads, calibrations, tuned settings

@@ -160,6 +160,11 @@ class Engine:
             drafting=counters.since(self._drafting(), own),
         )
 
+    def new_request(self) -> str:
+        """A name that no request of this engine has had."""
+        self._requests += 1
+        return f"selfspec-{self._requests}"
+
     def _closed_loop(
         self, prompts: Sequence[list[int]], parameters: Callable[[int], Any], batch: int, start: float
     ) -> tuple[list[list[int]], list[RequestTimes]]:
@@ -174,9 +179,7 @@ class Engine:
         tokens: list[list[int]] = [[] for _ in prompts]
 
         def submit() -> None:
-            number = len(arrived)
-            self._requests += 1
-            name = f"selfspec-{self._requests}"
+            number, name = len(arrived), self.new_request()
             numbers[name] = number
             arrived.append(clock() - start)
             core.add_request(name, {"prompt_token_ids": prompts[number]}, parameters(number))

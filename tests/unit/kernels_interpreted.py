@@ -166,6 +166,18 @@ def test_a_draft_vocabulary_is_mapped_back_and_drawn_tokens_are_taken_as_they_ar
     assert state.buffers.input_ids.tolist() == list(range(7, 7 + ROWS))
 
 
+def test_confidences_say_nothing_of_the_token_that_was_drawn():
+    """Adaptive verification admits drafts by them: an admission that knew the token would bias the output."""
+    seen = []
+    for first in (7, 1900):
+        state, logits = new_state(), sharp_and_flat(ROWS)
+        begin(state, [10] * ROWS)
+        end_step()(state, logits, torch.arange(first, first + ROWS))
+        seen.append(state.confidences[:, 0].clone())
+    assert torch.equal(*seen)
+    torch.testing.assert_close(seen[0], statistic("maxp", logits), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_propose_nothing_and_are_counted(poison):
     state, logits = new_state(), sharp_and_flat(ROWS)

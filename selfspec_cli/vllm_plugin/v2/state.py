@@ -28,8 +28,9 @@ class DraftState:
 
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
-    draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], probability of each drafted token under the draft, 0
-    where nothing was drafted: what vLLM's adaptive verification ranks by).
+    draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
+    token was drafted from, whichever token that was, 0 where nothing was drafted: what vLLM's adaptive verification
+    ranks by).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
     Scalars: step, limit (most drafts a round), round_limit (this round's), active and going (rows in this step, rows

@@ -1,0 +1,102 @@
+"""What `selfspec verify` does with words: what is wanted, the run, and the verdict on the screen."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import replace
+from typing import Any
+
+from selfspec_cli.commands.measuring import shown_starting
+from selfspec_cli.commands.screen import RUN_FAILED, say
+from selfspec_cli.commands.working import at_work
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.stages import preflight
+from selfspec_cli.stages.verify import cases, run
+from selfspec_cli.stages.verify.run import Wanted
+from selfspec_cli.stages.verify.verdict import KINDS, PASSING
+
+
+def wanted(
+    thorough: bool,
+    only: str,
+    batch_invariant: bool,
+    near_tie: float | None,
+    no_sampling: bool,
+    probabilistic: bool,
+    plant: str | None,
+    repeat: int,
+) -> Wanted:
+    """The options of the command line; raises ConfigError for a fault or a case that there is not."""
+    size = cases.THOROUGH if thorough else cases.QUICK
+    named = tuple(name for name in only.split(",") if name)
+    for option, names, allowed in (
+        ("--plant", [plant] if plant else [], list(KINDS)),
+        ("--cases", named, cases.GROUPS),
+    ):
+        for name in names:
+            if name not in allowed:
+                near = difflib.get_close_matches(name, allowed, 1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ConfigError(f"{option} {name}: there is none of that name{hint}; allowed: {', '.join(allowed)}")
+    if no_sampling:
+        size = replace(size, samples=0)
+    return Wanted(size, thorough, named, batch_invariant, near_tie, plant, probabilistic, repeat)
+
+
+def verify(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> dict[str, Any]:
+    """Check, and run on real engines; the document."""
+    run.check(cfg, asked)
+    preflight.check(cfg)
+    cfg = preflight.with_calibration(cfg)
+    (cfg,) = preflight.for_this_machine([cfg])
+    if dry_run:
+        return run.plan(cfg, asked)
+    preflight.check_device(cfg)
+    if asked.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
+    with at_work("verify", cfg.results_dir, debug) as shown:
+        return run.run(cfg, asked, open_engine=shown_starting(shown), progress=shown)
+
+
+def exit_code(document: dict[str, Any]) -> int:
+    """0: it passes (or nothing was run); 1: a fault, or not shown."""
+    return 0 if document.get("dry_run") or document["verdict"] in PASSING else RUN_FAILED
+
+
+def show(document: dict[str, Any]) -> None:
+    """The verdict for people: a line a case, a line a way to sample, and the verdict last."""
+    if document.get("dry_run"):
+        for name, value in document.items():
+            say(f"{name:<10} {value}")
+        return
+    for name, proof in document["proof"].items():
+        say(f"{'caught' if proof['caught'] else 'MISSED':<15} the fault {name} that this run planted itself")
+    for row in document["cases"]:
+        counted = f"{row['differ']} of {row['compared']} differ" if row["differ"] else f"{row['compared']} identical"
+        drafted = f", {row['accepted']} of {row['drafted']} drafted tokens accepted" if row.get("drafted") else ""
+        say(f"{row['verdict']:<15} {row['name']:<15} {counted}{drafted}" + _note(row))
+    for row in document["sampling"]:
+        told = ""
+        if "p" in row:
+            told = f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
+            told += f", finds {row['detectable_share']:.0%} of {row['texts']} texts" if row["detectable_share"] else ""
+            told += (
+                f", against the exact distribution p = {row['p_exact']:.3g}" if row.get("p_exact") is not None else ""
+            )
+        say(f"{row['verdict']:<15} {row['name']}: {told}" + _note(row))
+    for name in ("own_drafts", "head", "admission", "plain_repeats"):
+        if document[name]:
+            facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())
+            say(f"{'':<15} {name.replace('_', ' ')}: {facts}")
+    if document["runs"] > 1:
+        say(", ".join(f"{count} of {document['runs']} runs: {name}" for name, count in document["verdicts"].items()))
+    say(f"{document['verdict']}: {document['reason']}", "bold")
+    say(f"{document['seconds']} s; {document['file']}")
+
+
+def _note(row: dict[str, Any]) -> str:
+    return f"  ({row['note']})" if row.get("note") else ""
+
+
+__all__ = ["exit_code", "show", "verify", "wanted"]

@@ -1,0 +1,192 @@
+"""The arm's side of a run: what is planted for proof, the cases and the sampled texts, on a live engine that drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from selfspec_cli.artifacts import calibrations
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig, gate_threshold
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.engine import requests as asking
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.requests import Answer, Request
+from selfspec_cli.stages.verify import cases, greedy, sampling
+from selfspec_cli.stages.verify.cases import Case, Facts, GateSetting, Size
+from selfspec_cli.stages.verify.greedy import Observed
+from selfspec_cli.stages.verify.sampling import Drawn
+from selfspec_cli.texts import library
+
+FOREIGN_HEAD = "foreign_head"
+WINDOWS = 24  # stretches of text from which the prompts are cut
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run is to do.
+
+    only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault that stays in the arm's
+    engine for the whole run. probabilistic: drafts are drawn, not the likeliest tokens. repeat: runs on one engine.
+    """
+
+    size: Size = cases.QUICK
+    thorough: bool = False
+    only: tuple[str, ...] = ()
+    batch_invariant: bool = False
+    tolerance: float | None = None
+    plant: str | None = None
+    probabilistic: bool = False
+    repeat: int = 1
+
+    @property
+    def settings(self) -> list[str]:
+        """The ways to sample."""
+        if not self.size.samples:
+            return []
+        return list(sampling.SETTINGS if self.thorough else sampling.QUICK)
+
+
+@dataclass
+class Arm:
+    """What the arm's engine did in one run."""
+
+    seed: int
+    facts: Facts
+    cases: list[Case]
+    observed: dict[str, Observed] = field(default_factory=dict)
+    proof: list[Answer] = field(default_factory=list)
+    biased: Drawn | None = None
+    drawn: dict[str, Drawn] = field(default_factory=dict)
+    alone: VerifyCounts | None = None
+    admission: dict[str, int] | None = None
+
+    @property
+    def mixed(self) -> Case:
+        """The case that is always run."""
+        return next(case for case in self.cases if case.name == "mixed")
+
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt of the sampled texts."""
+        return self.facts.windows[-1][: sampling.PROMPT]
+
+    def proof_requests(self, size: Size) -> list[Request]:
+        """Greedy requests on which the planted fault is shown."""
+        return [Request(one.prompt, 24) for one in cases.requests(self.facts, size, self.seed)[:8]]
+
+
+def _facts(engine: Engine, cfg: RunConfig, seed: int, size: Size) -> Facts:
+    text = not engine.llm.model_config.skip_tokenizer_init
+    budget = int(cfg.engine.max_num_batched_tokens or 0)
+    length = min(budget + 40, engine.max_model_len - max(size.tokens) - 2)
+    if length < 16:
+        raise ConfigError(f"model.max_model_len={engine.max_model_len}: too short to verify on; at least "
+                          f"{max(size.tokens) + 18}")  # fmt: skip
+    if text:
+        windows = library.token_windows(engine.encode, library.held_out_text(), length, WINDOWS, seed)
+    else:
+        draw = random.Random(seed)
+        windows = [[draw.randrange(3, engine.vocab_size) for _ in range(length)] for _ in range(WINDOWS)]
+    return Facts(engine.vocab_size, engine.max_model_len, cfg.engine.max_num_seqs, budget, text, windows)
+
+
+def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
+    """All that the arm's engine has to do in one run; what is planted for proof is taken out again."""
+    facts = _facts(engine, cfg, seed, wanted.size)
+    early = cfg.method is Method.layer_skip
+    if early:
+        facts = replace(facts, gates=_gates(engine, cases.requests(facts, wanted.size)))
+    arm = Arm(seed, facts, _chosen(cases.all_cases(facts, wanted.size), cfg, wanted))
+    _restore(engine, cfg)
+    engine.call("early_exit_plant", "accept_one_more")
+    asking.forget_prefixes(engine)
+    arm.proof = asking.answers(engine, arm.proof_requests(wanted.size), batch=4)
+    if wanted.size.samples:
+        engine.call("early_exit_plant", "biased_sampler")
+        arm.biased = draw(engine, arm, wanted, "temperature 1", 900)
+    engine.call("early_exit_mend")
+    if wanted.plant is not None and wanted.plant != FOREIGN_HEAD:  # a head is loaded with the engine
+        engine.call("early_exit_plant", wanted.plant)
+    if cfg.verification == "adaptive" or wanted.plant == "look_ahead":
+        arm.admission = engine.call("early_exit_admission")
+    for case in arm.cases:
+        _restore(engine, cfg)
+        arm.observed[case.name] = greedy.perform(engine, case, drafting=True)
+    _restore(engine, cfg)
+    if early:
+        _probe_cache(engine, arm)
+        arm.alone = _alone(engine, arm)
+    for number, name in enumerate(wanted.settings):
+        arm.drawn[name] = draw(engine, arm, wanted, name, number)
+    engine.call("early_exit_mend")
+    _restore(engine, cfg)
+    return arm
+
+
+def _restore(engine: Engine, cfg: RunConfig) -> None:
+    """Draft as the config says."""
+    if cfg.method is Method.layer_skip:
+        engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
+        engine.set_draft_length(int(cfg.k or 0))
+
+
+def _gates(engine: Engine, requests: list[Request]) -> tuple[GateSetting, ...]:
+    """Every gate that this device has, at a threshold that ends about half of this arm's drafts: the median of its
+    statistic over drafts that were logged."""
+    with engine.recording() as read:
+        asking.answers(engine, requests, batch=4)
+        log = read()
+    if not len(log.drafted):
+        return ()
+    medians = {name: float(log.feature(name)[log.was_drafted].nanmedian()) for name in device_features()}
+    found = [GateSetting(name, min(max(value, GATES[name].low), GATES[name].high)) for name, value in medians.items()]
+    for name, gate in GATES.items():
+        if gate.needs_calibration:
+            feature, value = next(iter(medians.items()))
+            falls = GATES[feature].direction == "at_most"
+            ps = [0.9, 0.1] if falls else [0.1, 0.9]
+            calibration = {"feature": feature, "xs": [value - 0.5, value + 0.5], "ps": ps}
+            found.append(GateSetting(name, 0.5, calibration))
+    return tuple(found)
+
+
+def _chosen(found: list[Case], cfg: RunConfig, wanted: Wanted) -> list[Case]:
+    """The cases that were asked for; with a gate in force one without it, to tell whose fault a difference is."""
+    if cfg.method is Method.layer_skip and cfg.gate.kind != "none":
+        few = next(case for case in found if case.name == "preempted")
+        none = (GateSetting("none", None),)
+        found.append(replace(few, name="gate none", about="without the gate", meanwhile="nothing", gates=none))
+    return [case for case in found if not wanted.only or case.group in ("mixed", *wanted.only)]
+
+
+def draw(engine: Engine, arm: Arm, wanted: Wanted, name: str, stream: int) -> Drawn:
+    """Texts of one setting. stream: no two of a run are equal, so that no two samples share a seed."""
+    size, first = wanted.size, (arm.seed * 1000 + stream) * 100_000
+    return sampling.draw(engine, arm.prompt, name, size.samples, size.sampled_tokens, first)
+
+
+def _probe_cache(engine: Engine, arm: Arm) -> None:
+    """Go on, without drafts, from the keys and values that drafting has left in the prefix cache.
+
+    What a draft has spoilt shows here even where the output so far is right.
+    """
+    before = arm.mixed
+    greedy.perform(engine, before, drafting=True)
+    written_by_drafting = [
+        Request([*request.prompt, *answer.tokens], 8)
+        for request, answer in zip(before.requests, arm.observed["mixed"].answers, strict=True)
+        if len(request.prompt) + len(answer.tokens) + 8 <= engine.max_model_len
+    ]
+    engine.set_draft_length(0)
+    about = "decoding without drafts from the keys and values that drafting has left in the cache"
+    case = Case("cache", about, written_by_drafting, before.batch, fresh=False)
+    arm.observed["cache"] = greedy.perform(engine, case, drafting=True)
+    arm.cases.append(case)
+    engine.set_draft_length(int(engine.cfg.k or 0))
+
+
+def _alone(engine: Engine, arm: Arm) -> VerifyCounts | None:
+    """Counters of the requests of the case `mixed`, one at a time."""
+    mixed = arm.mixed
+    return greedy.perform(engine, replace(mixed, batch=1), drafting=True).counts

@@ -1,0 +1,142 @@
+"""The plain engine's side of a run: it does what the arm has done, and is asked about what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from selfspec_cli.config.schema import Method, RunConfig
+from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
+from selfspec_cli.engine import requests as asking
+from selfspec_cli.engine.arguments import head_path
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.stages.verify import greedy, sampling, verdict
+from selfspec_cli.stages.verify.arm import Arm, Wanted, draw
+from selfspec_cli.stages.verify.cases import Case
+from selfspec_cli.stages.verify.greedy import Difference, Observed
+
+
+def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
+    """Gap in nats up to which two tokens are level."""
+    if wanted.tolerance is not None:
+        return wanted.tolerance
+    names = {"float": "float32", "half": "float16"}  # "auto" is what the checkpoint says, mostly bfloat16
+    return greedy.TOLERANCE[names.get(cfg.model.dtype, cfg.model.dtype if cfg.model.dtype != "auto" else "bfloat16")]
+
+
+def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dict[str, Any], list[Difference]]:
+    """The document of one run, and its near-ties, of which another engine is to be asked too."""
+    tolerance, rows, level = tolerance_of(cfg, wanted), [], []
+    proof = _prove(engine, wanted, arm, tolerance)
+    plain_repeats: dict[str, int] | None = None
+    for case in arm.cases:
+        ours, plain = arm.observed[case.name], greedy.perform(engine, case, drafting=False)
+        found = greedy.differences(case.requests, ours.answers, plain.answers)
+        greedy.ask(engine, found, tolerance)
+        if found and plain_repeats is None:
+            plain_repeats = _repeat_plain(engine, arm, plain if case.name == "mixed" else None, tolerance)
+        compared = sum(request.greedy for request in case.requests)
+        unlike = greedy.unlike_scores(case.requests, ours.answers, plain.answers, tolerance)
+        noise = plain_repeats or {"differ": 0, "compared": 0}
+        told, note = verdict.case_row([one.kind for one in found], unlike, wanted.batch_invariant, noise["differ"],
+                                      noise["compared"], compared)  # fmt: skip
+        note = note or _hollow(case, ours, plain)
+        rows.append(_case_row(case, ours, plain, compared, found, told, note))
+        level += [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]
+    document = {
+        "gate": str(cfg.gate.kind) if cfg.method is Method.layer_skip else "none",
+        "seed": arm.seed,
+        "proof": proof,
+        "cases": rows,
+        "own_drafts": _own_drafts(arm, cfg, wanted),
+        "head": _head(arm, cfg),
+        "admission": arm.admission,
+        "sampling": _sampled(engine, arm, wanted),
+        "plain_repeats": plain_repeats,
+        "drafted": sum(one.counts.places for one in arm.observed.values() if one.counts),
+        "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
+    }
+    return document, level
+
+
+def _case_row(
+    case: Case, ours: Observed, plain: Observed, compared: int, found: Sequence[Difference], told: str,
+    note: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    row: dict[str, Any] = {"name": case.name, "about": case.about, "verdict": told, "compared": compared}
+    row |= {"tokens": sum(len(one.tokens) for one in ours.answers), "differ": len(found)}
+    row |= {"near_ties": sum(one.kind == "near-tie" for one in found), "differences": found}
+    if ours.counts is not None:
+        row |= {"drafted": ours.counts.places, "accepted": ours.counts.accepted}
+    row |= {"preempted": ours.preempted, "cached_tokens": ours.cached}
+    ended: dict[str, int] = {}
+    for one in plain.answers:
+        ended[str(one.ended[0])] = ended.get(str(one.ended[0]), 0) + 1
+    return row | {"ended": ended, "seconds": ours.seconds, "seconds_plain": plain.seconds, "note": note}
+
+
+def _hollow(case: Case, ours: Observed, plain: Observed) -> str | None:
+    """What a case was there for and did not happen; it does not make the case wrong, and shows less."""
+    if case.meanwhile == "preempt" and not (ours.preempted and plain.preempted):
+        return "nothing was preempted"
+    if case.name == "cache" and not ours.cached:
+        return "no prompt came from the cache: all were shorter than one of its blocks"
+    return None
+
+
+def _prove(engine: Engine, wanted: Wanted, arm: Arm, tolerance: float) -> dict[str, dict[str, Any]]:
+    """What was planted must be found by the same judgement that the cases get."""
+    proof: dict[str, dict[str, Any]] = {}
+    asking.forget_prefixes(engine)
+    asked = arm.proof_requests(wanted.size)
+    found = greedy.differences(asked, arm.proof, asking.answers(engine, asked, batch=4))
+    greedy.ask(engine, found, tolerance)
+    wrong = sum(one.kind == "fault" for one in found)
+    proof["accept_one_more"] = {"caught": wrong > 0, "differ": len(found), "compared": len(asked)}
+    if arm.biased is not None:
+        plain = [draw(engine, arm, wanted, "temperature 1", 901 + number) for number in range(2)]
+        row = sampling.judge("biased", arm.biased, plain, None)
+        proof["biased_sampler"] = {"caught": row["verdict"] == "differs", "p": row.get("p")}
+    return proof
+
+
+def _repeat_plain(engine: Engine, arm: Arm, known: Observed | None, tolerance: float) -> dict[str, int]:
+    """How many outputs of the case `mixed` the plain engine does not repeat with other neighbours: half the batch,
+    and the requests in reverse order."""
+    mixed = arm.mixed
+    first = known or greedy.perform(engine, mixed, drafting=False)
+    turned = replace(mixed, requests=mixed.requests[::-1], batch=max(1, mixed.batch // 2))
+    again = greedy.perform(engine, turned, drafting=False)
+    found = greedy.differences(mixed.requests, again.answers[::-1], first.answers)
+    greedy.ask(engine, found, tolerance)
+    near = sum(one.kind == "near-tie" for one in found)
+    return {"compared": len(mixed.requests), "differ": len(found), "near_ties": near}
+
+
+def _own_drafts(arm: Arm, cfg: RunConfig, wanted: Wanted) -> dict[str, Any] | None:
+    company = arm.observed["mixed"].counts
+    if arm.alone is None or company is None:
+        return None
+    exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
+    return verdict.own_drafts(arm.alone, company, int(cfg.k or 0), exact)
+
+
+def _head(arm: Arm, cfg: RunConfig) -> dict[str, Any] | None:
+    """The head's own test, where its file has one, against this model."""
+    path = head_path(cfg) if cfg.method is Method.layer_skip else None
+    if path is None or not path.endswith(SUFFIX) or arm.alone is None:
+        return None
+    return verdict.head(read_metadata(path).fit.get("agreement"), arm.alone)
+
+
+def _sampled(engine: Engine, arm: Arm, wanted: Wanted) -> list[dict[str, Any]]:
+    rows = []
+    for number, (name, ours) in enumerate(arm.drawn.items()):
+        plain = [ours, ours]
+        known = None
+        if ours.sample is not None:
+            plain = [draw(engine, arm, wanted, name, 100 + 2 * number + half) for half in range(2)]
+            known = sampling.exact(engine, arm.prompt, name)
+        rows.append(sampling.judge(name, ours, plain, known))
+    return rows

@@ -1,0 +1,131 @@
+"""What a run of `selfspec verify` found, its verdict, and which kind of fault the evidence points to. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec_cli.early_exit.counters import VerifyCounts
+
+LOSSLESS, NEAR_TIES, FAULT, NOT_SHOWN = "lossless", "near-ties only", "fault", "not shown"
+PASSING = (LOSSLESS, NEAR_TIES)
+
+KINDS = {
+    "kv_slot": "a draft corrupts keys or values of tokens that count",
+    "accept_one_more": "a token is accepted that the model would not have chosen",
+    "other_request": "the drafts of a request depend on the other requests in the batch: the drafter reads another "
+    "request's cache",
+    "biased_sampler": "greedy output is right and sampled output has another distribution: the sampler is biased",
+    "foreign_head": "the exit head agrees with this model far less often than it did where it was fitted: it belongs "
+    "to another model",
+    "gate_changes_output": "the output changes where a gate ends drafts",
+    "stale_after_preemption": "the output changes after a preemption: something of a request is kept that is stale",
+    "look_ahead": "adaptive verification looks at later drafts when it admits earlier ones",
+}
+"""Kinds of fault, named by what is seen. Each can be planted (`--plant`)."""
+
+PLANTED_FOR_PROOF = ("accept_one_more", "biased_sampler")
+"""What every run plants in its engine first, one for greedy cases and one for sampled ones."""
+
+Row = Mapping[str, Any]
+
+
+def suspect(document: Mapping[str, Any]) -> str | None:
+    """The kind of fault that explains what was found; None where nothing was."""
+    faulty = {row["name"] for row in document["cases"] if row["verdict"] == FAULT}
+    gated = {name for name in faulty if name.startswith("gate ") or name == "changing"}
+    ungated = faulty - gated - {"cache", "preempted"}
+    if document["gate"] != "none" and "gate none" not in faulty:
+        gated, ungated = gated | ungated, set()
+    gated -= {"gate none"}
+    drafts, head, admission = (document[name] or {} for name in ("own_drafts", "head", "admission"))
+    rules = (
+        ("kv_slot", ungated and "cache" in faulty),
+        ("accept_one_more", ungated),
+        ("gate_changes_output", gated),
+        ("stale_after_preemption", "preempted" in faulty),
+        ("kv_slot", "cache" in faulty),
+        ("other_request", drafts.get("verdict") == FAULT),
+        ("look_ahead", admission.get("changed")),
+        ("biased_sampler", any(row["verdict"] == "differs" for row in document["sampling"])),
+        ("foreign_head", head.get("verdict") == FAULT),
+    )
+    return next((name for name, holds in rules if holds), None)
+
+
+def decide(document: Mapping[str, Any]) -> tuple[str, str]:
+    """(verdict, why) of a run. A pass needs that the planted faults were caught, that drafts were made and some
+    accepted, and that no case was left open."""
+    missed = [name for name, proof in document["proof"].items() if not proof["caught"]]
+    kind = suspect(document)
+    if missed:
+        return NOT_SHOWN, f"the run did not catch what it planted itself ({', '.join(missed)}), so it shows nothing"
+    if kind is not None:
+        return FAULT, f"{KINDS[kind]} ({kind})"
+    if not document["drafted"]:
+        return NOT_SHOWN, "no draft was made"
+    if not document["accepted"]:
+        return NOT_SHOWN, f"of {document['drafted']} drafted tokens none was accepted"
+    open_cases = [row["name"] for row in [*document["cases"], *document["sampling"]] if row["verdict"] == NOT_SHOWN]
+    if open_cases:
+        return NOT_SHOWN, f"left open: {', '.join(open_cases)}; see their notes"
+    if any(row["verdict"] == NEAR_TIES for row in document["cases"]):
+        return NEAR_TIES, "where outputs part, the plain engine holds both tokens level"
+    return LOSSLESS, "every greedy output is the plain engine's, and no sampled one can be told from its distribution"
+
+
+def case_row(
+    kinds: Sequence[str], unlike_scores: int, batch_invariant: bool, plain_differ: int, plain_compared: int, ours: int
+) -> tuple[str, str | None]:
+    """(verdict, note) of a greedy case.
+
+    kinds: of each request that differs, near-tie or fault. unlike_scores: requests with other log-probabilities.
+    plain_differ, plain_compared: outputs that the plain engine does not repeat itself with other neighbours, of how
+    many. ours: outputs compared here.
+    """
+    wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
+    if wrong and plain_differ and not surely_more(len(kinds), ours, plain_differ, plain_compared):
+        return NOT_SHOWN, (f"plain vLLM does not repeat its own outputs with other neighbours ({plain_differ} of "
+                           f"{plain_compared} differ), and the arm's {len(kinds)} of {ours} are no more")  # fmt: skip
+    if wrong:
+        return FAULT, None
+    if unlike_scores:
+        return FAULT, f"{unlike_scores} request(s) report log-probabilities that are not the plain engine's"
+    return (NEAR_TIES, None) if kinds else (LOSSLESS, None)
+
+
+def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:
+    """Whether the arm parts more often than the plain engine from itself: one-sided Fisher test at 1 in 1000."""
+    from scipy.stats import fisher_exact
+
+    table = [[ours, of_ours - ours], [plain, of_plain - plain]]
+    return bool(fisher_exact(table, alternative="greater").pvalue < 1e-3)
+
+
+def own_drafts(alone: VerifyCounts, company: VerifyCounts, k: int, exact: bool) -> dict[str, Any]:
+    """Whether a request is drafted for alike alone and in company: accepted tokens a round of the same requests.
+
+    exact: arithmetic does not depend on the batch, so that the two are equal but for single rounds.
+    """
+    rates = [counts.accepted / counts.rounds if counts.rounds else 0.0 for counts in (alone, company)]
+    rounds = [max(counts.rounds, 1) for counts in (alone, company)]
+    noise = k / 2 * math.sqrt(1 / rounds[0] + 1 / rounds[1])  # of a rate between 0 and k, at most
+    bound = 0.05 * rates[0] + 0.01 if exact else max(0.15 * rates[0], 3 * noise)
+    verdict = FAULT if rates[0] - rates[1] > bound else "same"
+    return {"alone": round(rates[0], 4), "company": round(rates[1], 4), "verdict": verdict}
+
+
+def head(claimed: float | None, counts: VerifyCounts) -> dict[str, Any] | None:
+    """Whether a fitted head agrees with this model as it did where it was fitted: the first draft of a round is
+    accepted at least a third as often. claimed: that agreement, None where the head's file does not say."""
+    if claimed is None or counts.rounds < 50:
+        return None
+    measured = counts.accepted_at[0] / counts.rounds
+    verdict = FAULT if claimed >= 0.1 and measured < claimed / 3 else "same"
+    return {"agreement_when_fitted": round(claimed, 4), "first_drafts_accepted": round(measured, 4), "verdict": verdict}
+
+
+def worst(verdicts: Sequence[str]) -> str:
+    """The one that counts of several runs."""
+    return max(verdicts, key=(LOSSLESS, NEAR_TIES, NOT_SHOWN, FAULT).index)

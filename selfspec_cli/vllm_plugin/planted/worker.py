@@ -1,0 +1,53 @@
+"""The worker of an engine that can be made faulty, and mended again, while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin.planted import admission
+from selfspec_cli.vllm_plugin.worker import EarlyExitWorker
+
+OF_ANY_METHOD = ("accept_one_more", "biased_sampler")
+"""Faults of the verify pass, which is the same whatever drafts."""
+
+
+class FaultyWorker(EarlyExitWorker):
+    """`EarlyExitWorker`, and methods that plant faults."""
+
+    _early_exit_undo: Sequence[Callable[[], None]] = ()
+
+    def early_exit_plant(self, name: str) -> None:
+        """Plant one fault in place of whatever was planted before.
+
+        Raises SettingsError for a name that there is not here.
+        """
+        self.early_exit_mend()
+        faults = self._planted_faults()
+        if name not in faults:
+            raise SettingsError(f"fault {name!r} cannot be planted here; allowed: {', '.join(faults)}")
+        self._early_exit_undo = faults[name](self.model_runner)
+
+    def early_exit_mend(self) -> None:
+        """Take out what was planted. The KV cache may still hold what the fault left in it."""
+        for undo in reversed(self._early_exit_undo):
+            undo()
+        self._early_exit_undo = []
+
+    def early_exit_admission(self) -> dict[str, int]:
+        """Whether vLLM's adaptive verification looks at later drafts when it admits earlier ones; see `admission`."""
+        return admission.looked_ahead(self.device)  # type: ignore[attr-defined]
+
+    def _planted_faults(self) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
+        if hasattr(self.model_runner, "speculator"):
+            from selfspec_cli.vllm_plugin.planted import v2
+
+            found = v2.FAULTS | admission.FAULTS
+        else:
+            from selfspec_cli.vllm_plugin.planted import v1
+
+            found = v1.FAULTS | admission.FAULTS
+        if hasattr(self._early_exit_drafter(), "head"):
+            return found
+        return {name: found[name] for name in OF_ANY_METHOD}  # vLLM's own methods draft here

@@ -1,0 +1,128 @@
+"""`selfspec verify` on a tiny model: right engines pass, and every planted fault is found and named.
+
+The arm's engine and the plain one are each started once; every fault is planted in the same live engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import WORKER_EXTENSION
+from models import LAYERS, save_tiny, save_tokenizer
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.early_exit.artifact import save_head
+from selfspec_cli.early_exit.head_metadata import HeadMetadata
+from selfspec_cli.early_exit.head_module import ExitHead
+from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.engine.live import open_engine
+from selfspec_cli.stages.verify import arm, cases, plain, run, verdict
+from selfspec_cli.stages.verify.arm import Wanted
+
+pytestmark = pytest.mark.engine
+
+SMALL = cases.Size(requests=9, tokens=(16, 24, 32), batch=4, gates=1, samples=256)
+LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
+NEEDED = ("preempted", "gate")  # beside mixed and cache
+
+
+def config(path: Any, results: Any, *more: str):
+    words = [f"model={path}", f"layer={LAYERS // 2}", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=8",
+             "engine.kv_cache_gib=0.06", f"results_dir={results}", *more]  # fmt: skip
+    return compose_runs(None, words, sweep=False)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What a run finds with nothing planted ("clean": every case; "again": another seed), and with each fault."""
+    cfg = config(folder, tmp_path_factory.mktemp("results"))
+    asked = {"clean": Wanted(SMALL), "again": Wanted(SMALL, only=NEEDED)}
+    asked |= {kind: Wanted(replace(SMALL, gates=1), only=NEEDED, plant=kind) for kind in LIVE}
+    settings = run.engine_config(cfg, Wanted(SMALL))
+    with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
+        arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
+    with open_engine(baseline_of(settings)) as engine:
+        found = {name: plain.judge(engine, settings, asked[name], one)[0] for name, one in arms.items()}
+    return {name: run.finished([document], False) for name, document in found.items()}
+
+
+@pytest.mark.parametrize("name", ["clean", "again"])
+def test_a_right_engine_is_lossless(documents, name, report):
+    found = documents[name]
+    told = [f"{row['name']} p={row.get('p')} finds {row.get('detectable_share')}" for row in found["sampling"]]
+    report(f"{found['drafted']} drafted, {found['accepted']} accepted; {'; '.join(told)}")
+    assert (found["verdict"], found["suspect"]) == ("lossless", None), found
+    assert 0 < found["accepted"] < found["drafted"]
+    assert all(proof["caught"] for proof in found["proof"].values())
+    assert set(found["proof"]) == set(verdict.PLANTED_FOR_PROOF)
+
+
+def test_the_cases_are_what_they_say(documents):
+    rows = {row["name"]: row for row in documents["clean"]["cases"]}
+    assert {name.split()[0] for name in rows} >= set(cases.GROUPS) | {"cache"}
+    assert rows["preempted"]["preempted"] > 0
+    assert rows["again"]["cached_tokens"] > 0
+    assert rows["cache"]["cached_tokens"] > 0
+    assert rows["cache"]["drafted"] == 0
+    assert set(rows["stop"]["ended"]) == {"stop", "length"}
+    assert set(rows["full"]["ended"]) == {"length"}
+    assert [row["note"] for row in rows.values()] == [None] * len(rows)
+    for name, row in rows.items():
+        assert name == "cache" or 0 < row["accepted"] < row["drafted"], row
+    gated = next(row for name, row in rows.items() if name.startswith("gate "))
+    assert gated["drafted"] / gated["tokens"] < rows["mixed"]["drafted"] / rows["mixed"]["tokens"]
+    sampled = {row["name"]: row["verdict"] for row in documents["clean"]["sampling"]}
+    assert sampled.pop("min-p 0.05") == "refused"  # by vLLM, with any drafts
+    assert set(sampled.values()) == {"same"}
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_planted_fault_is_named(documents, kind, report):
+    found = documents[kind]
+    wrong = [row["name"] for row in found["cases"] if row["verdict"] == verdict.FAULT]
+    report(f"{kind}: {wrong} {found['own_drafts']} {[row['verdict'] for row in found['sampling']]}")
+    assert (found["verdict"], found["suspect"]) == ("fault", kind), found
+
+
+def test_a_head_of_another_model(folder, tmp_path):
+    """Refused by the fingerprint where its file has one; named where it has none and drafts badly."""
+    cfg = config(folder, tmp_path)
+    found = run.run(cfg, Wanted(SMALL, only=("gate",), plant=arm.FOREIGN_HEAD), open_engine=open_engine)
+    assert (found["verdict"], found["suspect"]) == ("fault", arm.FOREIGN_HEAD), found
+    assert {row["verdict"] for row in found["cases"]} == {"lossless"}
+    weight = torch.randn(256, 64)
+    metadata = HeadMetadata("lsq", LAYERS // 2, 64, 256, fingerprint="of another model", target="next_token")
+    path = save_head(tmp_path / "other.safetensors", ExitHead("lsq", {"weight": weight}), metadata)
+    other = config(folder, tmp_path, "head=lsq", f"head.path={path}")
+    with pytest.raises(HeadError, match="fitted on another model"):
+        run.run(other, Wanted(SMALL, only=("gate",)), open_engine=open_engine)
+
+
+def test_production_engines_cannot_be_made_faulty(folder, tmp_path):
+    """The worker that every other command starts has none of it."""
+    with open_engine(config(folder, tmp_path)) as engine, pytest.raises(Exception, match="early_exit_plant"):
+        engine.call("early_exit_plant", "kv_slot")
+    assert run.FAULTY_WORKER != WORKER_EXTENSION
+
+
+def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, tmp_path, report):
+    """With no tokenizer, and with drafts that are drawn."""
+    cfg = config(model_dir("llama_small_vocab"), tmp_path, "engine.extra.skip_tokenizer_init=true")
+    asked = Wanted(replace(SMALL, samples=1024), only=("company",), probabilistic=True)
+    found = run.run(cfg, asked, open_engine=open_engine)
+    rows = [row for row in found["sampling"] if "p_exact" in row]
+    report(", ".join(f"{row['name']}: p = {row['p_exact']:.3f} (plain {row['p_exact_plain']:.3f})" for row in rows))
+    assert found["verdict"] == "lossless", found
+    assert len(rows) == 2
+    assert all(row["p_exact"] is not None for row in rows)

@@ -1,0 +1,92 @@
+"""The command `selfspec verify`: what it refuses, what it shows, and its exit codes; no engine is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import call, document
+
+from selfspec_cli.record import quality
+from selfspec_cli.stages.verify import run
+
+
+@pytest.fixture
+def given(monkeypatch, tmp_path):
+    """Runs end with this verdict; what was asked of them is kept."""
+    monkeypatch.chdir(tmp_path)
+    found = {"verdict": "lossless", "asked": None}
+
+    def stand_in(cfg, wanted, *, open_engine, progress):
+        found["asked"] = (cfg, wanted)
+        row = {"name": "mixed", "verdict": found["verdict"], "differ": 2, "compared": 12, "drafted": 90, "accepted": 30}
+        told = {"name": "temperature 1", "verdict": "same", "p": 0.4, "distance": 0.1, "distance_plain": 0.11,
+                "detectable_share": 0.08, "texts": 384, "p_exact": 0.2}  # fmt: skip
+        made = {"verdict": found["verdict"], "reason": "because", "suspect": None, "cases": [row], "sampling": [told],
+                "proof": {"accept_one_more": {"caught": True}}, "own_drafts": {"verdict": "same"}, "head": None,
+                "admission": None, "plain_repeats": None, "runs": 2, "verdicts": {found["verdict"]: 2}, "seconds": 1.0,
+                "key": "abc", "arm_key": "def", "planted": wanted.plant}  # fmt: skip
+        return run.save(made, tmp_path)
+
+    monkeypatch.setattr(run, "run", stand_in)
+    return found
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("lossless", 0), ("near-ties only", 0), ("fault", 1), ("not shown", 1)])
+def test_the_exit_code_is_the_verdict(given, verdict, code, tmp_path):
+    given["verdict"] = verdict
+    result = call("verify", "--json")
+    assert result.exit_code == code
+    found = document(result)
+    assert found["verdict"] == verdict
+    assert quality.read(tmp_path).verdicts["def"]["verdict"] == verdict
+
+
+def test_what_is_shown(given):
+    shown = call("verify", "--near-tie", "0.5", "--repeat", "2", "--cases", "again,gate").stdout
+    for words in ("caught", "2 of 12 differ", "30 of 90 drafted tokens accepted", "p = 0.4", "finds 8% of 384 texts",
+                  "2 of 2 runs: lossless", "lossless: because"):  # fmt: skip
+        assert words in shown
+    asked = given["asked"][1]
+    assert (asked.tolerance, asked.repeat, asked.only) == (0.5, 2, ("again", "gate"))
+
+
+def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
+    given["verdict"] = "fault"
+    assert call("verify", "--plant", "kv_slot").exit_code == 1
+    assert not quality.read(tmp_path).verdicts
+    (file,) = (tmp_path / "verify").iterdir()
+    assert json.loads(file.read_text())["planted"] == "kv_slot"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--plant", "kv_slott"), "did you mean 'kv_slot'"),
+        (("--cases", "mixt"), "did you mean 'mixed'"),
+        (("method=skip",), "does not verify its drafts"),
+        (("method=baseline",), "drafts nothing"),
+        (("--batch-invariant",), "CUDA only"),
+        (("method=ngram", "--plant", "kv_slot"), "method=layer_skip"),
+        (("layer=99",), "1..23"),
+        (("--repeat", "0"), "--repeat"),
+    ],
+)
+def test_bad_input(given, words, expected):
+    result = call("verify", *words)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert given["asked"] is None
+
+
+def test_a_dry_run_starts_nothing(given):
+    found = document(call("verify", "--dry-run", "--json", "--thorough"))
+    assert found["dry_run"] is True
+    assert (found["context"], len(found["sampling"])) == (1024, 8)
+    assert given["asked"] is None
+
+
+def test_help():
+    shown = call("verify", "--help").stdout
+    assert "selfspec verify" in shown.split("Example")[-1]
+    assert "--dry-run" in shown and "--json" in shown

@@ -1,0 +1,154 @@
+"""Verdicts and the names of faults, by the evidence alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.engine.requests import Answer, Request
+from selfspec_cli.stages.verify import greedy, run, verdict
+from selfspec_cli.stages.verify.greedy import Difference
+
+CASES = ("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache")
+
+
+def document(*faulty: str, **changes):
+    rows = [{"name": name, "verdict": "fault" if name in faulty else "lossless"} for name in CASES]
+    found = {"gate": "none", "cases": rows, "sampling": [{"name": "temperature 1", "verdict": "same"}], "head": None,
+             "own_drafts": {"verdict": "same"}, "admission": None, "drafted": 90, "accepted": 40,
+             "proof": {name: {"caught": True} for name in verdict.PLANTED_FOR_PROOF}}  # fmt: skip
+    return found | changes
+
+
+def test_a_clean_run_is_lossless():
+    assert verdict.suspect(document()) is None
+    assert verdict.decide(document())[0] == "lossless"
+
+
+SAMPLED = [{"name": "temperature 1", "verdict": "differs"}]
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (document("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cache"), "kv_slot"),
+        (document("cache"), "kv_slot"),
+        (document("mixed", "again", "preempted", "crowd 1", "gate maxp"), "accept_one_more"),
+        (document("mixed", sampling=SAMPLED), "accept_one_more"),
+        (document("gate maxp", "changing"), "gate_changes_output"),
+        (document("mixed", "crowd 1", "gate maxp", gate="maxp"), "gate_changes_output"),
+        (document("preempted"), "stale_after_preemption"),
+        (document(own_drafts={"verdict": "fault"}), "other_request"),
+        (document(admission={"compared": 64, "changed": 3}), "look_ahead"),
+        (document(sampling=SAMPLED), "biased_sampler"),
+        (document(head={"verdict": "fault"}), "foreign_head"),
+    ],
+)
+def test_each_kind_of_fault_is_named_by_what_it_does(found, kind):
+    assert verdict.suspect(found) == kind
+    told, why = verdict.decide(found)
+    assert told == "fault"
+    assert f"({kind})" in why
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (document(drafted=0, accepted=0), "no draft was made"),
+        (document(accepted=0), "none was accepted"),
+        (document(proof={"biased_sampler": {"caught": False}}), "biased_sampler"),
+        (document("mixed", proof={"accept_one_more": {"caught": False}}), "did not catch"),
+        (document(sampling=[{"name": "top-k 5", "verdict": "not shown"}]), "top-k 5"),
+    ],
+)
+def test_what_shows_nothing_does_not_pass(found, words):
+    told, why = verdict.decide(found)
+    assert told == "not shown"
+    assert words in why
+    assert told not in verdict.PASSING
+
+
+def test_a_case_is_judged_by_its_differences():
+    none = {"unlike_scores": 0, "batch_invariant": False, "plain_differ": 0, "plain_compared": 32, "ours": 32}
+    assert verdict.case_row([], **none)[0] == "lossless"
+    assert verdict.case_row(["near-tie"], **none)[0] == "near-ties only"
+    assert verdict.case_row(["near-tie"], **none | {"batch_invariant": True})[0] == "fault"
+    assert verdict.case_row(["near-tie", "fault"], **none)[0] == "fault"
+    assert verdict.case_row([], **none | {"unlike_scores": 2})[0] == "fault"
+
+
+def test_where_plain_vllm_does_not_repeat_itself_that_is_said():
+    """gpt-oss in batch-invariant mode: 17 of 32 differ from plain to plain, 22 of 32 from the arm to plain."""
+    told, note = verdict.case_row(["fault"] * 22, 0, True, 17, 32, 32)
+    assert told == "not shown"
+    assert "17 of 32" in note
+    assert verdict.case_row(["fault"] * 32, 0, True, 4, 32, 32)[0] == "fault"  # far more than plain from itself
+    assert verdict.case_row(["fault"] * 2, 0, True, 0, 32, 32)[0] == "fault"
+
+
+def test_a_near_tie_is_level_or_turns_when_tokens_come_together():
+    def judged(gap, together=None):
+        found = Difference(0, 3, 7, 9, gap, together)
+        found.judge(0.25)
+        return found.kind
+
+    assert judged(0.2) == judged(-0.1) == "near-tie"
+    assert judged(0.6) == judged(0.6, 0.1) == judged(3.0, -0.1) == "fault"
+    assert judged(0.6, -0.1) == "near-tie"
+    assert judged(None) == "fault"  # an output that only ends elsewhere
+
+
+def test_first_differences_of_greedy_requests():
+    asked = [Request([1, 2], 3), Request([1], 3, {"temperature": 0.7}), Request([4], 3), Request([5], 3)]
+    ended = ("length", None)
+    ours = [Answer([5, 6, 7], ended), Answer([1, 1, 1], ended), Answer([3, 3], ("stop", 3)), Answer([1], ended)]
+    want = [Answer([5, 9, 7], ended), Answer([2, 2, 2], ended), Answer([3, 3, 3], ended), Answer([1], ended)]
+    first, second = greedy.differences(asked, ours, want)
+    assert (first.request, first.place, first.ours, first.plain, first.prefix) == (0, 1, 6, 9, [1, 2, 5])
+    assert (second.request, second.place, second.ours, second.plain) == (2, 2, None, 3)
+    assert first.to_dict()["chosen_alone"] is None
+    assert greedy.unlike_scores(asked[:1], [Answer([5, 6], ended, [-1.0, -2.0])], [Answer([5, 9], ended, [-1.0, -9.0])],
+                                1e-3) == 0  # fmt: skip
+    assert greedy.unlike_scores(asked[:1], [Answer([5], ended, [-1.0])], [Answer([5], ended, [-1.1])], 1e-3) == 1
+
+
+def test_drafts_of_a_request_are_its_own():
+    def counts(accepted):
+        return VerifyCounts(100, 400, accepted, [80, 60, 40, 20])
+
+    assert verdict.own_drafts(counts(200), counts(200), 4, exact=True)["verdict"] == "same"
+    assert verdict.own_drafts(counts(200), counts(150), 4, exact=True)["verdict"] == "fault"
+    assert verdict.own_drafts(counts(200), counts(150), 4, exact=False)["verdict"] == "same"
+    assert verdict.own_drafts(counts(200), counts(20), 4, exact=False)["verdict"] == "fault"
+    assert verdict.head(0.9, counts(200))["verdict"] == "same"
+    assert verdict.head(0.9, VerifyCounts(100, 400, 5, [4, 1, 0, 0]))["verdict"] == "fault"
+    assert verdict.head(None, counts(200)) is None
+
+
+def test_several_runs_have_the_verdict_of_the_worst():
+    def one(kinds, told):
+        found = [Difference(0, 3, 7, 9, kind=kind) for kind in kinds]
+        row = {"name": "mixed", "verdict": told, "note": None, "differences": found}
+        return document() | {"cases": [row]}
+
+    found = run.finished([one([], "lossless"), one(["near-tie"], "fault")], batch_invariant=False)
+    assert (found["verdict"], found["runs"]) == ("near-ties only", 2)  # judged again when tokens came together
+    assert found["verdicts"] == {"lossless": 1, "near-ties only": 1}
+    assert run.finished([one(["near-tie"], "fault")], batch_invariant=True)["verdict"] == "fault"
+    assert run.finished([one(["fault"], "fault"), one([], "lossless")], False)["suspect"] == "accept_one_more"
+
+
+def test_what_cannot_be_verified_is_refused():
+    from selfspec_cli.config.schema import ConfigError, Method, RunConfig, resolved
+
+    wanted = run.Wanted()
+    for changes, words in (
+        ({"method": Method.baseline}, "drafts nothing"),
+        ({"method": Method.skip}, "does not verify"),
+        ({"acceptance_length": 3.0}, "synthetic"),
+    ):
+        cfg = resolved(RunConfig(**changes))
+        with pytest.raises(ConfigError, match=words):
+            run.check(cfg, wanted)
+    with pytest.raises(ConfigError, match="CUDA only"):
+        run.check(resolved(RunConfig()), run.Wanted(batch_invariant=True))

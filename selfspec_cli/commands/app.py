@@ -423,7 +423,9 @@ def verify(
     probabilistic: Annotated[
         bool, typer.Option("--probabilistic", help="Draw drafts instead of the likeliest.")
     ] = False,
-    plant: Annotated[str | None, typer.Option("--plant", help="Plant this fault: the verdict must name it.")] = None,
+    plant: Annotated[
+        str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
+    ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs on the same engines, each with a new seed.")] = 1,
     as_json: Json = False,
     dry_run: DryRun = False,

@@ -13,7 +13,7 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.stages import preflight
 from selfspec_cli.stages.verify import cases, run
-from selfspec_cli.stages.verify.run import Wanted
+from selfspec_cli.stages.verify.arm import EVERY, Wanted
 from selfspec_cli.stages.verify.verdict import KINDS, PASSING
 
 
@@ -31,7 +31,7 @@ def wanted(
     size = cases.THOROUGH if thorough else cases.QUICK
     named = tuple(name for name in only.split(",") if name)
     for option, names, allowed in (
-        ("--plant", [plant] if plant else [], list(KINDS)),
+        ("--plant", [plant] if plant else [], [*KINDS, EVERY]),
         ("--cases", named, cases.GROUPS),
     ):
         for name in names:
@@ -89,6 +89,8 @@ def show(document: dict[str, Any]) -> None:
         if document[name]:
             facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())
             say(f"{'':<15} {name.replace('_', ' ')}: {facts}")
+    for kind, fault in document.get("faults", {}).items():
+        say(f"{'named' if fault['named'] else 'MISSED':<15} the planted fault {kind}: {fault['reason']}")
     if document["runs"] > 1:
         say(", ".join(f"{count} of {document['runs']} runs: {name}" for name, count in document["verdicts"].items()))
     say(f"{document['verdict']}: {document['reason']}", "bold")

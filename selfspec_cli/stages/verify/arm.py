@@ -9,7 +9,9 @@ from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, gate_threshold
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
 from selfspec_cli.engine import requests as asking
+from selfspec_cli.engine.arguments import head_path
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.stages.verify import cases, greedy, sampling
@@ -18,7 +20,7 @@ from selfspec_cli.stages.verify.greedy import Observed
 from selfspec_cli.stages.verify.sampling import Drawn
 from selfspec_cli.texts import library
 
-FOREIGN_HEAD = "foreign_head"
+FOREIGN_HEAD, EVERY = "foreign_head", "all"
 WINDOWS = 24  # stretches of text from which the prompts are cut
 
 
@@ -27,7 +29,8 @@ class Wanted:
     """What a run is to do.
 
     only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault that stays in the arm's
-    engine for the whole run. probabilistic: drafts are drawn, not the likeliest tokens. repeat: runs on one engine.
+    engine for the whole run, or EVERY for runs without and with each of them. probabilistic: drafts are drawn, not the
+    likeliest tokens. repeat: runs on one engine.
     """
 
     size: Size = cases.QUICK
@@ -60,6 +63,7 @@ class Arm:
     drawn: dict[str, Drawn] = field(default_factory=dict)
     alone: VerifyCounts | None = None
     admission: dict[str, int] | None = None
+    claimed: float | None = None  # agreement of the head where it was fitted, where its file says so
 
     @property
     def mixed(self) -> Case:
@@ -97,7 +101,7 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
     early = cfg.method is Method.layer_skip
     if early:
         facts = replace(facts, gates=_gates(engine, cases.requests(facts, wanted.size)))
-    arm = Arm(seed, facts, _chosen(cases.all_cases(facts, wanted.size), cfg, wanted))
+    arm = Arm(seed, facts, claimed=_claimed(cfg), cases=_chosen(cases.all_cases(facts, wanted.size), cfg, wanted))
     _restore(engine, cfg)
     engine.call("early_exit_plant", "accept_one_more")
     asking.forget_prefixes(engine)
@@ -149,6 +153,13 @@ def _gates(engine: Engine, requests: list[Request]) -> tuple[GateSetting, ...]:
             calibration = {"feature": feature, "xs": [value - 0.5, value + 0.5], "ps": ps}
             found.append(GateSetting(name, 0.5, calibration))
     return tuple(found)
+
+
+def _claimed(cfg: RunConfig) -> float | None:
+    path = head_path(cfg) if cfg.method is Method.layer_skip else None
+    if path is None or not path.endswith(SUFFIX):
+        return None
+    return read_metadata(path).fit.get("agreement")
 
 
 def _chosen(found: list[Case], cfg: RunConfig, wanted: Wanted) -> list[Case]:

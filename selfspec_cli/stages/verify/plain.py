@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec_cli.config.schema import Method, RunConfig
-from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
 from selfspec_cli.engine import requests as asking
-from selfspec_cli.engine.arguments import head_path
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages.verify import greedy, sampling, verdict
 from selfspec_cli.stages.verify.arm import Arm, Wanted, draw
@@ -50,7 +48,7 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "proof": proof,
         "cases": rows,
         "own_drafts": _own_drafts(arm, cfg, wanted),
-        "head": _head(arm, cfg),
+        "head": verdict.head(arm.claimed, arm.alone),
         "admission": arm.admission,
         "sampling": _sampled(engine, arm, wanted),
         "plain_repeats": plain_repeats,
@@ -120,14 +118,6 @@ def _own_drafts(arm: Arm, cfg: RunConfig, wanted: Wanted) -> dict[str, Any] | No
         return None
     exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
     return verdict.own_drafts(arm.alone, company, int(cfg.k or 0), exact)
-
-
-def _head(arm: Arm, cfg: RunConfig) -> dict[str, Any] | None:
-    """The head's own test, where its file has one, against this model."""
-    path = head_path(cfg) if cfg.method is Method.layer_skip else None
-    if path is None or not path.endswith(SUFFIX) or arm.alone is None:
-        return None
-    return verdict.head(read_metadata(path).fit.get("agreement"), arm.alone)
 
 
 def _sampled(engine: Engine, arm: Arm, wanted: Wanted) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
 from selfspec_cli.stages.verify import arm, cases, greedy, plain, sampling, verdict
-from selfspec_cli.stages.verify.arm import FOREIGN_HEAD, Wanted
+from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.greedy import Difference
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 CONTEXT, THOROUGH_CONTEXT, BUDGET = 512, 1024, 256  # tokens, where the user names no context
+TELLING = ("preempted", "gate")  # with mixed and cache: the cases by which faults are told apart
 OpenEngine = Callable[..., AbstractContextManager[Engine]]
 
 
@@ -90,19 +91,24 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     start, keys = time.perf_counter(), Keys()
     about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
     settings = engine_config(cfg, wanted)
-    seeds = [cfg.seed + number for number in range(wanted.repeat)]
-    with _with_foreign_head(settings, wanted) as drafting:
-        done = []
-        with open_engine(drafting, **_arm_arguments(drafting, wanted)) as engine:
-            for seed in seeds:
-                done.append(arm.perform(engine, drafting, wanted, seed))
-                progress("the arm", len(done), len(seeds))
+    arms: list[tuple[Arm, Wanted]] = []
+    jobs = _jobs(cfg, wanted)
+    for foreign in (False, True):
+        here = [job for job in jobs if (job[1].plant == FOREIGN_HEAD) == foreign]
+        if not here:
+            continue
+        with ExitStack() as stack:
+            drafting = stack.enter_context(_foreign_head(settings)) if foreign else settings
+            engine = stack.enter_context(open_engine(drafting, **_arm_arguments(drafting, wanted)))
+            for seed, asked in here:
+                arms.append((arm.perform(engine, drafting, asked, seed), asked))
+                progress("the arm", len(arms), len(jobs))
             layer = engine.layer
-        found: list[tuple[dict[str, Any], list[Difference]]] = []
-        with open_engine(baseline_of(settings)) as engine:
-            for one in done:
-                found.append(plain.judge(engine, drafting, wanted, one))
-                progress("the plain engine", len(found), len(seeds))
+    found: list[tuple[dict[str, Any], list[Difference]]] = []
+    with open_engine(baseline_of(settings)) as engine:
+        for one, asked in arms:
+            found.append(plain.judge(engine, settings, asked, one))
+            progress("the plain engine", len(found), len(jobs))
     tolerance = plain.tolerance_of(settings, wanted)
     level = [difference for _, differences in found for difference in differences][:16]
     if level:
@@ -112,9 +118,39 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     about |= {"model": cfg.model.name, "layer": layer, "k": cfg.k, "config": to_plain(cfg), "time": now()}
     about |= {"versions": machine.versions(), "planted": wanted.plant, "thorough": wanted.thorough}
     about |= {"batch_invariant": wanted.batch_invariant, "tolerance": tolerance}
-    document = finished([one for one, _ in found], wanted.batch_invariant) | about
+    document = concluded([(asked.plant, one) for (_, asked), (one, _) in zip(arms, found, strict=True)], wanted) | about
     document["seconds"] = round(time.perf_counter() - start, 1)
     return save(document, Path(cfg.results_dir))
+
+
+def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
+    """Each run's seed, and what it is to do. With every fault to be planted there are clean runs too, and those with a
+    fault have only the cases that tell faults apart."""
+    seeds = [cfg.seed + number for number in range(wanted.repeat)]
+    if wanted.plant != EVERY:
+        return [(seed, wanted) for seed in seeds]
+    clean = [(seed, replace(wanted, plant=None)) for seed in seeds]
+    return clean + [(cfg.seed, replace(wanted, plant=kind, only=TELLING)) for kind in verdict.KINDS]
+
+
+def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:
+    """One document of all runs, each with what was planted in it. Where every fault was planted, its verdict is that of
+    the clean runs, and a pass needs that each fault was named."""
+    if wanted.plant != EVERY:
+        return finished([one for _, one in found], wanted.batch_invariant)
+    document = finished([one for kind, one in found if kind is None], wanted.batch_invariant)
+    faults = {}
+    for kind, planted in found:
+        if kind is None:
+            continue
+        one = finished([planted], wanted.batch_invariant)
+        faults[kind] = {"verdict": one["verdict"], "suspect": one["suspect"], "reason": one["reason"],
+                        "named": one["suspect"] == kind}  # fmt: skip
+    missed = [kind for kind, fault in faults.items() if not fault["named"]]
+    if missed and document["verdict"] in verdict.PASSING:
+        reason = f"planted on purpose and not named: {', '.join(missed)}"
+        document |= {"verdict": verdict.NOT_SHOWN, "reason": reason}
+    return document | {"faults": faults}
 
 
 def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, Any]:
@@ -142,7 +178,7 @@ def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
     the arm and goes to verify/. Returns the document with its `file`."""
     run_id = new_run_id()
     file = results / quality.FOLDER / f"{quality.VERDICT}-{document['arm_key']}-{run_id}.json"
-    if document["planted"] is not None:
+    if document["planted"] not in (None, EVERY):
         file = results / "verify" / f"planted-{document['planted']}-{run_id}.json"
     with written(file) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -160,12 +196,9 @@ def _arm_arguments(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
 
 
 @contextmanager
-def _with_foreign_head(cfg: RunConfig, wanted: Wanted) -> Iterator[RunConfig]:
-    """`cfg`; where that fault is to be planted, with a head whose file claims to agree with the model and whose weights
-    are not for it. A file that says which model it was fitted on would be refused when it is loaded."""
-    if wanted.plant != FOREIGN_HEAD:
-        yield cfg
-        return
+def _foreign_head(cfg: RunConfig) -> Iterator[RunConfig]:
+    """`cfg` with a head whose file claims to agree with the model and whose weights are not for it. A file that says
+    which model it was fitted on would be refused when it is loaded."""
     import torch
 
     from selfspec_cli.early_exit.artifact import save_head

@@ -116,10 +116,10 @@ def own_drafts(alone: VerifyCounts, company: VerifyCounts, k: int, exact: bool) 
     return {"alone": round(rates[0], 4), "company": round(rates[1], 4), "verdict": verdict}
 
 
-def head(claimed: float | None, counts: VerifyCounts) -> dict[str, Any] | None:
+def head(claimed: float | None, counts: VerifyCounts | None) -> dict[str, Any] | None:
     """Whether a fitted head agrees with this model as it did where it was fitted: the first draft of a round is
     accepted at least a third as often. claimed: that agreement, None where the head's file does not say."""
-    if claimed is None or counts.rounds < 50:
+    if claimed is None or counts is None or counts.rounds < 50:
         return None
     measured = counts.accepted_at[0] / counts.rounds
     verdict = FAULT if claimed >= 0.1 and measured < claimed / 3 else "same"

@@ -122,7 +122,8 @@ def lm_eval(address: str, folder: Path, model: str) -> str:
 
 def guidellm(program: str, address: str, model: str, requests: int) -> str:
     data = "kind=synthetic_text,prompt_tokens=32,output_tokens=48"
-    return run("guidellm", [program, "run", "--backend", f"kind=openai_http,target={address}", "--profile",
+    return run("guidellm", [program, "run", "--backend", f"kind=openai_http,target={address},"
+               "request_format=/v1/completions", "--profile",
                "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={requests}", "--tokenizer",
                f"kind=huggingface_auto,model={model}", "--data", data, "--output", "kind=console",
                "--disable-console-interactive"])  # fmt: skip

@@ -76,7 +76,7 @@ def _sweep(
     from selfspec_cli.stages.bench import run as bench_one
 
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
-    with at_work(command, folder, debug) as shown, open_tracker(runs[0], run_id) as tracker:
+    with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         result = sweep_stage.run(
             runs,
             open_engine=shown_starting(shown),

@@ -14,6 +14,7 @@ from selfspec_cli.config import machine, paths
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.engine import deployment
 from selfspec_cli.stages import preflight
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 
@@ -40,6 +41,7 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     if checks[1].ok:
         checks += _patches(patches)
     model = _model(cfg)
+    checks += [_preloaded()] if device_of(cfg) == "cpu" else []
     return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg)])]
 
 
@@ -124,6 +126,16 @@ def _compiler(cfg: RunConfig) -> Check:
     if found is None:
         return Check("compiler", None, "no g++: runs will be eager, which is slower")
     return Check("compiler", True, f"{found} (torch.compile on the CPU)")
+
+
+def _preloaded() -> Check:
+    """vLLM's log warns of libraries that are not preloaded: what a server will have, and what is missing."""
+    found = [file.name for file in deployment.preloaded()]
+    told = f"selfspec serve preloads {' and '.join(found)}" if found else "nothing to preload"
+    missing = "" if any("tcmalloc" in name for name in found) else (
+        "; libtcmalloc, an allocator that may be faster, is not installed (Debian, Ubuntu: libtcmalloc-minimal4), and "
+        "vLLM's log says so")  # fmt: skip
+    return Check("preloaded", None, told + missing)
 
 
 def _settings(cfg: RunConfig) -> Check:

@@ -5,6 +5,7 @@ hooks.py          what runs in a plain engine too: is early exit asked for?
 compat.py         which names of vLLM are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 described.py      what the log says that an engine does
+compile_cache.py  a second start on a CPU compiles nothing
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the target's first E layers as a module of their own: shared weights, no copy
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the

@@ -23,7 +23,7 @@ from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
-from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin import compile_cache, versions
 from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def understand_layer_skip(original: Original) -> Original:
             require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
         from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
 
+        compile_cache.keep_on_cpu()
         logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
         logger.info("selfspec: %s", in_words(settings, _num_layers(target_model_config)))
         for warning in warnings_for(settings, target_model_config.get_vocab_size()):

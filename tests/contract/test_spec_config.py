@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
+import os
 import pickle
 
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin import compile_cache, register
+from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS, SharesWeights
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 
 pytestmark = pytest.mark.contract
@@ -117,3 +121,69 @@ def test_other_methods_stay_vllms(arguments, path):
     config = args.create_engine_config()
     assert settings_of(config) is None
     assert config.speculative_config.method == "ngram"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is logged below vLLM's logger, without vLLM's handlers."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.selfspec")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gate": "maxp"}, "drafting with layers 0 to 2 of 8, gate maxp at 0.35, up to 4 tokens"),
+        ({}, "drafting with layers 0 to 2 of 8, no gate, up to 4 tokens"),
+        ({"draft_weights": "int8"}, "drafting with layers 0 to 2 of 8, int8 copies of their weights, no gate"),
+        ({"layer_skip": 1, "num_speculative_tokens": 1}, "drafting with layer 0 of 8, no gate, 1 token"),
+    ],
+)
+def test_the_log_says_what_the_engine_does_and_no_draft_model(arguments, path, said, more, words):
+    spec = {"method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 4, **more}
+    config = arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+    assert sum(words in line for line in said) == 1
+    travelled = pickle.loads(pickle.dumps(config))
+    for one in (config, copy.deepcopy(config), travelled):
+        assert f"speculative_config=EarlyExit({words}" in str(one)
+        assert "draft_model" not in repr(one.speculative_config)
+    assert settings_of(travelled) == settings_of(config)
+
+
+def test_skip_says_that_its_output_is_another(arguments, path, said):
+    args = arguments(model=path, skip_tokenizer_init=True, speculative_config={"method": "skip", "layer_skip": 2})
+    args.create_engine_config()
+    assert any("decoding with layers 0 to 1 of 8 alone, without verification" in line for line in said)
+
+
+def test_only_early_exit_on_a_cpu_leaves_the_artifacts_out(arguments, path, monkeypatch):
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    args = {"model": path, "skip_tokenizer_init": True}
+    arguments(**args).create_engine_config()
+    assert compile_cache.VARIABLE not in os.environ
+    arguments(**args, speculative_config={"method": "layer_skip"}).create_engine_config()
+    assert os.environ[compile_cache.VARIABLE] == "0"
+    monkeypatch.setenv(compile_cache.VARIABLE, "1")
+    arguments(**args, speculative_config={"method": "layer_skip"}).create_engine_config()
+    assert os.environ[compile_cache.VARIABLE] == "1"
+
+
+def test_a_runner_that_loads_another_drafter_later_says_so(caplog):
+    shares = SharesWeights()
+    runner = logging.getLogger(RUNNERS[0])
+    runner.addHandler(caplog.handler)
+    shares.on()
+    runner.warning(LOADING)
+    shares.off()
+    runner.warning(LOADING)
+    runner.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.name == runner.name][-2:] == [
+        "The draft shares the model's weights and KV cache: there is no drafter to load",
+        LOADING,
+    ]

@@ -21,6 +21,7 @@ import torch
 from seams import ATTRIBUTES, FIELDS, LINEAR, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
 
 from selfspec_cli.vllm_plugin import compat, versions
+from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
 
 pytestmark = pytest.mark.contract
 
@@ -228,3 +229,15 @@ def calls(module_name: str, function: str) -> list[ast.Call]:
 
 def keywords(call: ast.Call) -> set[str]:
     return {keyword.arg for keyword in call.keywords if keyword.arg}
+
+
+def test_the_line_that_a_drafter_is_loaded_is_still_the_one_that_we_replace():
+    assert f'"{LOADING}"' in inspect.getsource(module(RUNNERS[0]).CPUModelRunner.load_model)
+
+
+def test_artifacts_of_a_cpu_can_still_not_be_loaded():
+    """When this fails, `compile_cache.py` may no longer be needed."""
+    loader = inspect.getsource(module("vllm.compilation.decorators")._try_load_aot_compiled_fn)
+    assert "loaded_fn._artifacts.compiled_fn.finalize_loading(" in loader
+    assert "CompilationMode.DYNAMO_TRACE_ONCE" in inspect.getsource(module("vllm.platforms.cpu"))
+    assert "VLLM_USE_AOT_COMPILE" in module("vllm.envs").environment_variables

@@ -80,6 +80,25 @@ def test_what_fails_because_of_an_interrupt_is_the_interrupt():
         raise RuntimeError("of itself")
 
 
+def test_while_an_engine_starts_an_interrupt_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred(), interrupts.at_once():
+        interrupt()
+        pytest.fail("it waited")
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        with interrupts.at_once():
+            pass
+        interrupt()  # outside it waits again
+        interrupts.check()
+        pytest.fail("it was lost")
+
+
+def test_one_that_is_dropped_while_an_engine_starts_comes_back_after_it():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        with interrupts.at_once(), suppress(KeyboardInterrupt):
+            interrupt()
+        pytest.fail("it was lost")
+
+
 def test_outside_the_main_thread_nothing_changes():
     seen = []
 

@@ -107,7 +107,7 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "start"),
-    [("starting an engine", "100"), (" of 201", "0")],
+    [("starting an engine", "1000"), (" of 201", "0")],
     ids=["while an engine starts", "while it measures"],
 )
 def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when, start):

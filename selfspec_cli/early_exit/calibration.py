@@ -38,11 +38,12 @@ class Calibration:
 
         if len(self.xs) == 1:
             return values * 0 + self.ps[0]  # keeps NaN
-        xs, ps = torch.tensor([self.xs, self.ps], dtype=torch.float32, device=values.device)
-        inside = values.clamp(xs[0], xs[-1])
+        # float64, in which the knots were given: two of them may be one number in float32, and the slope 0 / 0.
+        xs, ps = torch.tensor([self.xs, self.ps], dtype=torch.float64, device=values.device)
+        inside = values.double().clamp(xs[0], xs[-1])
         right = torch.searchsorted(xs, inside.contiguous()).clamp(1, len(xs) - 1)
         x0, x1, p0, p1 = xs[right - 1], xs[right], ps[right - 1], ps[right]
-        return p0 + (p1 - p0) * (inside - x0) / (x1 - x0)
+        return (p0 + (p1 - p0) * (inside - x0) / (x1 - x0)).to(values.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; `settings.calibration_from_dict` reads it back and checks it."""

@@ -104,18 +104,23 @@ def fit_costs(arms: Sequence[tuple[float, float, float | None, float]], plain: f
     """Costs of one exit from timed arms of fixed draft lengths: (draft length, seconds, of them drafting, rounds).
 
     plain: seconds of a step without drafts. The times of verifying and of drafting are fitted as lines over the draft
-    length by least squares, so two lengths at least are wanted. Verifying is kept from getting cheaper with length, and
-    a round from starting at a gain. Where the share of drafting is None (a GPU drafts without telling the host), the
-    line is a whole round's, and its slope is the draft step's: another token to verify is next to free there.
+    length by least squares, so two lengths at least are wanted. Verifying is kept from getting cheaper with length and
+    from costing nothing without drafts, and a round from starting at a gain. Where the share of drafting is None (a GPU
+    drafts without telling the host), the line is a whole round's, and its slope is the draft step's: another token to
+    verify is next to free there.
     """
     lengths = [length for length, *_ in arms]
     whole = [seconds / rounds for _, seconds, _, rounds in arms]
     drafting = [own / rounds for _, _, own, rounds in arms if own is not None]
     if len(drafting) < len(arms):
-        draft = max(_slope(lengths, whole), 0.0)
-        return Costs(plain, draft, statistics.fmean(whole) - draft * statistics.fmean(lengths))
+        draft, mean, length = max(_slope(lengths, whole), 0.0), statistics.fmean(whole), statistics.fmean(lengths)
+        if draft * length >= mean:  # noise: nothing would be left for the verify pass
+            draft = max(mean - plain, 0.0) / length
+        return Costs(plain, draft, mean - draft * length)
     verify = [round_ - own for round_, own in zip(whole, drafting, strict=True)]
     verify_token = max(_slope(lengths, verify), 0.0)
+    if verify_token * statistics.fmean(lengths) >= statistics.fmean(verify):  # noise: no pass over no drafts is free
+        verify_token = 0.0
     draft = _slope(lengths, drafting)
     start = statistics.fmean(drafting) - draft * statistics.fmean(lengths)
     if start < 0 or draft <= 0:  # noise, or arms of one length only

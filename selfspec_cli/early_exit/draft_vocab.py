@@ -51,6 +51,8 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
         return check_vocab_ids(torch.tensor(sorted(set(ids)), dtype=torch.int64), vocab_size)
     except HeadError as error:
         raise HeadError(f"{path}: {error}") from error
+    except (ValueError, RuntimeError, OverflowError) as error:  # torch has no such integer
+        raise HeadError(f"{path}: a token id is out of range; allowed: 0 to {vocab_size - 1}") from error
 
 
 def spread_ids(size: int, vocab_size: int) -> Tensor:

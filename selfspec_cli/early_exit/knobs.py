@@ -64,7 +64,7 @@ class Knob:
     def admits(self, value: float) -> bool:
         """Whether a number lies in the range; NaN and infinity lie in none."""
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))  # an integer may be too great for a float
             and (self.low is None or value >= self.low)
             and (self.above is None or value > self.above)
             and (self.high is None or value <= self.high)

@@ -79,9 +79,11 @@ def statistic_of(log: DraftLog, gate: str, calibration: Calibration | None = Non
 
 
 def thresholds(log: DraftLog, gate: str, count: int = 16, calibration: Calibration | None = None) -> list[float]:
-    """Thresholds worth trying: evenly spaced quantiles of what the gate's statistic was in the log."""
+    """Thresholds worth trying: evenly spaced quantiles of the gate's statistic in the log, where it is a number."""
     value = statistic_of(log, gate, calibration)
     value = value[log.was_drafted & torch.isfinite(value)]
+    if not len(value):
+        return []
     quantiles = torch.quantile(value[:1_000_000], torch.linspace(0, 1, count + 2)[1:-1])
     low, high = GATES[gate].low, GATES[gate].high
     return sorted({round(min(max(item, low), high), 4) for item in quantiles.tolist()})

@@ -98,9 +98,9 @@ def calibration_from_dict(data: Mapping[str, Any]) -> Calibration:
 
 def number(value: object, key: str) -> float:
     """A finite number; raises SettingsError for anything else, `key` being its name."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if not _is_finite(value):
         raise SettingsError(f"{key} = {value!r} must be a finite number")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _gate(name: object) -> Gate:
@@ -114,9 +114,13 @@ def _feature(name: object) -> str:
 
 
 def _floats(value: object, key: str) -> tuple[float, ...]:
-    good = isinstance(value, (list, tuple)) and all(
-        isinstance(item, Real) and not isinstance(item, bool) and math.isfinite(item) for item in value
-    )
-    if not good:
+    if not isinstance(value, (list, tuple)) or not all(map(_is_finite, value)):
         raise SettingsError(f"{key} = {value!r} must be a list of finite numbers")
-    return tuple(float(item) for item in value)  # type: ignore[attr-defined]
+    return tuple(float(item) for item in value)
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that is too great for a float
+        return False

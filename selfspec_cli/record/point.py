@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -232,7 +233,10 @@ def _check(data: Any) -> None:
 
 
 def _entry(name: str, value: Any) -> str:
-    return f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+    text = json.dumps(value, ensure_ascii=False)
+    # A file name that is no UTF-8 has surrogates in Python. JSON can escape them; UTF-8 cannot hold them.
+    text = re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return f"{json.dumps(name)}: {text}"
 
 
 def _repeat_to_plain(repeat: Repeat) -> dict[str, Any]:

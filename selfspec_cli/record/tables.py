@@ -309,4 +309,5 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return " ".join(str(value).split())  # a newline inside a cell would break whole-line appends
+    text = " ".join(str(value).split())  # a newline inside a cell would break whole-line appends
+    return text.encode("utf-8", "backslashreplace").decode()  # the bytes of a file name may be no UTF-8

@@ -51,3 +51,9 @@ def test_what_was_not_counted_is_none_and_not_zero():
     told = summary(DraftCounters(3).snapshot(), 0, 0, 0)
     for name in ("ended_by_gate", "active_requests_mean", "active_requests_min", "acceptance_per_active_request"):
         assert told[name] is None
+
+
+def test_counting_begins_at_zero():
+    assert DraftCounters(2).snapshot() == {"rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0,
+                                           "seconds": 0.0, "length_histogram": [0, 0, 0],
+                                           "active_histogram": []}  # fmt: skip

@@ -268,3 +268,13 @@ def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
         other.kill()  # a lock dies with its holder
     with folder.sweep_lock(tmp_path):
         pass
+
+
+def test_a_name_that_is_no_utf_8_loses_no_point(tmp_path):
+    """Python reads the bytes of such a file name as surrogates, which UTF-8 cannot hold; JSON can escape them."""
+    made = failed(reason="no model in /m/\udcff", command=["selfspec", "bench", "model=/m/\udcff"])
+    folder.save(tmp_path, made)
+    assert folder.read(tmp_path) == ([made], [])
+    (row,) = list(csv.DictReader((tmp_path / folder.SUMMARY).open(encoding="utf-8")))
+    assert row["status"] == r"failed: no model in /m/\udcff"
+    assert folder.export(tmp_path) == (1, [])

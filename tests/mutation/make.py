@@ -1,0 +1,98 @@
+"""The mutants of a module: mutmut's operators, also in decorated functions and outside functions.
+
+Not mutated: annotations, decorators, the wording of messages (a string is only put between XX), and outside functions
+everything but numbers, operators, True and False, and lambdas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
+
+OUTSIDE = (cst.BaseNumber, cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.ComparisonTarget,
+           cst.Lambda, cst.Name, cst.IfExp)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault. line: of the original. was, now: the statement before and after."""
+
+    module: str
+    function: str
+    line: int
+    was: str
+    now: str
+    source: str  # of the whole module
+
+
+class Visitor(MutationVisitor):
+    """mutmut's, which also goes into decorated functions."""
+
+    METADATA_DEPENDENCIES = (PositionProvider, *MutationVisitor.METADATA_DEPENDENCIES)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.found: list[tuple[Any, int, str]] = []  # mutation, line, function
+        self._inside: list[str] = []
+        self._functions = 0
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.FunctionDef) and node.decorators:
+            return False
+        return bool(super()._skip_node_and_children(node))
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+            self._inside.append(node.name.value)
+            self._functions += isinstance(node, cst.FunctionDef)
+        before = len(self.mutations)
+        visit_children = bool(super().on_visit(node))
+        for mutation in self.mutations[before:]:
+            line = self.get_metadata(PositionProvider, mutation.original_node).start.line
+            if self._wanted(mutation):
+                self.found.append((mutation, line, ".".join(self._inside)))
+        return visit_children
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        super().on_leave(original_node)
+        if isinstance(original_node, (cst.FunctionDef, cst.ClassDef)):
+            self._inside.pop()
+            self._functions -= isinstance(original_node, cst.FunctionDef)
+
+    def _wanted(self, mutation: Any) -> bool:
+        old, new = mutation.original_node, mutation.mutated_node
+        if isinstance(old, cst.SimpleString):
+            return bool(self._functions) and new.value.strip("\"'").startswith("XX")
+        return bool(self._functions) or isinstance(old, OUTSIDE)
+
+
+def mutants_of(path: Path, root: Path) -> Iterator[Mutant]:
+    """Every mutant of a module, in the order of its lines."""
+    code = path.read_text(encoding="utf-8")
+    wrapper = MetadataWrapper(cst.parse_module(code))
+    visitor = Visitor(mutation_operators, IgnoredCode(set(), set(), set()), None)
+    module = wrapper.visit(visitor)
+    original = code.splitlines()
+    seen = set()
+    for mutation, line, function in visitor.found:
+        source = deep_replace(module, mutation.original_node, mutation.mutated_node).code
+        if source == code or source in seen:
+            continue
+        seen.add(source)
+        was, now = _changed(original, source.splitlines())
+        yield Mutant(str(path.relative_to(root)), function, line, was, now, source)
+
+
+def _changed(old: list[str], new: list[str]) -> tuple[str, str]:
+    """The lines that differ, each joined into one."""
+    first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    last = next((i for i, (a, b) in enumerate(zip(old[first:][::-1], new[first:][::-1], strict=False)) if a != b), 0)
+    return tuple(" ".join(" ".join(lines[first : len(lines) - last]).split()) for lines in (old, new))  # type: ignore

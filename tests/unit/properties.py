@@ -1,0 +1,53 @@
+"""What the property tests share: how hypothesis searches, and made-up logs, costs and calibrations.
+
+The same examples every time, so that a failure is one for everybody. SELFSPEC_FULL=1 searches at random, and longer;
+SELFSPEC_EXAMPLES says how many there are (mutation testing takes few).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.cost_model import Costs
+from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.gates import GATES, features
+
+EXAMPLES = int(os.environ.get("SELFSPEC_EXAMPLES", "50"))
+settings.register_profile("same", max_examples=EXAMPLES, derandomize=True, database=None, deadline=None)
+settings.register_profile("search", max_examples=2000, database=None, deadline=None)
+settings.load_profile("search" if os.environ.get("SELFSPEC_FULL") == "1" else "same")
+
+rates = st.floats(0, 1)
+times = st.floats(1e-6, 1e3)
+costs = st.builds(Costs, plain=times, draft=st.floats(-1, 10), verify=times, verify_token=st.floats(0, 10),
+                  start=st.floats(0, 10), per_layer=st.floats(0, 1), layers=st.integers(0, 32),
+                  head=st.floats(0, 1))  # fmt: skip
+
+
+@st.composite
+def logs(draw, k: int = 4, full: bool = False):
+    """A log of drafts of up to k tokens, any statistic in its gate's range; full: every draft has k tokens."""
+    rounds = draw(st.integers(1, 12))
+    drafted = torch.tensor([k if full else draw(st.integers(1, k)) for _ in range(rounds)])
+    accepted = torch.tensor([draw(st.integers(0, int(length))) for length in drafted])
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    spans = [GATES[name].statistic_range(100) for name in features()]
+    statistics = torch.stack(
+        [low + (high - low) * torch.rand(rounds, k, generator=generator) for low, high in spans], dim=-1
+    )
+    statistics[torch.arange(k) >= drafted.unsqueeze(1)] = torch.nan
+    return DraftLog(statistics, drafted, accepted, torch.arange(rounds) // 2, features())
+
+
+@st.composite
+def calibrations(draw, feature: str | None = None):
+    """Any map that `calibration_from_dict` accepts, over statistics from -10 to 10."""
+    feature = feature or draw(st.sampled_from(features()))
+    xs = sorted(draw(st.sets(st.floats(-10, 10), min_size=1, max_size=6)))
+    ps = sorted(draw(st.lists(rates, min_size=len(xs), max_size=len(xs))))
+    return Calibration(feature, tuple(xs), tuple(ps if GATES[feature].direction == "at_least" else ps[::-1]))

@@ -1,0 +1,284 @@
+"""Acceptance algebra for any rates, costs, logs and rounds: the cost model, counters, logs and replay."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from properties import costs, logs, rates, times
+
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.cost_model import Costs, expected_tokens, expected_tokens_from_positions, fit_costs
+from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.early_exit.draft_log import DraftLog, DraftRecorder
+from selfspec_cli.early_exit.gates import GATES, features
+from selfspec_cli.early_exit.replay import Setting, draft_lengths, oracle, replay, settings_for, thresholds
+
+# ---- tokens a round -------------------------------------------------------------------------------------------------
+
+
+@given(rates, st.integers(0, 60))
+def test_a_round_yields_the_sum_of_the_powers(a, k):
+    found = expected_tokens(a, k)
+    assert found == pytest.approx(sum(a**i for i in range(k + 1)))
+    assert 1 <= found <= k + 1
+
+
+@given(st.lists(rates, max_size=8), st.integers(0, 7), rates)
+def test_more_acceptance_and_more_drafts_never_yield_less(found, place, better):
+    whole = expected_tokens_from_positions(found)
+    assert expected_tokens_from_positions([*found, better]) >= whole
+    if place < len(found):
+        raised = [max(rate, better) if i == place else rate for i, rate in enumerate(found)]
+        assert expected_tokens_from_positions(raised) >= whole
+        # Nothing behind a draft that is never accepted counts.
+        assert expected_tokens_from_positions([*found[:place], 0.0, *found[place:]]) == (
+            expected_tokens_from_positions(found[:place])
+        )
+
+
+@given(logs(full=True))
+def test_conditional_acceptance_says_what_the_rounds_of_a_log_yielded(log):
+    """Where every draft has k tokens, the rates at the positions multiply up to the mean."""
+    yielded = 1 + float(log.accepted.double().mean())
+    assert expected_tokens_from_positions(log.conditional_acceptance()) == pytest.approx(yielded)
+
+
+# ---- what rounds cost ------------------------------------------------------------------------------------------------
+
+
+@given(costs, st.floats(0, 20), st.floats(0, 20))
+def test_a_round_is_a_line_over_its_length(made, k, more):
+    assert made.step >= 0
+    assert made.round(k) >= made.verify + made.start
+    assert made.round(k + more) - made.round(k) == pytest.approx(more * made.step, rel=1e-6, abs=1e-6 * made.round(20))
+
+
+@given(costs, st.floats(1e-3, 1e3), st.integers(1, 20), rates)
+def test_the_unit_of_time_changes_no_speedup(made, unit, k, a):
+    scaled = Costs(**{name: value if name == "layers" else value * unit for name, value in asdict(made).items()})
+    yielded = expected_tokens(a, k)
+    assert scaled.speedup(yielded, k) == pytest.approx(made.speedup(yielded, k))
+    assert scaled.break_even(1.5) == pytest.approx(made.break_even(1.5))
+
+
+@given(costs, rates)
+def test_the_best_length_is_the_shortest_of_the_fastest(made, a):
+    tokens = {k: expected_tokens(a, k) for k in range(9)}
+    k, speedup = made.best_k(tokens)
+    every = {length: made.speedup(tokens[length], length) for length in tokens}
+    assert speedup == max(every.values()) >= every[0] == 1
+    assert k == min(length for length in every if every[length] == speedup)
+
+
+@given(costs, st.integers(1, 8), rates, rates)
+def test_one_more_draft_pays_just_where_its_acceptance_is_above_break_even(made, k, a, chance):
+    """The marginal value theorem: beside rounds of k that yield what they yield, and a speedup of theirs."""
+    tokens = expected_tokens(a, k)
+    before = made.speedup(tokens, k)
+    after, edge = made.speedup(tokens + chance, k + 1), made.break_even(before)
+    assume(abs(chance - edge) > 1e-6 * (1 + edge))
+    if chance > edge:
+        assert after >= before * (1 - 1e-9)
+    else:
+        assert after <= before * (1 + 1e-9)
+
+
+@given(costs)
+def test_costs_come_back_from_json(made):
+    assert Costs(**made.to_dict()) == made
+
+
+def test_an_exit_changes_nothing_but_the_draft_step():
+    made = Costs(7.0, 1.0, 7.5, verify_token=0.25, start=0.5, per_layer=0.125, layers=3, head=0.0625)
+    other = made.at(8, 0.5)
+    assert other.to_dict() == made.to_dict() | {"layers": 8, "head": 0.5}
+    assert other.step - made.step == pytest.approx(0.125 * 5 + 0.5 - 0.0625)
+
+
+shares = st.one_of(st.none(), st.floats(0.01, 0.99))
+arms = st.lists(st.tuples(st.integers(1, 16), times, shares, st.integers(1, 1000)), min_size=1, max_size=5)
+
+
+@given(arms, times)
+def test_whatever_was_timed_a_round_has_a_price(measured, plain):
+    """Noise may make the line through the verify passes begin below zero; no round costs nothing, or less."""
+    told = [(k, n * time, None if share is None else share * n * time, n) for k, time, share, n in measured]
+    made = fit_costs(told, plain)
+    assert made.plain == plain
+    assert made.start >= 0 and made.verify_token >= 0
+    for k in (0, 1, 4, 16):
+        assert made.round(k) > 0
+        assert k == 0 or made.speedup(1.0, k) > 0
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+K = 4
+ROUND = st.lists(st.integers(1, 6), min_size=1, max_size=K).map(lambda active: sorted(active, reverse=True))
+ROUNDS = st.lists(ROUND, max_size=8)
+
+
+def count(rounds, made=None):
+    """The counters after rounds, each a list of the requests that took part in its steps."""
+    made = made or DraftCounters(K)
+    for steps in rounds:
+        made.round(steps[0])
+        for active in steps:
+            made.step(active)
+        if len(steps) < K:
+            made.ended_early()
+    return made
+
+
+@given(ROUNDS)
+def test_histograms_and_totals_tell_one_story(rounds):
+    told = count(rounds).snapshot()
+    lengths, active = told["length_histogram"], told["active_histogram"]
+    assert sum(lengths) == told["rounds"] == len(rounds)
+    assert sum(active) == told["steps"] == sum(i * n for i, n in enumerate(lengths)) == sum(map(len, rounds))
+    assert sum(i * n for i, n in enumerate(active)) == told["drafted"] == sum(map(sum, rounds))
+    assert told["gate_ended"] == sum(lengths[:K])
+
+
+@given(ROUNDS, ROUNDS)
+def test_two_stretches_and_the_whole(first, second):
+    made = count(first)
+    before = made.snapshot()
+    after = count(second, made).snapshot()
+    stretch = counters.since(after, before)
+    alone = count(second).snapshot()
+
+    def same(one, other):
+        return one.keys() == other.keys() and all(_stripped(one[name]) == _stripped(other[name]) for name in one)
+
+    assert same(stretch, alone)
+    assert same(counters.total([before, None, stretch]), after)
+    assert same(counters.total([stretch, before]), after)
+    assert before == count(first).snapshot()  # a snapshot does not change behind its owner's back
+
+
+def _stripped(value):
+    """A histogram without the zeros at its end."""
+    while isinstance(value, list) and value and not value[-1]:
+        value = value[:-1]
+    return value
+
+
+@given(ROUNDS)
+def test_the_summary_is_shares_of_the_counts(rounds):
+    counted = count(rounds).snapshot() | {"nan_logits": 3, "seconds": 1.5}
+    told = counters.summary(counted, 5, 20, 8)
+    steps = [active for taken in rounds for active in taken]
+    assert told == {
+        "rounds": len(rounds), "draft_steps": len(steps), "draft_steps_histogram": counted["length_histogram"],
+        "mean_draft_steps": len(steps) / len(rounds) if rounds else None,
+        "ended_by_gate": sum(len(taken) < K for taken in rounds) / len(rounds) if rounds else None,
+        "active_requests_mean": sum(steps) / len(steps) if steps else None,
+        "active_requests_min": min(steps, default=None), "active_requests_max": max(steps, default=None),
+        "acceptance_per_active_request": 8 / 20, "accepted_per_request_and_round": 8 / 5, "nan_logits": 3,
+        "draft_seconds": 1.5,
+    }  # fmt: skip
+
+
+VERDICTS = st.lists(st.integers(0, 3), max_size=10)  # tokens accepted of three, round by round
+
+
+def verified(accepted):
+    at = [sum(number > place for number in accepted) for place in range(3)]
+    return VerifyCounts(len(accepted), 3 * len(accepted), sum(accepted), at)
+
+
+@given(VERDICTS, VERDICTS, VERDICTS)
+def test_verify_counts_add_and_subtract(one, two, three):
+    parts = [verified(one), None, verified(two), verified(three)]
+    assert VerifyCounts.total(parts) == verified(one + two + three)
+    assert verified(one + two).since(verified(one)) == verified(two)
+    assert sum(verified(one).accepted_at) == verified(one).accepted
+    assert VerifyCounts.total([None]) is VerifyCounts.total([]) is None
+
+
+# ---- logs and replay -------------------------------------------------------------------------------------------------
+
+
+@given(logs())
+def test_places_of_a_log_nest(log):
+    drafted, accepted, at_stake = log.was_drafted, log.was_accepted, log.was_at_stake
+    assert drafted.sum(1).tolist() == log.drafted.tolist()
+    assert accepted.sum(1).tolist() == log.accepted.tolist()
+    assert not (accepted & ~at_stake).any() and not (at_stake & ~drafted).any()
+    # A verdict is on every accepted token, and on the one after them if there is one.
+    assert at_stake.sum(1).tolist() == torch.minimum(log.accepted + 1, log.drafted).tolist()
+    first, second = log.halves()
+    assert len(first.drafted) + len(second.drafted) == len(log.drafted)
+    assert not set(first.request.tolist()) & set(second.request.tolist())
+
+
+@given(logs(), st.integers(1, 5), st.sampled_from(["none", *features()]), st.data())
+def test_a_stricter_gate_and_a_shorter_draft_draft_less(log, k, gate, data):
+    low, high = GATES[gate].statistic_range(100)
+    limits = sorted(data.draw(st.tuples(st.floats(low, high), st.floats(low, high))))
+    loose, strict = limits if GATES[gate].direction == "at_least" else limits[::-1]
+    loose, strict = (Setting(gate, None if gate == "none" else limit, k) for limit in (loose, strict))
+    longer, shorter = draft_lengths(log, loose), draft_lengths(log, strict)
+    assert (shorter <= longer).all()
+    assert (shorter >= 1).all() and (longer <= log.drafted.clamp_max(k)).all()
+    assert (draft_lengths(log, Setting(gate, loose.threshold, k + 1)) >= longer).all()
+
+
+@given(logs(), costs, st.integers(1, 5))
+def test_no_setting_beats_the_oracle_of_its_length(log, price, k):
+    """The oracle has every accepted token, and at most one that is not."""
+    bound = oracle(log, k, price)
+    assert bound.drafted - bound.accepted <= bound.rounds
+    assert bound.accepted == int(log.accepted.clamp_max(k).sum())
+    for setting in settings_for(log, ["none", "maxp", "entropy"], [k]):
+        found = replay(log, setting, price)
+        assert found.accepted <= bound.accepted
+        assert found.rounds <= found.drafted and found.accepted <= found.drafted
+        whole = price.speedup((found.rounds + found.accepted) / found.rounds, found.drafted / found.rounds)
+        assert found.speedup == whole
+
+
+@given(logs(), st.sampled_from(features()), st.integers(1, 20))
+def test_thresholds_are_values_that_the_gate_may_have(log, gate, count_):
+    found = thresholds(log, gate, count_)
+    assert found == sorted(set(found))
+    assert 1 <= len(found) <= count_
+    assert all(GATES[gate].low <= value <= GATES[gate].high for value in found)
+
+
+def test_a_log_without_a_number_has_no_thresholds():
+    """Every logit was NaN: there is nothing to try, and only the draft length is left."""
+    log = DraftLog(torch.full((2, 3, len(features())), torch.nan), torch.tensor([3, 3]), torch.tensor([0, 0]),
+                   torch.tensor([0, 0]), features())  # fmt: skip
+    assert thresholds(log, "maxp") == []
+    assert settings_for(log, ["none", "maxp"], [3]) == [Setting("none", None, 3)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=6))
+def test_what_a_recorder_saw_comes_back_as_a_log(rounds):
+    """Rounds of two requests: drafted, looked at by the verifier, gained (one more than accepted, or nothing)."""
+    recorder, want = DraftRecorder(), []
+    generator = torch.Generator().manual_seed(0)
+    for number, (drafted, seen, gained) in enumerate(rounds):
+        name = f"request {number % 2}"
+        seen = min(seen, drafted)
+        gained = min(gained, seen + 1)
+        made = torch.randn(drafted, 7, generator=generator)
+        for row in made:
+            recorder.step([name], row.unsqueeze(0))
+        recorder.verdict([name], [list(range(gained))], [seen])
+        if seen and gained:
+            want.append((seen, gained - 1, name, made[:seen]))
+    log = DraftLog.from_plain(recorder.plain(), 3)
+    names = list(dict.fromkeys(name for _, _, name, _ in want))
+    assert log.drafted.tolist() == [seen for seen, *_ in want]
+    assert log.accepted.tolist() == [accepted for _, accepted, *_ in want]
+    assert log.request.tolist() == [names.index(name) for _, _, name, _ in want]
+    for row, (seen, _, _, made) in enumerate(want):
+        confidence = made.softmax(-1).amax(-1)
+        torch.testing.assert_close(log.feature("maxp")[row, :seen], confidence)
+        torch.testing.assert_close(log.feature("survival")[row, :seen], confidence.cumprod(0))
+        assert log.statistics[row, seen:].isnan().all()

@@ -1,0 +1,223 @@
+"""Gates, calibrations and thresholds for any logits, maps and numbers."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from all_statistics import all_statistics, statistic
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from properties import calibrations, rates
+
+from selfspec_cli.early_exit.calibration import fit_calibration
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES, features
+from selfspec_cli.early_exit.gates.distribution import Distribution
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import to_spec
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, warnings_for
+
+WITH_THRESHOLD = [name for name, gate in GATES.items() if gate.key is not None]
+numbers = st.one_of(st.floats(), st.integers(), st.booleans(), st.text(max_size=3), st.none())
+
+
+@st.composite
+def logits(draw, low=-1e4, high=1e4):
+    """[n, V] float32, -inf among them, with a finite one in each row."""
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 9)))
+    values = st.one_of(st.floats(low, high, width=32), st.floats(-3, 3, width=32), st.just(-math.inf))
+    rows = torch.from_numpy(draw(arrays(np.float32, shape, elements=values)))
+    rows[:, draw(st.integers(0, shape[1] - 1))] = draw(st.floats(-3, 3, width=32))
+    return rows
+
+
+@given(logits())
+def test_statistics_are_numbers_in_their_range(rows):
+    found = all_statistics(rows)
+    for column, name in enumerate(features()):
+        low, high = GATES[name].statistic_range(rows.shape[1])
+        values = found[:, column]
+        assert ((values >= low - 1e-4) & (values <= high + 1e-4)).all(), name
+
+
+@given(logits(), st.floats(-50, 50), st.randoms(use_true_random=False))
+def test_statistics_do_not_see_a_shift_or_the_order_of_the_tokens(rows, shift, random):
+    order = list(range(rows.shape[1]))
+    random.shuffle(order)
+    found, moved = all_statistics(rows), all_statistics(rows[:, order] + shift)
+    # Beside logits of 1e4 a shift is rounded to a thousandth.
+    torch.testing.assert_close(found, moved, atol=5e-2, rtol=5e-2)
+
+
+@given(logits(-100, 100))
+def test_a_token_that_cannot_be_drafted_changes_no_statistic(rows):
+    with_another = torch.cat([rows, torch.full((len(rows), 1), -math.inf)], dim=1)
+    torch.testing.assert_close(all_statistics(rows), all_statistics(with_another), atol=1e-4, rtol=1e-4)
+
+
+@given(logits())
+def test_rows_of_a_batch_do_not_see_each_other(rows):
+    alone = torch.cat([all_statistics(row.unsqueeze(0)) for row in rows])
+    torch.testing.assert_close(all_statistics(rows), alone, atol=1e-5, rtol=1e-5)
+
+
+@given(logits(), st.lists(rates, min_size=3, max_size=3))
+def test_survival_never_rises_and_the_others_forget(rows, before):
+    previous = torch.tensor(before)[: len(rows)]
+    assert (statistic("survival", rows, previous) <= previous + 1e-6).all()
+    for name in features():
+        if not GATES[name].cumulative:
+            assert torch.equal(statistic(name, rows), statistic(name, rows, previous))
+
+
+@given(logits())
+def test_what_a_distribution_answers_does_not_depend_on_what_was_asked_before(rows):
+    draft, other = Distribution(rows), Distribution(rows)
+    names = ("confidence", "second", "entropy", "varentropy", "logit", "logsumexp", "probabilities")
+    first = {name: getattr(draft, name).clone() for name in names}
+    for name in reversed(names):
+        torch.testing.assert_close(getattr(other, name), first[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(draft.probabilities.sum(-1), torch.ones(len(rows)))
+
+
+@given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), st.floats(0, 1), st.lists(st.floats(width=32), min_size=1))
+def test_a_stricter_threshold_opens_no_gate(name, one, other, values):
+    if GATES[name].needs_calibration:
+        return
+    at_least = GATES[name].direction == "at_least"
+    loose, strict = sorted((one, other), reverse=not at_least)
+    statistics = torch.tensor(values)
+    opened = GATES[name].rule(loose).is_open(statistics)
+    assert not (GATES[name].rule(strict).is_open(statistics) & ~opened).any()
+    assert not opened[statistics.isnan()].any()
+    limit = torch.tensor(loose)
+    assert opened.tolist() == [
+        not math.isnan(value) and (value >= limit if at_least else value <= limit) for value in statistics.tolist()
+    ]
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+@given(calibrations(), st.lists(st.floats(-20, 20), min_size=1))
+def test_a_map_is_monotone_and_between_its_knots(made, values):
+    values = torch.tensor(sorted(values), dtype=torch.float32)
+    found = made.probability(values)
+    assert found.dtype == torch.float32 and found.shape == values.shape
+    assert ((found >= min(made.ps) - 1e-6) & (found <= max(made.ps) + 1e-6)).all()
+    steps = found.diff()
+    assert (steps >= -1e-6).all() if made.rising else (steps <= 1e-6).all()
+    want = np.interp(values.double().numpy(), made.xs, made.ps)
+    np.testing.assert_allclose(found.numpy(), want, atol=1e-6)
+    assert made.probability(torch.tensor([[math.nan]])).isnan().all()
+
+
+def test_knots_that_are_one_number_in_float32_still_have_a_probability():
+    made = calibration_from_dict({"feature": "maxp", "xs": [0.3, 0.3 + 1e-12, 0.5], "ps": [0.1, 0.4, 0.9]})
+    found = made.probability(torch.tensor([0.2, 0.3, 0.4, 0.6]))
+    assert found.isfinite().all()
+    assert found[[0, 3]].tolist() == pytest.approx([0.1, 0.9])
+
+
+@given(calibrations(), rates, st.lists(st.floats(-12, 12, width=32), min_size=1))
+def test_a_calibrated_gate_opens_where_its_map_reaches_the_threshold(made, tau, values):
+    values = torch.tensor(values)
+    rule = GATES["calibrated"].rule(tau, made)
+    assert rule.feature == made.feature
+    probability = torch.from_numpy(np.interp(values.double().numpy(), made.xs, made.ps))
+    opened = rule.is_open(values)
+    clear = (probability - tau).abs() > 1e-5
+    # A steep piece of the map is narrower than float32: beside its place rounding decides.
+    clear &= ~torch.isclose(values.double(), torch.tensor(rule.threshold, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    assert torch.equal(opened[clear], (probability >= tau)[clear])
+    low, high = GATES["calibrated"].statistic_range(None, made)
+    assert (low, high) == (min(made.ps), max(made.ps))
+
+
+@given(calibrations())
+def test_a_map_comes_back_from_json(made):
+    assert calibration_from_dict(json.loads(json.dumps(made.to_dict()))) == made
+
+
+@given(calibrations(), st.sampled_from(["feature", "xs", "ps"]), numbers)
+def test_a_spoiled_map_is_refused_in_words_or_is_a_map(made, key, value):
+    data = made.to_dict()
+    spoiled = data | {key: value if key == "feature" else [*data[key][:-1], value]}
+    try:
+        found = calibration_from_dict(spoiled)
+    except SettingsError as error:
+        refused = str(error)
+        assert "calibration" in refused
+    else:
+        assert list(found.xs) == sorted(set(found.xs))
+        assert list(found.ps) == sorted(found.ps, reverse=not found.rising)
+        assert all(0 <= p <= 1 for p in found.ps)
+
+
+@given(st.sampled_from(features()), st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), min_size=1),
+       st.integers(1, 8))  # fmt: skip
+def test_a_fitted_map_is_one_that_would_be_accepted_and_keeps_the_mean(feature, tokens, knots):
+    values = torch.tensor([value for value, _ in tokens])
+    hits = torch.tensor([hit for _, hit in tokens])
+    made = fit_calibration(feature, values, hits, max_knots=knots)
+    assert calibration_from_dict(made.to_dict()) == made
+    assert len(made.xs) <= knots
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    if len(set(values.tolist())) == len(values):  # equal values fall into bins as they come
+        again = fit_calibration(feature, values[order], hits[order], max_knots=knots)
+        assert again.xs == pytest.approx(made.xs) and again.ps == pytest.approx(made.ps)
+    assert min(made.ps) - 1e-9 <= hits.double().mean() <= max(made.ps) + 1e-9
+
+
+# ---- thresholds ------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(list(GATES)), numbers)
+def test_a_threshold_is_a_number_of_the_gates_range_or_refused_in_words(name, value):
+    gate = GATES[name]
+    try:
+        found = check_threshold(name, value)
+    except SettingsError as error:
+        refused = str(error)
+        assert repr(value) in refused
+        inside = isinstance(value, (int, float)) and not isinstance(value, bool)
+        assert gate.key is None or not (inside and gate.low <= value <= gate.high and value != math.inf)
+    else:
+        assert found == (gate.default if value is None else value)
+        assert value is None or gate.low <= found <= gate.high
+
+
+@given(st.sampled_from(WITH_THRESHOLD), st.floats(0, 1), calibrations(), st.integers(2, 200_000))
+def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, threshold, made, vocab):
+    gate = GATES[name]
+    threshold = threshold if math.isfinite(gate.high) else 100 * threshold
+    spec = {"gate": name, "threshold": threshold}
+    spec |= {"calibration": made.to_dict()} if gate.needs_calibration else {}
+    settings = ResolvedSettings.from_user(spec, 8)
+    low, high = gate.statistic_range(vocab, made)
+    told = warnings_for(settings, vocab)
+    if gate.direction == "at_least":
+        always, never, edge = threshold <= low, threshold > high, threshold == high
+    else:
+        always, never, edge = threshold >= high, threshold < low, threshold == low
+    assert len(told) == (always or never or edge)
+    if told:
+        said = "never closes" if always else "never opens (" if never else "never opens but for ties"
+        assert said in told[0] and repr(name) in told[0] and f"{gate.key} = {threshold:g}" in told[0]
+
+
+@given(st.sampled_from(list(GATES)), st.floats(0, 1), calibrations(), st.integers(1, 7), st.integers(1, 256))
+def test_settings_come_back_from_json_and_from_a_users_words(name, threshold, made, layer, k):
+    gate = GATES[name]
+    spec = {"gate": name, "layer_skip": layer, "num_speculative_tokens": k}
+    spec |= {"threshold": threshold} if gate.key else {}
+    spec |= {"calibration": made.to_dict()} if gate.needs_calibration else {}
+    settings = ResolvedSettings.from_user(spec, 8)
+    assert (settings.layer, settings.k, settings.gate.kind) == (layer, k, name)
+    assert settings.threshold == (threshold if gate.key else None)
+    assert settings.calibration == (made if gate.needs_calibration else None)
+    assert ResolvedSettings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert ResolvedSettings.from_user(to_spec(settings), 8) == settings

@@ -1,0 +1,173 @@
+"""Records for any text and any numbers: points come back from their files, and tables from the points."""
+
+import csv
+import shutil
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from points import ARM, BASELINE
+from properties import settings as _profile  # noqa: F401 (loads the profile)
+
+from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.point import HEAD, Comparison, Point, Repeat, from_json, head_from_line, point_id, to_json
+from selfspec_cli.record.tables import AcceptRow, Record
+
+many_files = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+finite = st.floats(allow_nan=False, allow_infinity=False)
+positive = st.floats(1e-3, 1e6)
+# As Python reads a name that is no UTF-8, such as a file's: single surrogates stand for the bytes.
+letters = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("\n\t\r,\"'\x85\u2028\udcff"))
+words = st.text(letters, max_size=8)
+plain = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), finite, words),
+                     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+                     max_leaves=6)  # fmt: skip
+microseconds = st.integers(0, 10**12).map(lambda number: number / 1_000_000)
+
+
+@st.composite
+def repeats(draw):
+    """What one timed repeat may have been; times are whole microseconds, as files keep them."""
+    request = st.builds(RequestTimes, microseconds, st.lists(microseconds, min_size=1, max_size=3).map(tuple),
+                        st.integers(1, 9))  # fmt: skip
+    at = draw(st.lists(st.integers(0, 50), min_size=3, max_size=3))
+    verified = VerifyCounts(draw(st.integers(0, 50)), draw(st.integers(0, 200)), sum(at), at)
+    own = DraftCounters(3).snapshot() | {"drafted": draw(st.integers(0, 200))}
+    counted = draw(st.sampled_from([(None, None), (verified, None), (verified, own)]))
+    return Repeat(draw(positive), tuple(draw(st.lists(request, min_size=1, max_size=3))), *counted)
+
+
+@st.composite
+def points(draw, key=None, run=None, number=0):
+    """Any point; those of a drafting arm have counts, and may be compared with a baseline."""
+    key = key or draw(st.text("0123456789abcdef", min_size=12, max_size=12))
+    run = run or "20261121-000000-aaaa"
+    arm = draw(st.sampled_from([ARM, BASELINE]))
+    measured = tuple(draw(st.lists(repeats(), max_size=3)))
+    compared = st.builds(Comparison, words, words, st.booleans(), st.lists(positive, max_size=3).map(tuple), positive,
+                         st.none() | positive, st.none() | positive, st.none() | positive)  # fmt: skip
+    ok = draw(st.booleans())
+    return Point(
+        point_id(key, run), key, run, number, draw(words), "ok" if ok else "failed", None if ok else draw(words),
+        draw(st.none() | positive), draw(st.none() | positive), draw(words), arm | {"model": draw(words)},
+        command=draw(st.none() | st.lists(words, max_size=3)), config=draw(st.none() | st.dictionaries(words, plain)),
+        digests=draw(st.dictionaries(words, words, max_size=2)), compared_with=draw(st.none() | compared),
+        engine=draw(st.dictionaries(words, plain, max_size=2)), perplexity=draw(st.none() | positive),
+        outputs=tuple(draw(st.lists(words, max_size=2))), repeats=measured,
+    )  # fmt: skip
+
+
+@given(points())
+def test_a_point_comes_back_from_its_text(made):
+    text = to_json(made)
+    assert from_json(text) == made
+    assert from_json(to_json(from_json(text))) == made
+
+
+@given(points())
+def test_the_first_line_alone_says_what_a_list_shows(made):
+    first, rest = to_json(made).split("\n", 1)
+    head = head_from_line(first + "\n")
+    assert rest
+    for item in fields(Point):
+        if item.name in HEAD:
+            assert getattr(head, item.name) == getattr(made, item.name)
+
+
+@given(points(), st.integers(0, 10**6))
+def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
+    text = to_json(made)
+    torn = text[: cut % (len(text) - 2)]  # without its last brace
+    with pytest.raises(ValueError):  # noqa: PT011 (JSON's own error among them)
+        from_json(torn)
+
+
+@given(points())
+def test_a_row_has_a_cell_for_each_column_and_nothing_that_was_not_measured(made):
+    row = tables.row(made)
+    (cells,) = csv.reader([tables.line(row)])
+    assert len(cells) == len(fields(Record))
+    shown = dict(zip(tables.header(Record), cells, strict=True))
+    assert (shown["point"], shown["key"], shown["run_id"]) == (made.id, made.key, made.run_id)
+    assert "\n" not in tables.line(row)[:-1] and tables.line(row).endswith("\n")
+    if not made.ok or not made.repeats:
+        assert shown["tok_s_median"] == shown["accept_rate"] == shown["mean_accepted_len"] == ""
+    else:
+        assert row.tok_s_min <= row.tok_s_median <= row.tok_s_max
+        assert float(shown["tok_s_median"]) == pytest.approx(row.tok_s_median, rel=1e-5)
+    kept = tables.accept_row(made)
+    verified = [repeat.verified for repeat in made.repeats if repeat.verified is not None]
+    assert (kept is None) == (not verified)
+    if kept is not None:
+        assert len(tables.line(kept).split("\t")) == len(fields(AcceptRow))
+        assert kept.accepted == sum(part.accepted for part in verified) == sum(map(int, kept.accepted_at.split()))
+        assert kept.rounds == sum(part.rounds for part in verified)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_waits_for_the_disk():
+    """What is written is looked at here, not when it is on the disk (test_folder.py does that)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda handle: None)
+        yield
+
+
+def arranged(draw):
+    """Points of two commands, in any order."""
+    made = [draw(points(f"{number:012x}", run, number)) for run in ("r-1", "r-2") for number in range(2)]
+    return draw(st.permutations(made))
+
+
+@given(st.data())
+@many_files
+def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory, data):
+    """Written one by one; exported; and put together from two folders: the same points and the same tables."""
+    made = arranged(data.draw)
+    one, other = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
+    for number, each in enumerate(made):
+        folder.save(one if number % 2 else other, each)
+    for file in (other / folder.RUNS).glob("*.json"):
+        shutil.copy(file, one / folder.RUNS)
+    wanted = folder.in_order(list(made))
+    assert folder.read(one) == (wanted, [])
+    assert [head.id for head in folder.heads(one)] == [each.id for each in wanted]
+    assert folder.prepare(one) == []  # which finds that the table lacks points, and makes it again
+    assert _tables(one) == _expected(wanted)
+    assert folder.export(one) == (len(made), [])
+    assert _tables(one) == _expected(wanted)
+    few, _ = folder.read(one, names=[wanted[0].key, wanted[-1].id])
+    assert few == [wanted[0], wanted[-1]]
+
+
+@given(st.data())
+@many_files
+def test_lines_that_were_added_are_those_of_an_export(tmp_path_factory, data):
+    made = folder.in_order(arranged(data.draw))
+    results = tmp_path_factory.mktemp("results")
+    for each in made:
+        folder.save(results, each)
+    before = _tables(results)
+    folder.export(results)
+    assert _tables(results) == before == _expected(made)
+    with pytest.raises(folder.RecordError, match="there already"):
+        folder.save(results, replace(made[0], device="another"))
+    assert folder.read(results)[0] == made
+
+
+def _tables(results):
+    found = {}
+    for name, _ in folder.TABLES:
+        path = results / name
+        found[name] = path.read_bytes().decode() if path.exists() else ""
+    return found
+
+
+def _expected(made):
+    accepts = [row for each in made if (row := tables.accept_row(each)) is not None]
+    return {
+        folder.SUMMARY: tables.text(Record, map(tables.row, made)),
+        folder.ACCEPT: tables.text(AcceptRow, accepts) if accepts else "",
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -88,19 +89,21 @@ def _sweep(
             run_id=run_id,
             announce=announce,
         )
-        if runs[0].tracker.kind != "none":
-            _send_chart(tracker, Path(planning.results_dir(runs)), result.warnings)
-        return result
+        if runs[0].tracker.kind != "none" and result.points:
+            _send_report(tracker, Path(planning.results_dir(runs)), result)
+    for message in tracker.messages:
+        note(message)
+    return result
 
 
-def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
-    """The chart of the folder's points, as `selfspec report` draws it, to the tracker; a failure is a warning."""
+def _send_report(tracker: Tracker, folder: Path, result: sweep_stage.SweepResult) -> None:
+    """The rows of this command and the figures of the folder's points to the tracker; a failure is a warning."""
     try:
-        chart = report_stage.chart(results_folder.read(folder)[0], folder)
-        if chart is not None:
-            tracker.chart(chart)
+        with TemporaryDirectory() as place:
+            pictures = report_stage.pictures(results_folder.read(folder)[0], place)
+            tracker.report(folder, result.rows, pictures)
     except Exception as error:
-        warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
+        result.warnings.append(f"tracker: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def open_engine(cfg: RunConfig) -> Any:

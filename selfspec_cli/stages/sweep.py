@@ -87,7 +87,7 @@ class _Run:
         """Write a point; from then on it is finished."""
         results.save(self.folder, point)
         self.result.points.append(point)
-        self.or_warn("tracker", lambda: self.tracker.log(tables.row(point)))
+        self.or_warn("tracker", lambda: self.tracker.log(point))
         self.progress("points", len(self.result.points), self.total)
 
     def or_warn(self, what: str, action: Callable[[], Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 EXTRAS = {
     "bench": (
-        "hydra", "matplotlib", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy", "sklearn", "typer", "yaml",
+        "altair", "hydra", "itables", "jinja2", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy", "sklearn",
+        "tabulate", "typer", "vl_convert", "yaml",
     ),
     "data": ("datasets",),
     "track": ("wandb",),

@@ -12,19 +12,18 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import configs, deploying, findings, screen
+from selfspec_cli.commands import configs, deploying, findings, runs, screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.measuring import measure, shown_starting
-from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, rows_document, say, warn
+from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.config import machine, options
+from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder as results_folder
-from selfspec_cli.report import make as report_stage
+from selfspec_cli.report.static import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.terminal import kept_apart
@@ -39,6 +38,8 @@ app = typer.Typer(
     epilog="Try: selfspec sweep gate=varH tau_v=4,5,6",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(runs.app, name="runs")
 
 Overrides = Annotated[
     list[str] | None,
@@ -239,7 +240,8 @@ def compare_heads(
         with at_work("heads", plan.cfg.results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
             found = compare.run(plan, pairs=pairs, top=top, corpus=corpus, **more)
-        found.files["figure"] = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
+        figure = heads_figure.draw(found.rows, Path(plan.cfg.results_dir) / "heads.png")
+        found.files |= {"figure": figure} if figure else {}
         best = plan.to_deploy(found.rows)
         deploy = {} if best is None else deploying.chosen("heads", *best)
         if as_json:
@@ -263,7 +265,7 @@ def roc(
 ) -> None:
     """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
     with guard(as_json, debug):
-        from selfspec_cli.report import roc as roc_figure
+        from selfspec_cli.report import make as report_stage
         from selfspec_cli.stages import roc as roc_stage
 
         cfgs = configs.exits(overrides or [], roc_stage.LAYER_PARTS)
@@ -273,8 +275,7 @@ def roc(
         with at_work("roc", cfgs[0].results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
             result = roc_stage.run(cfgs, longest=longest, prompts=prompts, **more)
-        png = Path(result.files["table"]).with_name("roc.png")
-        result.files["figure"] = str(roc_figure.draw(result.panels, png, machine.device(cfgs[0])))
+        result.files |= report_stage.roc_figures(Path(result.files["table"]).parent)
         deploy = deploying.chosen("roc", result.config, result.choice()["expected_speedup"])
         if as_json:
             told = {"choice": result.choice(), "files": result.files, "deploy": deploy}
@@ -442,34 +443,52 @@ def verify(
         raise typer.Exit(verifying.exit_code(document))
 
 
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where", help="Only rows of which a column is so: gate=varH, speedup>1.5, status~memory; repeatable."
+    ),
+]
 Folder = Annotated[
     list[str] | None, typer.Argument(metavar="[results_dir=FOLDER]", help="The folder that holds the results.")
 ]
 
 
-@app.command(epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --out page")
+@app.command(
+    epilog="Examples: selfspec report   ·   selfspec report results_dir=results/mine --format md   ·   "
+    "selfspec report --compare results/before results/after"
+)
 def report(
     overrides: Folder = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the chart and the page; results_dir.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the page and the figures; results_dir.")] = None,
+    form: Annotated[
+        Format, typer.Option("--format", help="html writes the page; the others go to stdout.")
+    ] = Format.html,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            "--compare",
+            metavar="A B",
+            help="Two folders, or two of one folder's git revisions, machines or "
+            "runs: what differs, and whether it is more than noise.",
+        ),
+    ] = None,
+    where: Where = None,
+    figures: Annotated[bool, typer.Option("--figures", help="Write each figure as SVG and PNG too.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print the table beside the targets; write a bar chart (PNG) and a self-contained page (HTML)."""
+    """Show what was measured: tables here, and a self-contained page (HTML) with figures; or compare two sets."""
     with guard(as_json, debug):
-        folder = configs.results_dir(overrides)
-        made = report_stage.run(folder, out or folder)
-        warn(made.warnings)
-        deploy = deploying.of_report(folder)
-        if as_json:
-            files = {"chart": made.chart, "page": made.page}
-            return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
-        from selfspec_cli.report import table
+        from selfspec_cli.commands import reporting
 
-        table.show(made.rows, Console())
-        say(f"chart: {made.chart or 'no arm has a speedup yet'}\npage:  {made.page}")
-        for one in deploy:
-            say(f"\n{one['what']}", "bold") if "what" in one else None
-            deploying.show(one)
+        folder = configs.results_dir(overrides)
+        if compare is not None:
+            reporting.compare(folder, compare, where or [], Format.json if as_json else form)
+        elif form is not Format.html:
+            reporting.as_text(folder, where or [], form)
+        else:
+            reporting.page(folder, out or folder, where or [], figures, as_json)
 
 
 @app.command(epilog="Example: selfspec export results_dir=results/mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.screen import emit, rows_document, say, warn
+from selfspec_cli.commands.screen import emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.progress import Progress
@@ -87,19 +88,21 @@ def _sweep(
             reuse_baseline=reuse_baseline,
             run_id=run_id,
         )
-        if runs[0].tracker.kind != "none":
-            _send_chart(tracker, folder, result.warnings)
-        return result, shown.plans
+        if runs[0].tracker.kind != "none" and result.points:
+            _send_report(tracker, folder, result)
+    for message in tracker.messages:
+        note(message)
+    return result, shown.plans
 
 
-def _send_chart(tracker: Tracker, folder: Path, warnings: list[str]) -> None:
-    """The chart of the folder's points, as `selfspec report` draws it, to the tracker; a failure is a warning."""
+def _send_report(tracker: Tracker, folder: Path, result: sweep_stage.SweepResult) -> None:
+    """The rows of this command and the figures of the folder's points to the tracker; a failure is a warning."""
     try:
-        chart = report_stage.chart(results_folder.read(folder)[0], folder)
-        if chart is not None:
-            tracker.chart(chart)
+        with TemporaryDirectory() as place:
+            pictures = report_stage.pictures(results_folder.read(folder)[0], place)
+            tracker.report(folder, result.rows, pictures)
     except Exception as error:
-        warnings.append(f"chart: {' '.join(str(error).split()) or type(error).__name__}")
+        result.warnings.append(f"tracker: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def shown_starting(progress: Progress) -> Callable[..., AbstractContextManager[Any]]:

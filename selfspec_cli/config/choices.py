@@ -21,6 +21,7 @@ EXPERIMENT = "experiment"
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
 _SUFFIX = ".yaml"
+_EXPERIMENT_KEYS = ("title", "overrides", "grids", "targets")
 
 
 def conf_dirs() -> list[Path]:
@@ -85,7 +86,21 @@ def experiment_overrides(name: str) -> list[list[str]]:
     files = experiment_files()
     if name not in files:
         raise ConfigError(closest(name, sorted(files), EXPERIMENT))
-    return _overrides_in(files[name])
+    content = _read(files[name])
+    return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]
+
+
+def experiment_targets(name: str) -> list[dict[str, Any]]:
+    """The targets that an experiment states, as its file has them; none for a name that there is not (any more).
+
+    Raises:
+        ConfigError: a file of another shape.
+    """
+    files = experiment_files()
+    targets = _read(files[name]).get("targets") or [] if name in files else []
+    if not isinstance(targets, list) or not all(isinstance(target, dict) for target in targets):
+        raise ConfigError(f"{files[name]}: `targets` must be a list of mappings")
+    return targets
 
 
 def unread_files() -> list[str]:
@@ -105,7 +120,8 @@ def unread_files() -> list[str]:
     return found
 
 
-def _overrides_in(file: Path) -> list[list[str]]:
+def _read(file: Path) -> dict[str, Any]:
+    """An experiment file: title, overrides, grids, targets."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -113,6 +129,6 @@ def _overrides_in(file: Path) -> list[list[str]]:
     if not isinstance(content, dict) or not isinstance(content.get("overrides"), list):
         raise ConfigError(f"{file}: it must be a mapping with a list `overrides`")
     for key in content:
-        if key not in ("title", "overrides", "grids"):
-            raise ConfigError(f"{file}: {closest(key, ('title', 'overrides', 'grids'), 'key')}")
-    return [[str(override) for override in [*content["overrides"], *grid]] for grid in content.get("grids") or [[]]]
+        if key not in _EXPERIMENT_KEYS:
+            raise ConfigError(f"{file}: {closest(key, _EXPERIMENT_KEYS, 'key')}")
+    return content

@@ -187,6 +187,22 @@ def export(results: str | os.PathLike[str]) -> tuple[int, list[str]]:
     return len(points), warnings
 
 
+def delete(results: str | os.PathLike[str], ids: Collection[str]) -> list[str]:
+    """Delete points for good and make the tables again; the warnings.
+
+    Raises:
+        ConfigError: another command is writing to the folder.
+        RecordError: a file could not be deleted, or a table not be written.
+    """
+    runs = Path(results) / RUNS
+    with sweep_lock(results), _explained(runs):
+        with _locked(runs):
+            for name in ids:
+                (runs / f"{name}.json").unlink(missing_ok=True)
+            _sync(runs)
+        return export(results)[1]
+
+
 def _replace(path: Path, text: str) -> None:
     path = path.resolve()  # a link stays a link
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -89,6 +89,12 @@ def by_speedup(rows: list[HeadRow]) -> list[HeadRow]:
     return sorted((row for row in rows if row.predicted_speedup is not None), key=lambda r: -(r.predicted_speedup or 0))
 
 
+def load(document: dict[str, Any]) -> list[HeadRow]:
+    """The rows of a heads.json; columns that this version does not know are left out."""
+    known = {column.name for column in fields(HeadRow)}
+    return [HeadRow(**{name: value for name, value in row.items() if name in known}) for row in document["rows"]]
+
+
 def save(rows: list[HeadRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
     """Write heads.csv and heads.json (rows and facts); returns name -> path."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,9 @@ A value that was not measured is an empty cell (`None`), never 0.
 from __future__ import annotations
 
 import csv
+import inspect
 import io
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -281,6 +283,12 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
 def header(kind: type) -> list[str]:
     """The column names, in order."""
     return [column.name for column in fields(kind)]
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """What each column holds, as the comments beside them say."""
+    found = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE)
+    return {name: meaning.strip() for name, meaning in found}
 
 
 def header_line(kind: type) -> str:

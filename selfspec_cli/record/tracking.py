@@ -1,48 +1,143 @@
-"""Rows and charts to an experiment tracker. The only file that imports wandb, and only when it is asked for."""
+"""Points to an experiment tracker. The only file that imports wandb, and only when it is asked for.
+
+W&B gets a run for each point, grouped by the command that measured it, and one more run with the table of all of them,
+the figures and the record. Everything is written to ./wandb first, without a network, so a sweep never waits for one;
+where there is a key, a process of its own uploads it afterwards.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind, to_plain
+from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind
+from selfspec_cli.record import folder, latency, tables
+from selfspec_cli.record.point import Point, to_json
 from selfspec_cli.record.tables import Record, header
+
+UPLOAD_LOG = "selfspec-upload.log"
 
 
 class Tracker:
-    """Takes rows and a chart; this one drops them."""
+    """Takes points and figures; this one drops them. messages: what a user is told in the end."""
 
-    def log(self, record: Record) -> None:
-        """Log one row."""
+    def __init__(self) -> None:
+        self.messages: list[str] = []
 
-    def chart(self, png: Path) -> None:
-        """Log a chart of the results folder, and beside it the rows logged so far as a table."""
+    def log(self, point: Point) -> None:
+        """Log one point."""
+
+    def report(self, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
+        """Log what was measured in all: a table of rows, figures, and the files of the record."""
 
 
 class _Wandb(Tracker):
-    def __init__(self, run: Any, table: Callable[..., Any], image: Callable[[str], Any]) -> None:
-        self._run, self._table, self._image = run, table, image
-        self._rows: list[list[Any]] = []
+    """Writes W&B runs into ./wandb."""
 
-    def log(self, record: Record) -> None:
-        self._rows.append(list(asdict(record).values()))
-        measured = {name: value for name, value in asdict(record).items() if isinstance(value, (int, float))}
-        self._run.log(measured)
+    def __init__(self, wandb: Any, cfg: RunConfig, run_id: str) -> None:
+        super().__init__()
+        self._wandb, self._cfg, self._run_id = wandb, cfg, run_id
+        self._mode = "disabled" if os.environ.get("WANDB_MODE") == "disabled" else "offline"
+        self.places: list[Path] = []  # of the runs that were written
 
-    def chart(self, png: Path) -> None:
-        self._run.log({"rows": self._table(columns=header(Record), data=self._rows), "chart": self._image(str(png))})
+    def log(self, point: Point) -> None:
+        row = tables.row(point)
+        told = {"point": point.id, "key": point.key, "device": point.device, "status": row.status, "arm": point.arm}
+        facts = told | {"digests": point.digests, "versions": point.versions, "git": point.git}
+        with self._run(point.id, _name(row), "point", (point.config or {}) | facts) as run:
+            run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
+            logged: dict[str, Any] = {name: self._wandb.Histogram(ms) for name, ms in latencies(point).items()}
+            for number, speed in enumerate(point.tok_s):
+                run.log({"repeat": number, "tok_s": speed})
+            if logged:
+                run.log(logged)
+            artifact = self._wandb.Artifact(f"point-{point.id}", type="point")
+            with artifact.new_file(f"{point.id}.json", encoding="utf-8") as file:
+                file.write(to_json(point))
+            run.log_artifact(artifact)
+
+    def report(self, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
+        with self._run(f"report-{self._run_id}", f"report of {self._run_id}", "report", {}) as run:
+            data = [[_plain(value) for value in asdict(row).values()] for row in rows]
+            table = self._wandb.Table(columns=header(Record), data=data, allow_mixed_types=True)
+            run.log({"points": table} | {f"figures/{file.stem}": self._wandb.Image(str(file)) for file in pictures})
+            artifact = self._wandb.Artifact(f"record-{self._run_id}", type="record")
+            for name in (folder.SUMMARY, folder.ACCEPT):
+                if (results / name).is_file():
+                    artifact.add_file(str(results / name), name)
+            for row in rows:
+                file = results / folder.RUNS / f"{row.point}.json"
+                artifact.add_file(str(file), f"{folder.RUNS}/{file.name}")
+            run.log_artifact(artifact)
+
+    @contextmanager
+    def _run(self, name: str, title: str, kind: str, config: dict[str, Any]) -> Iterator[Any]:
+        """One W&B run, closed in the end."""
+        settings = self._wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True)
+        run = self._wandb.init(
+            project=self._cfg.tracker.project, entity=self._cfg.tracker.entity, id=name, name=title, job_type=kind,
+            group=self._run_id, mode=self._mode, config=config, settings=settings, reinit="finish_previous",
+        )  # fmt: skip
+        try:
+            if self._mode != "disabled":
+                self.places.append(Path(run.dir).parent)
+            yield run
+        finally:
+            run.finish()
+
+    def close(self) -> None:
+        """Begin the upload where there is a key, or say how to do it later; wait for nothing."""
+        if not self.places:
+            return
+        root = self.places[0].parent
+        command = f"wandb sync {root}/offline-run-*{self._run_id}"
+        if not _online():
+            self.messages.append(f"W&B: {len(self.places)} runs in {root}, not uploaded; to do it: {command}")
+            return
+        log = root / UPLOAD_LOG
+        with log.open("a", encoding="utf-8") as file:
+            subprocess.Popen([sys.executable, "-m", "wandb", "sync", *map(str, self.places)], stdout=file, stderr=file,
+                             stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        self.messages.append(f"W&B: {len(self.places)} runs are being uploaded ({log}); to do it again: {command}")
+
+
+def latencies(point: Point) -> dict[str, list[float]]:
+    """Raw latencies of all requests of all repeats, in milliseconds, by name; `record.latency` defines them."""
+    requests = [request for repeat in point.repeats for request in repeat.requests]
+    seconds = {
+        "ttft_ms": [latency.ttft(request) for request in requests],
+        "tpot_ms": [value for request in requests if (value := latency.tpot(request)) is not None],
+        "itl_ms": [value for request in requests for value in latency.itl(request)],
+        "e2e_ms": [latency.end_to_end(request) for request in requests],
+    }
+    return {f"latency/{name}": [1000 * value for value in values] for name, values in seconds.items() if values}
+
+
+def _name(row: Record) -> str:
+    parts = [row.arm, row.E and f"E={row.E}", row.k and f"k={row.k}", row.head, row.gate, row.threshold]
+    return " ".join(str(part) for part in parts if part not in (None, "none")) + f", batch {row.batch}"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float)) or value is None else str(value)
+
+
+def _online() -> bool:
+    mode = os.environ.get("WANDB_MODE")
+    return mode == "online" or (mode is None and bool(os.environ.get("WANDB_API_KEY")))
 
 
 @contextmanager
 def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
     """The tracker that `cfg.tracker` names, for as long as the command runs.
 
-    Without WANDB_API_KEY and without a WANDB_MODE of the user's own, W&B runs offline, into ./wandb.
+    Without WANDB_API_KEY, or with WANDB_MODE=offline, nothing is uploaded, and the messages say how to do it later.
 
     Raises:
         ConfigError: wandb is asked for and not installed.
@@ -54,20 +149,11 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
         import wandb
     except ImportError as error:
         raise ConfigError("tracker=wandb: wandb is not installed; pip install 'selfspec[track]'") from error
-    mode: Any = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-    settings = wandb.Settings(silent=True, console="off")  # stdout belongs to selfspec
-    run = wandb.init(
-        project=cfg.tracker.project,
-        entity=cfg.tracker.entity,
-        name=run_id,
-        mode=mode,
-        config=to_plain(cfg),
-        settings=settings,
-    )
+    tracker = _Wandb(wandb, cfg, run_id)
     try:
-        yield _Wandb(run, wandb.Table, wandb.Image)
+        yield tracker
     finally:
         try:
-            run.finish()
-        except Exception as error:  # the rows are on disk: what W&B cannot do must not hide them
-            print(f"warning: tracker: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+            tracker.close()
+        except Exception as error:  # the points are on disk: what W&B cannot do must not hide them
+            tracker.messages.append(f"W&B: {' '.join(str(error).split()) or type(error).__name__}")

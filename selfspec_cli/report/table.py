@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -10,7 +11,8 @@ from rich.text import Text
 
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report.rows import groups, label, overview, target_for, times
+from selfspec_cli.record.targets import Target, less_is_better
+from selfspec_cli.report.rows import groups, label, overview, times
 
 
 def _number(digits: int) -> Callable[[float | None], str]:
@@ -50,16 +52,26 @@ def _same(row: Record) -> str:
     return "" if row.identical is None else f"{row.identical}/{row.outputs}"
 
 
-def _target(row: Record) -> str:
-    target = target_for(row)
-    if target is None:
-        return ""
-    parts = [f"{target.speedup:.2f}x", _share(target.accept_rate)]
-    parts += [f"ΔPPL {target.delta_ppl:+.1f}"] if target.delta_ppl is not None else []
-    return ", ".join(part for part in parts if part)
+def _target(row: Record, targets: Sequence[Target]) -> str:
+    """What this arm was to reach, in the words of its experiment."""
+    wanted = [(name, pair) for target in targets if target.is_for(row) for name, pair in target.values.items()]
+    return ", ".join(wish(name, low, high) for name, (low, high) in wanted)
 
 
-COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
+def wish(name: str, low: float, high: float) -> str:
+    """One value of a target, such as speedup ≥ 2.05x."""
+    show = {"speedup": "{:.2f}x", "accept_rate": "{:.0%}", "sm_util": "{:.0%}", "delta_ppl": "{:+.2f}"}.get(
+        name, "{:g}"
+    )
+    text = show.format(low) if low == high else f"{show.format(low)} to {show.format(high)}"
+    sign = "" if low != high else "≤ " if less_is_better(name) else "≥ "
+    return f"{name} {sign}{text}"
+
+
+Column = tuple[str, str, Callable[[Record], str]]
+"""A name, what it means, and how it shows a row."""
+
+COLUMNS: list[Column] = [
     (
         "arm",
         "what was run: exit layer E, draft length k, head, and the gate's condition to go on drafting; with acceptance "
@@ -73,7 +85,6 @@ COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
         "sides); arms whose intervals overlap are not told apart",
         times,
     ),
-    ("target", "the speedup, accept rate and ΔPPL that users were promised for this arm", _target),
     ("accept", "accepted / drafted tokens", lambda row: _share(row.accept_rate)),
     ("tok/step", "tokens that one verify step yields", lambda row: _number(2)(row.mean_accepted_len)),
     ("drafts", "draft tokens a round", lambda row: _number(2)(row.drafted_per_round)),
@@ -113,32 +124,47 @@ COLUMNS: list[tuple[str, str, Callable[[Record], str]]] = [
 ]
 
 
-def cells(row: Record) -> list[str]:
+def columns(targets: Sequence[Target] = ()) -> list[Column]:
+    """The columns of a table; that of targets only where an experiment stated some."""
+    if not targets:
+        return COLUMNS
+    return [*COLUMNS, ("target", "what the experiment that measured the arm was to reach",
+                       partial(_target, targets=targets))]  # fmt: skip
+
+
+def cells(row: Record, shown: Sequence[Column] = COLUMNS) -> list[str]:
     """One row of text; for a failed arm its label and the reason."""
     if row.status != OK:
-        return [label(row), row.status, *[""] * (len(COLUMNS) - 2)]
-    return [show(row) for _, _, show in COLUMNS]
+        return [label(row), row.status, *[""] * (len(shown) - 2)]
+    return [show(row) for _, _, show in shown]
 
 
-def render(rows: list[Record]) -> RenderableType:
+def filled(rows: Sequence[Record], shown: Sequence[Column]) -> list[Column]:
+    """Those of the columns in which some row has something to show; the first is always there."""
+    measured = [row for row in rows if row.status == OK]
+    return [column for place, column in enumerate(shown) if place == 0 or any(column[2](row) for row in measured)]
+
+
+def render(rows: list[Record], targets: Sequence[Target] = ()) -> RenderableType:
     """The tables of a report, one a group, each with its own headline, for a rich console."""
     parts: list[RenderableType] = []
     found = groups(rows)
+    shown = filled(rows, columns(targets))
     for group in found:
         table = Table(title=group.title, title_justify="left", title_style="bold", header_style="bold", box=None)
-        for name, _, _ in COLUMNS:
+        for name, _, _ in shown:
             table.add_column(name, justify="left" if name in ("arm", "target") else "right", no_wrap=True)
         for row in group.rows:
             if row.status == OK:
-                table.add_row(*cells(row), style="dim" if row.arm == "baseline" else "")
+                table.add_row(*cells(row, shown), style="dim" if row.arm == "baseline" else "")
         parts.append(table)
         parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in group.rows if row.status != OK]
         parts += [Text(f"  {group.headline}"), Text()] if len(found) > 1 else [Text()]
     return Group(*parts, Text(overview(found), style="bold"))
 
 
-def show(rows: list[Record], console: Console) -> None:
+def show(rows: list[Record], console: Console, targets: Sequence[Target] = ()) -> None:
     """Print the tables, wide enough for every column where the output is no terminal."""
     if not console.is_terminal:
         console = Console(file=console.file, width=400)
-    console.print(render(rows))
+    console.print(render(rows, targets))

@@ -67,11 +67,6 @@ class RocResult:
         return max(self.exits, key=lambda found: found.exit.best.speedup)
 
     @property
-    def panels(self) -> list[tuple[str, DraftLog, Calibration | None]]:
-        """What a figure shows of each exit: its title, the drafts that were judged, its calibration."""
-        return [(_title(found), found.judged, found.calibration) for found in self.exits]
-
-    @property
     def config(self) -> RunConfig:
         """The best exit with its best gate, threshold and draft length."""
         return tuned.apply(self.best.exit.cfg, self.best.exit.best.setting)
@@ -200,7 +195,38 @@ def write(result: RocResult, folder: Path) -> dict[str, str]:
     document = {"choice": result.choice(), "exits": [_document(found) for found in result.exits]}
     with written(choice) as part:
         part.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return files | {"choice": str(choice)}
+    panels = folder / "curves.json"
+    with written(panels) as part:
+        part.write_text(json.dumps({"panels": drawn(result.exits)}) + "\n", encoding="utf-8")
+    return files | {"choice": str(choice), "curves": str(panels)}
+
+
+ASKED = {False: "every drafted token, as the gate meets it in the draft",
+         True: "tokens whose predecessors were right, each by itself"}  # fmt: skip
+
+
+def drawn(found: Sequence[Judgement]) -> list[dict[str, Any]]:
+    """The ROC curves of every gate, for a figure: of each exit those of all drafted tokens, and of those at stake."""
+    panels = []
+    for one in found:
+        log, calibration = one.judged, one.calibration
+        names = [name for name, gate in GATES.items() if name in log.features or gate.needs_calibration]
+        for at_stake, asked in ASKED.items():
+            areas = {name: curves.auc(log, name, calibration, at_stake=at_stake) for name in names}
+            known = sorted((name for name in names if areas[name] is not None), key=lambda name: -(areas[name] or 0))
+            lines = [curves.curve(log, name, calibration, at_stake=at_stake) for name in known]
+            panels.append({"title": _title(one), "of": asked, "curves": [
+                {"gate": name, "auc": areas[name], "false": _thinned(false), "true": _thinned(true)}
+                for name, (false, true) in zip(known, lines, strict=True)
+            ]})  # fmt: skip
+    return panels
+
+
+def _thinned(values: Sequence[float], most: int = 150) -> list[float]:
+    """At most so many of the points of a curve, both ends included."""
+    step = max(1, (len(values) - 1) / (most - 1))
+    places = [round(step * number) for number in range(min(most, len(values)))]
+    return [round(values[place], 5) for place in places]
 
 
 def _document(found: Judgement) -> dict[str, Any]:

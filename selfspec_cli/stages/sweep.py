@@ -87,7 +87,7 @@ class _Run:
         point = results.with_quality(self.folder, point)
         results.save(self.folder, point)
         self.result.points.append(point)
-        self.or_warn("tracker", lambda: self.tracker.log(tables.row(point)))
+        self.or_warn("tracker", lambda: self.tracker.log(point))
         self.progress.measured(point)
 
     def or_warn(self, what: str, action: Callable[[], Any]) -> None:

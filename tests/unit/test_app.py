@@ -13,7 +13,7 @@ from points import baseline, measured
 from selfspec_cli.config.schema import Method
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.tracking import Tracker
-from selfspec_cli.report import figure
+from selfspec_cli.report import make
 from selfspec_cli.stages import roc, tune
 
 
@@ -246,31 +246,31 @@ def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model,
 
 
 @pytest.mark.parametrize("broken", [None, "draw", "send"])
-def test_a_tracker_gets_the_chart_of_all_points_and_its_failure_is_a_warning(engines, model, monkeypatch, broken):
-    sent, drawn, draw = [], [], figure.draw
+def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, model, monkeypatch, broken):
+    sent, draw = [], make.pictures
 
-    class Charts(Tracker):
-        def chart(self, png):
+    class Reports(Tracker):
+        def report(self, results, rows, pictures):
             if broken == "send":
                 raise OSError("no network")
-            sent.append(png.read_bytes()[:4])
+            sent.append(([row.threshold for row in rows], [file.read_bytes()[:4] for file in pictures]))
 
-    def drawing(rows, *words, **more):
+    def drawing(points, out):
         if broken == "draw":
             raise ValueError("no ink")
-        drawn.append([row.threshold for row in rows])
-        return draw(rows, *words, **more)
+        return draw(points, out)
 
-    monkeypatch.setattr(figure, "draw", drawing)
-    monkeypatch.setattr("selfspec_cli.record.tracking.open_tracker", lambda cfg, run_id: nullcontext(Charts()))
+    monkeypatch.setattr(make, "pictures", drawing)
+    monkeypatch.setattr("selfspec_cli.record.tracking.open_tracker", lambda cfg, run_id: nullcontext(Reports()))
     assert call("sweep", "gate=varH", "tau_v=4", model).exit_code == 0
-    assert sent == drawn == []  # no tracker was asked for
+    assert sent == []  # no tracker was asked for
     result = call("sweep", "gate=varH", "tau_v=5", model, "tracker=wandb")
     assert result.exit_code == 0
     if broken is None:
-        assert (sent, drawn) == ([b"\x89PNG"], [[None, 4, None, 5]])
+        ((thresholds, kinds),) = sent
+        assert thresholds == [None, 5] and len(kinds) >= 2 and set(kinds) == {b"\x89PNG"}
     else:
-        assert f"chart: {'no ink' if broken == 'draw' else 'no network'}" in result.stderr
+        assert f"tracker: {'no ink' if broken == 'draw' else 'no network'}" in result.stderr
 
 
 def test_a_plan_is_told_before_the_first_engine_starts_and_in_a_dry_run(engines, model):

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-from matplotlib.colors import to_hex
 
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
 from selfspec_cli.early_exit.evaluation import tokens_a_round
@@ -13,6 +12,7 @@ from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
 from selfspec_cli.record.tables import Record
 from selfspec_cli.report import heads
+from selfspec_cli.report.figures import exits
 from selfspec_cli.stages.heads import beside, predict
 
 YES, NO = [True], [False]
@@ -83,10 +83,10 @@ def test_the_best_head_balances_cost_and_acceptance(tmp_path):
 
 
 def test_heads_of_one_kind_have_shades_of_its_colour():
-    colours = heads.colours_of(["lens", "translator", "translator_r4", "lsq"])
+    colours = exits.head_colours(["lens", "translator", "translator_r4", "lsq"])
     assert len(set(colours.values())) == 4
-    assert to_hex(colours["translator"]) == HEADS["translator"].colour
-    assert colours["translator_r4"][0] > colours["translator"][0]
+    assert colours["translator"] == HEADS["translator"].colour
+    assert colours["translator_r4"] > colours["translator"]
 
 
 def test_measured_beside_predicted_says_where_they_differ():

@@ -33,8 +33,8 @@ def literals(file: Path) -> set[str]:
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     home = PACKAGE / "early_exit" / folder
     mentions = [file for file in PACKAGE.rglob("*.py") if name in literals(file) and home not in file.parents]
-    # rows.py has the promised figures of certain arms; `fit-lsq` is a command of its own, and old .pt heads are lsq.
-    allowed = {"rows.py"} | ({"app.py", "fit.py", "head_metadata.py", "head_files.py"} if name == "lsq" else set())
+    # `fit-lsq` is a command of its own, and old .pt heads are lsq.
+    allowed = {"app.py", "fit.py", "head_metadata.py", "head_files.py"} if name == "lsq" else set()
     assert {file.name for file in mentions} <= allowed
 
 

@@ -1,3 +1,6 @@
+import base64
+import gzip
+import json
 import re
 from dataclasses import replace
 from io import StringIO
@@ -8,9 +11,11 @@ from points import against, baseline, failed, point
 from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, tables
+from selfspec_cli.record import folder, head_rows, tables
+from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report import figure, page, rows, table
+from selfspec_cli.record.targets import Target
+from selfspec_cli.report import details, figures, page, rows, sources, table
 from selfspec_cli.report import make as report
 
 BASE = Record(run_id="r", time="2026-11-21T00:00:00+0000", arm="baseline", model="m", workload="headline", batch=1,
@@ -24,16 +29,21 @@ FAILED = replace(ARM, threshold=6.0, tok_s_median=None, tok_s_min=None, tok_s_ma
                  point="failed")  # fmt: skip
 
 
-def printed(shown):
+WISH = Target("m4_varh", {"arm": "layer_skip", "gate": "varH", "threshold": 5.0},
+              {"speedup": (2.05, 2.05), "accept_rate": (0.5, 0.5)}, "a plan")  # fmt: skip
+
+
+def printed(shown, targets=()):
     file = StringIO()
-    table.show(shown, Console(file=file))
+    table.show(shown, Console(file=file), targets)
     return file.getvalue()
 
 
-def test_the_table_has_the_figures_and_the_target():
-    text = printed([BASE, ARM])
+def test_the_table_has_the_figures_and_the_target_that_an_experiment_states():
+    assert "target" not in printed([BASE, ARM])
+    text = printed([BASE, ARM], [WISH])
     (line,) = [line for line in text.splitlines() if "varH ≤ 5" in line and "E=4" in line and "140" in line]
-    for figure_ in ("150.0 (140–160)", "1.50x (1.41x to 1.62x)", "62%", "31/32", "2.05x, 50%"):
+    for figure_ in ("150.0 (140–160)", "1.50x (1.41x to 1.62x)", "62%", "31/32", "speedup ≥ 2.05x, accept_rate ≥ 50%"):
         assert figure_ in line
     assert "Fastest verified arm: 1.50x (1.41x to 1.62x)" in text
 
@@ -47,7 +57,7 @@ def test_what_was_not_measured_is_blank_and_not_zero():
     cells = dict(zip([name for name, _, _ in table.COLUMNS], table.cells(bare), strict=True))
     assert (cells["accept"], cells["same"], cells["PPL"], cells["tok/s"]) == ("", "", "", "150.0")
     zero = replace(ARM, accept_rate=0.0, identical=0)
-    assert table.cells(zero)[4] == "0%"
+    assert table.cells(zero)[3] == "0%"
     assert table.cells(zero)[-1] == "0/32"
 
 
@@ -78,8 +88,6 @@ def test_an_arm_stands_beside_the_baseline_that_its_speedup_was_computed_from():
     text = printed(shown)
     assert text.index("100.0 (90") < text.index("150.0 (140") < text.index("80.0 (90") < text.index("130.0 (140")
     assert "fastest" not in rows.overview([first, other])
-    html = page.html(shown, None, [])
-    assert html.count('<tr class="baseline">') == 2
 
 
 def test_a_baseline_without_arms_of_its_own_is_shown_once():
@@ -95,27 +103,6 @@ def test_failures_stand_with_the_newest_baseline():
     assert found == [[BASE, ARM], [newer, late, FAILED]]
     (only,) = rows.groups([FAILED])
     assert only.rows == [FAILED]
-
-
-@pytest.mark.parametrize(
-    ("row", "speedup", "accept"),
-    [
-        (replace(ARM, gate="varH", threshold=5.0), 2.05, 0.50),
-        (replace(ARM, gate="maxp", threshold=0.35), 1.8, 0.40),
-        (replace(ARM, arm="skip", head="lsq", E=12), 1.525, 0.37),
-    ],
-)
-def test_the_targets_are_the_promised_ones(row, speedup, accept):
-    target = rows.target_for(row)
-    assert target.speedup == pytest.approx(speedup)
-    assert target.accept_rate == accept
-
-
-@pytest.mark.parametrize(
-    "row", [BASE, replace(ARM, threshold=4.0), replace(ARM, gate="maxp"), replace(ARM, arm="skip", head="lens", E=12)]
-)
-def test_other_arms_have_no_target(row):
-    assert rows.target_for(row) is None
 
 
 SET = replace(ARM, acceptance_length=3.0, speedup=1.9, speedup_low=1.8, speedup_high=2.0, tok_s_median=190.0,
@@ -149,8 +136,6 @@ def test_no_arm_is_called_the_fastest_where_intervals_overlap():
     assert "one other arm have intervals that overlap" in told
     assert rows.headline([BASE, ARM, SLOW]).startswith("Fastest verified arm: 1.50x")
     assert "its interval holds 1, so it may be no faster than the baseline" in rows.headline([BASE, SLOW])
-    assert 'class="best"' not in page.html([BASE, ARM, NEAR], None, [])
-    assert 'class="best"' in page.html([BASE, ARM, SLOW], None, [])
 
 
 def test_without_intervals_nothing_is_called_the_fastest():
@@ -158,14 +143,6 @@ def test_without_intervals_nothing_is_called_the_fastest():
     told = rows.headline([BASE, *bare])
     assert told.startswith("Greatest speedup measured: 1.50x the baseline")
     assert told.endswith("no interval, because repeats were not kept.")
-    assert 'class="best"' not in page.html([BASE, *bare], None, [])
-
-
-def test_a_target_is_reached_by_what_was_measured_alone():
-    assert rows.target_for(SET) is None
-    text = page.html([FAILED, SET], None, [])
-    assert text.count("not measured") == len(rows.TARGETS)
-    assert page.html([BASE, FAILED], None, []).count("not measured") == len(rows.TARGETS) - 1
 
 
 def test_long_names_are_whole_where_the_output_is_no_terminal():
@@ -181,24 +158,6 @@ def test_skip_is_never_the_fastest_verified_arm():
     assert "No verified arm" in rows.headline([BASE, fast, FAILED])
 
 
-def test_the_chart_is_a_png_and_nothing_without_a_speedup(tmp_path):
-    shown = [BASE, ARM, FAILED, replace(BASE, batch=4, key="3" * 12, point="b4")]
-    path = figure.draw(shown, tmp_path / "deep" / "chart.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert figure.draw([FAILED], tmp_path / "none.png") is None
-
-
-def test_the_page_is_self_contained_and_escapes(tmp_path):
-    png = figure.draw([BASE, ARM], tmp_path / "chart.png")
-    text = page.html([BASE, ARM, FAILED], png, [{"machine": "<b>"}])
-    assert not re.search(r"""(src|href)=["'](?!data:)|https?://|@import|url\(""", text)
-    assert "data:image/png;base64," in text
-    assert "&lt;no&gt; memory" in text
-    assert "<b>" not in text
-    assert 'class="best"' in text
-    assert "2.05x" in text
-
-
 @pytest.fixture
 def results(tmp_path):
     base = baseline()
@@ -207,12 +166,65 @@ def results(tmp_path):
     return tmp_path / "in"
 
 
-def test_the_stage_writes_chart_and_page(results, tmp_path):
+def test_the_stage_writes_the_page_and_the_figures_that_are_asked_for(results, tmp_path):
     (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
     made = report.run(results, tmp_path / "out")
-    assert made.chart == tmp_path / "out" / "speedup.png"
-    assert made.page.read_text().count("<tr") > 4
+    assert (made.page, made.figures) == (tmp_path / "out" / "report.html", [])
     assert (len(made.rows), made.warnings) == (3, [])
+    assert "&lt;no&gt; memory" not in made.page.read_text()  # it is data: packed, and set as text by the browser
+    assert unpacked(made.page)["table"]["points"] == [row.point for row in made.rows]
+    files = report.run(results, tmp_path / "out", files=True).figures
+    assert {file.suffix for file in files} == {".svg", ".png"}
+    assert all(file.stat().st_size > 3000 for file in files)
+
+
+def unpacked(file):
+    """The data of a page."""
+    (text,) = re.findall(r'id="packed-data">([^<]+)<', file.read_text())
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_the_page_makes_no_request_and_escapes(results, tmp_path):
+    text = report.run(results, tmp_path).page.read_text()
+    visible = re.sub(r'(?s)<script type="text/plain".*?</script>', "", text)
+    assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\(|fetch\(|https?://""", visible)
+    assert len(text) < page.LIMIT
+    hostile = replace(baseline(), device="<img src=x onerror=alert(1)>")
+    folder.save(tmp_path / "hostile", hostile)
+    text = report.run(tmp_path / "hostile", tmp_path).page.read_text()
+    assert "<img" not in text and "&lt;img src=x" in text
+
+
+def test_a_row_opens_everything_that_is_kept_of_it(results):
+    found = sources.read(results)
+    told = details.details(found, "events")
+    arm = told["rows"][1]
+    assert told["pool"][arm["command"]] == "selfspec sweep"
+    assert [told["pool"][place] for place in arm["config"]] == [["k", 5]]
+    assert arm["against"][0] == found.points[0].id
+    seconds, speed, ((tokens, arrival, *steps),) = arm["repeats"][0]
+    request = found.points[1].repeats[0].requests[0]
+    assert (speed, tokens, arrival) == (150.0, 4, 0)
+    assert sum(steps) == pytest.approx(1e6 * request.events[-1], abs=2)
+    assert seconds == pytest.approx(4 / 150, rel=1e-4)
+    assert "repeats" not in told["rows"][2]  # it failed
+    assert len(details.details(found, "repeats")["rows"][1]["repeats"][0]) == 2
+    assert "repeats" not in details.details(found, "none")["rows"][1]
+
+
+def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monkeypatch):
+    found = sources.read(results)
+    drawn = figures.of_sources(found)
+    whole = page.html(found, drawn)
+    monkeypatch.setattr(page, "LIMIT", len(whole) - 1)
+    shorter = page.html(found, drawn)
+    assert len(shorter) < len(whole)
+    monkeypatch.setattr(page, "LIMIT", 1)
+    least = page.html(found, drawn)
+    (text,) = re.findall(r'id="packed-data">([^<]+)<', least)
+    data = json.loads(gzip.decompress(base64.b64decode(text)))
+    assert data["details"]["level"] == "none"
+    assert len(data["table"]["points"]) == 3
 
 
 def test_no_points_say_how_to_make_some(tmp_path):
@@ -230,11 +242,12 @@ def test_provenance_is_every_points_own():
     """A later run, of another version, does not lend its provenance to the points of the first."""
     newer = {"versions": {"selfspec": "0.2.0"}, "git": {"revision": "b" * 40, "dirty": True}}
     points = [baseline(), against(baseline()), failed("1", run_id="20261122-000000-bbbb", **newer)]
-    first, second = report.provenance(points)
+    first, second = details.provenance(points)
     assert (first["versions"], first["git revision"], first["date"]) == ("selfspec 0.1.0", "a" * 10, "2026-11-21")
     assert first["runs"] == "20261121-000000-aaaa (selfspec sweep)"
     assert (second["versions"], second["git revision"]) == ("selfspec 0.2.0", "b" * 10 + " with changes")
-    assert report.provenance([point(versions={}, git=None, command=None)])[0].keys() == {"machine", "date", "runs"}
+    (bare,) = details.provenance([point(versions={}, git=None, command=None)])
+    assert bare.keys() == {"machine", "date", "points", "runs"}
 
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
@@ -254,18 +267,29 @@ def test_published_tables_are_those_of_the_published_points(place):
             assert row.speedup == pytest.approx(row.tok_s_median / by_point[row.baseline].tok_s_median, rel=1e-4)
     arms = [row for row in shown if row.arm == "layer_skip"]
     told = rows.overview(rows.groups(shown))
-    assert not arms or "fastest" not in told  # repeats were not kept, so there are no intervals
+    assert not arms or "Fastest" not in told  # repeats were not kept, so there are no intervals
 
 
-def test_roc_figures_in_the_results_are_in_the_page(results):
+def test_what_roc_and_heads_left_is_in_the_page(results):
     place = results / "roc" / "m"
     place.mkdir(parents=True)
-    figure.draw([BASE, ARM], place / "roc.png")
-    (place / "auc.csv").write_text("gate,auc\n<margin>,0.81\n")
-    text = report.run(results, results).page.read_text()
-    assert text.count("data:image/png") == 2
-    assert "ROC of the gates: m" in text
-    assert "<td>&lt;margin&gt;</td><td>0.81</td>" in text
+    (place / "auc.csv").write_text(
+        "model,E,head,gate,drafted,auc,auc_at_stake,expected_speedup\nm,3,lens,margin,100,0.81,,2.5\n"
+    )
+    (place / "choice.json").write_text('{"exits": [{"E": 3, "costs": {"plain": 0.008, "draft": 0.001}}]}')
+    curve = {"gate": "margin", "auc": 0.81, "false": [0, 0.2, 1], "true": [0, 0.7, 1]}
+    (place / "curves.json").write_text(json.dumps({"panels": [{"title": "E=3", "of": "all", "curves": [curve]}]}))
+    head_rows.save([HeadRow("m", 3, "lens", "full", 0.6)], {"step_times": {"T": 0.007}}, results)
+    made = {figure.name: figure for figure in figures.of_sources(sources.read(results))}
+    assert made["auc"].panels[0].data[0]["auc"] == 0.81
+    assert [row["true"] for row in made["roc"].panels[0].data] == [0, 0.7, 1]
+    assert {row["arm"]: row["ms"] for row in made["steps"].panels[1].data} == {
+        "plain decoding step": 8.0, "draft step": 1.0
+    }  # fmt: skip
+    assert [panel.data[0]["value"] for panel in made["heads"].panels] == [0.6]
+    (place / "curves.json").write_text("{")
+    torn = sources.read(results)
+    assert "curves.json" in torn.warnings[0] and torn.curves == {}
 
 
 def test_every_gate_is_labelled_with_its_direction():

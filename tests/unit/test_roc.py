@@ -1,5 +1,7 @@
 import csv
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from selfspec_cli.early_exit.calibration import fit_calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.report import roc as figure
+from selfspec_cli.report import make as report
 from selfspec_cli.stages import roc
 from selfspec_cli.stages.exits import Exit
 
@@ -80,7 +82,16 @@ def test_files_and_what_reads_them(tmp_path, monkeypatch):
     found = judged()
     result = roc.RocResult(roc.table(found), [found])
     files = roc.write(result, tmp_path / "roc")
-    assert figure.draw(result.panels, tmp_path / "roc" / "roc.png").stat().st_size > 10_000
+    drawn = report.roc_figures(tmp_path / "roc")
+    assert [Path(file).stat().st_size > 10_000 for file in drawn.values()] == [True, True]
+    panels = json.loads(Path(files["curves"]).read_text())["panels"]
+    for panel in panels:
+        assert [curve["false"][0] for curve in panel["curves"]] == [0.0] * len(panel["curves"])
+        assert {(curve["false"][-1], curve["true"][-1]) for curve in panel["curves"]} == {(1.0, 1.0)}
+        assert max(len(curve["true"]) for curve in panel["curves"]) <= 150
+        calibrated = next(curve for curve in panel["curves"] if curve["gate"] == "calibrated")
+        at_stake = panel["of"] == roc.ASKED[True]
+        assert calibrated["auc"] == curves.auc(found.judged, "calibrated", found.calibration, at_stake=at_stake)
     with open(files["table"], encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     assert [row["gate"] for row in table] == list(GATES)

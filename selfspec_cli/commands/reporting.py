@@ -1,0 +1,50 @@
+"""What `selfspec report` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from selfspec_cli.commands import deploying
+from selfspec_cli.commands.screen import emit, rows_document, say, warn
+from selfspec_cli.report import compare as comparing
+from selfspec_cli.report import compared, make, sources, static
+from selfspec_cli.report.static import Format
+
+
+def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool) -> None:
+    """The tables on the terminal, the page in a file."""
+    made = make.run(folder, out, where=where, files=figures)
+    warn(made.warnings)
+    deploy = deploying.of_report(folder)
+    if as_json:
+        files = {"page": made.page, "figures": made.figures}
+        return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})
+    from selfspec_cli.report import table
+
+    table.show(made.rows, Console(), made.targets)
+    if made.figures:
+        say(f"figures: {len(made.figures)} files in {made.figures[0].parent}")
+    say(f"page: {made.page}")
+    for one in deploy:
+        say(f"\n{one['what']}", "bold") if "what" in one else None
+        deploying.show(one)
+
+
+def as_text(folder: Path, where: Sequence[str], form: Format) -> None:
+    """The report in another format, to stdout."""
+    found = sources.read(folder, where)
+    warn(found.warnings)
+    print(static.text(found, form), end="")
+
+
+def compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Format) -> None:
+    """Two sets of points side by side."""
+    made = comparing.compare(words, folder, where)
+    warn(made.warnings)
+    if form is Format.html:
+        compared.show(made, Console())
+    else:
+        print(compared.text(made, form), end="")

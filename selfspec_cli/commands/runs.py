@@ -1,0 +1,207 @@
+"""`selfspec runs`: list, filter, show, compare and delete the points of a results folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from selfspec_cli.commands.screen import emit, guard, say, warn
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.record import folder as results
+from selfspec_cli.record import query, tables
+from selfspec_cli.record.point import Point
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report.rows import group_title, label, times
+
+app = typer.Typer(no_args_is_help=True, help="List, filter, show, compare and delete measured points.")
+
+RESULTS = "results_dir"
+Json = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONDITION]",
+        help="Such as gate=varH, speedup>1.5, status~memory, time>=2026-11-21; and results_dir=FOLDER.",
+    ),
+]
+Ids = Annotated[
+    list[str],
+    typer.Argument(metavar="ID", help="A point's id, or as much of it as is unique; and results_dir=FOLDER."),
+]
+
+
+@app.command("list", epilog="Example: selfspec runs list gate=varH 'speedup>1.5' results_dir=results/mine")
+def list_points(words: Words = None, as_json: Json = False, debug: Debug = False) -> None:
+    """The points of a folder, or those that meet every condition."""
+    with guard(as_json, debug):
+        place, conditions = _place(words or [])
+        rows = query.chosen([tables.row(point) for point in _points(place)], conditions)
+        if as_json:
+            return emit({"points": [asdict(row) for row in rows]})
+        table = Table(box=None, header_style="bold")
+        for name in ("id", "time", "arm", "workload", "tok/s", "speedup", "status"):
+            table.add_column(
+                name, justify="right" if name in ("tok/s", "speedup") else "left", no_wrap=name != "status"
+            )
+        for row in rows:
+            speed = f"{row.tok_s_median:,.1f}" if row.tok_s_median is not None else ""
+            table.add_row(
+                row.point,
+                row.time[:19],
+                label(row),
+                group_title(row),
+                speed,
+                times(row),
+                row.status[:80],
+                style="" if row.status == "ok" else "red",
+            )
+        Console(width=None if Console().is_terminal else 240).print(table)
+        say(f"{len(rows)} point(s) in {place}")
+
+
+@app.command(epilog="Example: selfspec runs show c57c5a1cce06")
+def show(ids: Ids, as_json: Json = False, debug: Debug = False) -> None:
+    """Everything that is known of points: row, command, configuration, provenance, times of repeats."""
+    with guard(as_json, debug):
+        place, names = _place(ids)
+        chosen = [_one(_points(place), name) for name in names]
+        if as_json:
+            return emit({"points": [_document(point) for point in chosen]})
+        for point in chosen:
+            _show(point, place)
+
+
+@app.command(epilog="Example: selfspec runs diff c57c5a1cce06 fa36750527d0")
+def diff(ids: Ids, as_json: Json = False, debug: Debug = False) -> None:
+    """Two points: what differs between them, and whether the difference in speed is more than noise."""
+    with guard(as_json, debug):
+        from selfspec_cli.report import compare, compared
+
+        place, names = _place(ids)
+        if len(names) != 2:
+            raise ConfigError(f"{len(names)} points were named; name the two that are to be compared")
+        a, b = (_one(_points(place), name) for name in names)
+        made = compare.of_two(a, b)
+        emit(compared.document(made)) if as_json else compared.show(made, Console())
+
+
+@app.command(epilog="Examples: selfspec runs delete 826f5a288485   ·   selfspec runs delete status~memory --yes")
+def delete(
+    words: Annotated[
+        list[str], typer.Argument(metavar="ID|CONDITION", help="Points by id, or all that meet every condition.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Delete points for good, and make the tables again. Points that were compared with them keep their figures."""
+    with guard(as_json, debug):
+        place, rest = _place(words)
+        if not rest:
+            raise ConfigError("nothing was named; name points by id, or conditions such as status~memory")
+        rows = _meant(_points(place), rest)
+        names = [row.point for row in rows]
+        if not dry_run and names and not yes:
+            _ask(rows, as_json)
+        warnings = [] if dry_run or not names else results.delete(place, names)
+        warn(warnings)
+        if as_json:
+            return emit({"dry_run": dry_run, "deleted": names, "warnings": warnings})
+        for row in rows:
+            say(f"{row.point}  {label(row)}  {row.status}")
+        say(f"{len(names)} point(s) {'would be' if dry_run else 'were'} deleted from {place}")
+
+
+def _ask(rows: list[Record], as_json: bool) -> None:
+    """Raises ConfigError where nobody can answer, and typer.Exit where the answer is no."""
+    if as_json or not sys.stdin.isatty():
+        raise ConfigError(f"{len(rows)} point(s) would be deleted for good; give --yes to do it, or --dry-run to look")
+    for row in rows[:20]:
+        say(f"{row.point}  {label(row)}  {row.status}")
+    if not typer.confirm(f"Delete {len(rows)} point(s) for good?"):
+        raise typer.Exit(0)
+
+
+def _place(words: list[str]) -> tuple[Path, list[str]]:
+    """The results folder that the words name, and the other words."""
+    named = [word.partition("=")[2] for word in words if word.startswith(f"{RESULTS}=")]
+    if len(named) > 1:
+        raise ConfigError(f"{RESULTS} is given twice")
+    place = Path(named[0] if named else RunConfig().results_dir)
+    if not (place / results.RUNS).is_dir():
+        raise ConfigError(f"{place} holds no runs/: nothing was measured there; name a folder: {RESULTS}=FOLDER")
+    return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
+
+
+def _points(place: Path) -> list[Point]:
+    points, warnings = results.read(place)
+    warn(warnings)
+    return points
+
+
+def _one(points: list[Point], name: str) -> Point:
+    """The one point whose id begins so; of several of one key the newest."""
+    found = [point for point in points if point.id.startswith(name)]
+    if not found:
+        raise ConfigError(f"no point's id begins with {name!r}; selfspec runs list shows them")
+    if len({point.key for point in found}) > 1:
+        raise ConfigError(f"{name!r} is not unique: {', '.join(point.id for point in found[:5])}")
+    return found[-1]
+
+
+def _meant(points: list[Point], words: list[str]) -> list[Record]:
+    """Rows by id (every point of which the id begins so), or by conditions."""
+    rows = [tables.row(point) for point in points]
+    if any(sign in word for word in words for sign in "=<>~"):
+        return query.chosen(rows, words)
+    for word in words:
+        _one(points, word)  # raises where nothing, or more than one key, is meant
+    return [row for row in rows if any(row.point.startswith(word) for word in words)]
+
+
+def _document(point: Point) -> dict[str, Any]:
+    return {
+        "row": asdict(tables.row(point)),
+        "command": point.command,
+        "config": point.config,
+        "digests": point.digests,
+        "versions": point.versions,
+        "hardware": point.hardware,
+        "git": point.git,
+        "engine": point.engine,
+        "compared_with": point.compared_with and asdict(point.compared_with),
+        "repeats": [{"seconds": repeat.seconds, "tok_s": repeat.tok_s} for repeat in point.repeats],
+    }
+
+
+def _show(point: Point, place: Path) -> None:
+    from selfspec_cli.report.compare import flat
+
+    row = tables.row(point)
+    say(f"{label(row)}, {group_title(row)}", "bold")
+    say(f"file: {place / results.RUNS / point.id}.json")
+    document = {name: value for name, value in _document(point).items() if value and name != "row"}
+    sections = {"figures": {name: value for name, value in asdict(row).items() if value is not None}} | document
+    sections["command"] = " ".join(point.command or []) or "not kept"
+    for name, section in sections.items():
+        say(f"\n{name}", "bold")
+        if isinstance(section, dict):
+            for key, value in flat(section):
+                Console(soft_wrap=True).print(
+                    Text(f"  {key:<32} {json.dumps(value) if isinstance(value, list) else value}")
+                )
+        elif isinstance(section, list):
+            for number, one in enumerate(section, start=1):
+                say(f"  {number}: {one['tok_s']:,.1f} tokens a second, {one['seconds']:.3f} s")
+        else:
+            say(f"  {section}")

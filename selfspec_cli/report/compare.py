@@ -1,0 +1,247 @@
+"""Two sets of points side by side: arms that both measured, what differs between their configurations, and whether the
+difference in speed is more than noise."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.record import folder, query, tables
+from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
+from selfspec_cli.record.point import Point, median
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report import rows as names
+from selfspec_cli.report import sources
+
+FASTER, SLOWER, NOISE, UNKNOWN = "faster", "slower", "within noise", "not known"
+NOT_COMPARED = ("results_dir", "repeats")  # where a point lies, and how often it was measured, change no speed
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One arm on both sides. ratio: tokens a second of B over those of A, in the interval low..high (None where repeats
+    were not kept). runs: so many runs of each side are behind it."""
+
+    arm: str
+    where: str
+    a: Record
+    b: Record
+    ratio: float | None
+    interval: Interval | None
+    runs: tuple[int, int]
+
+    @property
+    def verdict(self) -> str:
+        """What is said of B."""
+        if self.interval is None:
+            return UNKNOWN
+        return FASTER if self.interval[0] > 1 else SLOWER if self.interval[1] < 1 else NOISE
+
+    @property
+    def of_speedups(self) -> str:
+        """The same of the speedups over the baseline of each side, which a machine's drift moves less."""
+        ours, theirs = names.interval(self.b), names.interval(self.a)
+        if ours is None or theirs is None or self.b.arm == "baseline":
+            return ""
+        if overlap(ours, theirs):
+            return "intervals overlap"
+        return "greater" if ours[0] > theirs[1] else "smaller"
+
+
+@dataclass
+class Comparison:
+    """differing: setting -> (values in A, values in B), over the arms of both. alone: arms of one side only."""
+
+    a: str
+    b: str
+    pairs: list[Pair]
+    differing: dict[str, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    alone: tuple[list[str], list[str]] = ([], [])
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> str:
+        """What the comparison says, in a sentence or two."""
+        told = [pair.verdict for pair in self.pairs]
+        counts = ", ".join(
+            f"{told.count(verdict)} {verdict}" for verdict in (FASTER, SLOWER, NOISE, UNKNOWN) if verdict in told
+        )
+        sure = len(told) - told.count(UNKNOWN)
+        text = f"Of {len(told)} arm(s) that both measured, with A = {self.a} and B = {self.b}, B is: {counts}."
+        if sure >= 10 and sure != told.count(NOISE):
+            text += f" At 95 %, about {sure / 20:.0f} of {sure} would seem to differ by chance alone."
+        if any(pair.interval is not None and min(pair.runs) < 2 for pair in self.pairs):
+            text += " The noise is that of repeats within one run, and does not hold how runs differ from one another."
+        if UNKNOWN in told:
+            text += " Where repeats were not kept, nothing says how much is noise."
+        return text
+
+
+def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
+    """The points that a word names: of a folder, or those of `results` with this git revision, machine, run or id;
+    and warnings.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if Path(word).is_dir():
+        points, warnings = _all(Path(word))
+        if not points:
+            raise ConfigError(f"{word} holds no points")
+        return points, warnings
+    points, warnings = _all(Path(results))
+    ways: list[Callable[[Point], bool]] = [
+        lambda point: point.id == word or point.key == word,
+        lambda point: len(word) >= 4 and str((point.git or {}).get("revision", "")).startswith(word),
+        lambda point: point.run_id == word,
+        lambda point: word.lower() in point.device.lower(),
+    ]
+    for way in ways:
+        if found := [point for point in points if way(point)]:
+            return found, warnings
+    known = {
+        value
+        for point in points
+        for value in (point.device, str((point.git or {}).get("revision", ""))[:10], point.run_id)
+    }
+    raise ConfigError(closest(word, sorted(filter(None, known)), "folder, revision, machine or run"))
+
+
+def _all(root: Path) -> tuple[list[Point], list[str]]:
+    read = [folder.read(place) for place in sources.folders(root)]
+    return folder.in_order([point for points, _ in read for point in points]), [one for _, told in read for one in told]
+
+
+def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
+    """Compare the points that two words name, see `resolve`. where: conditions that rows must meet.
+
+    Raises:
+        ConfigError: a word names nothing, or both have no arm in common.
+    """
+    sides, warnings = [], []
+    for word in words:
+        points, told = resolve(word, results)
+        warnings += told
+        by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
+        sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
+    return between(words, [*sides[0].values()], [*sides[1].values()], warnings)
+
+
+def of_two(a: Point, b: Point) -> Comparison:
+    """Compare two points, whatever they are arms of.
+
+    Raises:
+        ConfigError: one of them failed.
+    """
+    for point in (a, b):
+        if not point.ok:
+            raise ConfigError(f"{point.id} failed ({point.reason}), so there is nothing to compare")
+    pair = _pair([(a, tables.row(a))], [(b, tables.row(b))], ())
+    return Comparison(a.id, b.id, [pair], _differing([a], [b]))
+
+
+Measured = tuple[Point, Record]
+
+
+def between(
+    words: tuple[str, str], ours: Sequence[Measured], theirs: Sequence[Measured], warnings: Sequence[str] = ()
+) -> Comparison:
+    """Pair the arms of two sides, and say how they differ."""
+    apart = _apart(ours, theirs)
+    a, b = _by_arm(ours, apart), _by_arm(theirs, apart)
+    both = [arm for arm in a if arm in b]
+    if not both:
+        raise ConfigError(f"{words[0]} and {words[1]} have no arm in common that was measured on both sides")
+    pairs = [_pair(a[arm], b[arm], apart) for arm in both]
+    differing = _differing([side[arm][-1][0] for arm in both for side in (a,)], [b[arm][-1][0] for arm in both])
+    alone = tuple([_name(side[arm][-1][1], ()) for arm in side if arm not in both] for side in (a, b))
+    return Comparison(*words, pairs, differing, alone, list(warnings))  # type: ignore[arg-type]
+
+
+def _apart(ours: Sequence[Measured], theirs: Sequence[Measured]) -> tuple[str, ...]:
+    """Columns that have one value on each side, not the same one: they are what is compared, and tell no arms apart."""
+    found = []
+    for name in dict.fromkeys(name for point, _ in [*ours, *theirs] for name in point.arm):
+        values = [
+            {_hashable(point.arm.get(name)) for point, row in side if row.arm != "baseline"} for side in (ours, theirs)
+        ]
+        if all(len(side) == 1 for side in values) and values[0] != values[1]:
+            found.append(name)
+    return tuple(found)
+
+
+def _by_arm(side: Sequence[Measured], apart: Sequence[str]) -> dict[tuple[Any, ...], list[Measured]]:
+    made: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
+    for point, row in side:
+        arm = {name: value for name, value in point.arm.items() if name not in (*apart, *NOT_COMPARED)}
+        made[tuple(sorted((name, _hashable(value)) for name, value in arm.items() if value is not None))].append(
+            (point, row)
+        )
+    return dict(made)
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool)) or value is None else repr(value)
+
+
+def _pair(ours: list[Measured], theirs: list[Measured], apart: Sequence[str]) -> Pair:
+    """Several runs on both sides: the medians of runs are what varies. Else the repeats of the newest run."""
+    kept = [[point for point, _ in side if point.tok_s] for side in (ours, theirs)]
+    several = min(map(len, kept)) >= 2
+    if several:
+        samples = [[median(point.tok_s) for point in side] for side in kept]
+    else:
+        samples = [list(side[-1].tok_s) if side else [] for side in kept]
+    a, b = ours[-1][1], theirs[-1][1]
+    if all(samples):
+        ratio: float | None = median(samples[1]) / median(samples[0])
+    else:
+        ratio = b.tok_s_median / a.tok_s_median if a.tok_s_median and b.tok_s_median else None
+    interval = speedup_interval(samples[1], samples[0])
+    runs = (len(kept[0]), len(kept[1])) if several else (1, 1)
+    return Pair(_name(b, apart), names.group_title(b), a, b, ratio, interval, runs)
+
+
+def _name(row: Record, apart: Sequence[str]) -> str:
+    return names.label(row) + (f" ({', '.join(apart)} differ)" if apart and row.arm != "baseline" else "")
+
+
+def _differing(ours: Sequence[Point], theirs: Sequence[Point]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Of paired points: every setting, version and fact of the machine that is not the same in some pair."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for one, other in zip(ours, theirs, strict=True):
+        left, right = facts(one), facts(other)
+        for name in dict.fromkeys([*left, *right]):
+            if left.get(name) != right.get(name):
+                pair = found.setdefault(name, ([], []))
+                for values, value in zip(pair, (left.get(name), right.get(name)), strict=True):
+                    if value not in values:
+                        values.append(value)
+    return found
+
+
+def facts(point: Point) -> dict[str, Any]:
+    """Everything that decides a speed, by dotted name: configuration, files, versions, machine, revision."""
+    made = {name: value for name, value in flat(point.config or {}) if name not in NOT_COMPARED}
+    made |= {f"digest of {name}": value for name, value in point.digests.items()}
+    made |= {f"version of {name}": value for name, value in point.versions.items()}
+    made |= {f"hardware {name}": value for name, value in flat(point.hardware or {})}
+    git = point.git or {}
+    revision = str(git.get("revision", ""))[:10] + (" with changes" if git.get("dirty") else "")
+    return made | {"machine": point.device, "git revision": revision or None}
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested mappings by dotted name; lists and empty mappings are leaves."""
+    made: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            made += flat(value, f"{above}{name}.")
+        else:
+            made.append((f"{above}{name}", value))
+    return made

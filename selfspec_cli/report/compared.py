@@ -1,0 +1,115 @@
+"""A comparison of two sets of points as text: for the terminal, a pull request, a paper, or a program."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from selfspec_cli.report import static
+from selfspec_cli.report.compare import FASTER, SLOWER, Comparison, Pair
+from selfspec_cli.report.rows import times
+from selfspec_cli.report.static import Format
+
+HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
+MOST_VALUES = 4  # of a setting that differs, on one side
+
+
+def text(made: Comparison, form: Format) -> str:
+    """The comparison in one of the formats that are text."""
+    if form is Format.json:
+        return json.dumps(document(made), ensure_ascii=False, indent=1, default=str) + "\n"
+    body = [_line(pair) for pair in made.pairs]
+    if form is Format.csv:
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(["workload", *HEAD])
+        writer.writerows([pair.where, *line] for pair, line in zip(made.pairs, body, strict=True))
+        return buffer.getvalue()
+    parts = static.titled(f"A: {made.a}; B: {made.b}", "", [made.found], form)[2:]
+    for where in dict.fromkeys(pair.where for pair in made.pairs):
+        lines = [line for pair, line in zip(made.pairs, body, strict=True) if pair.where == where]
+        parts += static.titled(where, static.table(HEAD, lines, form), [], form)
+    rows = [[name, *map(_values, values)] for name, values in made.differing.items()]
+    if rows:
+        parts += static.titled("What differs", static.table(("setting", "A", "B"), rows, form), [], form)
+    return "\n\n".join(parts) + "\n"
+
+
+def show(made: Comparison, console: Console) -> None:
+    """Print the comparison for people."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=260)
+    for where in dict.fromkeys(pair.where for pair in made.pairs):
+        table = Table(title=where, title_justify="left", title_style="bold", header_style="bold", box=None)
+        for name in HEAD:
+            table.add_column(name, justify="left" if name in ("arm", "B is", "speedups") else "right", no_wrap=True)
+        for pair in made.pairs:
+            if pair.where == where:
+                table.add_row(*_line(pair), style={FASTER: "green", SLOWER: "red"}.get(pair.verdict, ""))
+        console.print(table)
+    table = Table(title="What differs", title_justify="left", title_style="bold", header_style="bold", box=None)
+    for name in ("setting", "A", "B"):
+        table.add_column(name, overflow="fold")
+    for name, values in made.differing.items():
+        table.add_row(name, *map(_values, values))
+    console.print(table if made.differing else Text("No setting, version or machine differs.", style="bold"))
+    for side, arms in zip((made.a, made.b), made.alone, strict=True):
+        if arms:
+            console.print(
+                Text(f"{len(arms)} arm(s) of {side} alone: {', '.join(arms[:6])}{', ...' if len(arms) > 6 else ''}")
+            )
+    console.print(Text(made.found, style="bold"))
+
+
+def document(made: Comparison) -> dict[str, Any]:
+    """The comparison as JSON."""
+    pairs = [
+        {
+            "arm": pair.arm,
+            "workload": pair.where,
+            "a": pair.a.point,
+            "b": pair.b.point,
+            "a_tok_s": pair.a.tok_s_median,
+            "b_tok_s": pair.b.tok_s_median,
+            "ratio": pair.ratio,
+            "low": pair.interval and pair.interval[0],
+            "high": pair.interval and pair.interval[1],
+            "verdict": pair.verdict,
+            "runs": pair.runs,
+            "a_speedup": pair.a.speedup,
+            "b_speedup": pair.b.speedup,
+            "speedups": pair.of_speedups,
+        }
+        for pair in made.pairs
+    ]
+    differing = {name: {"a": a, "b": b} for name, (a, b) in made.differing.items()}
+    return {
+        "a": made.a,
+        "b": made.b,
+        "found": made.found,
+        "pairs": pairs,
+        "differing": differing,
+        "only_a": made.alone[0],
+        "only_b": made.alone[1],
+        "warnings": made.warnings,
+    }
+
+
+def _line(pair: Pair) -> list[str]:
+    ratio = "" if pair.ratio is None else f"{pair.ratio:.3f}"
+    if pair.interval is not None:
+        ratio += f" ({pair.interval[0]:.3f} to {pair.interval[1]:.3f})"
+    speeds = [f"{row.tok_s_median:,.1f}" if row.tok_s_median else "" for row in (pair.a, pair.b)]
+    accepts = [f"{row.accept_rate:.1%}" if row.accept_rate is not None else "" for row in (pair.a, pair.b)]
+    return [pair.arm, *speeds, ratio, pair.verdict, times(pair.a), times(pair.b), pair.of_speedups, *accepts]
+
+
+def _values(values: list[Any]) -> str:
+    told = ["not set" if value is None else str(value) for value in values]
+    return ", ".join(told[:MOST_VALUES]) + (f" and {len(told) - MOST_VALUES} more" if len(told) > MOST_VALUES else "")

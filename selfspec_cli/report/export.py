@@ -1,0 +1,84 @@
+"""Figures as files, for a paper, a pull request or a tracker: SVG, and PNG of twice the size. Needs no browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.artifacts.whole import written
+from selfspec_cli.report.figures.base import ROWS, Figure, Panel
+
+WIDTH = 760  # pixels
+MOST_PANELS = 24  # of one figure, as files
+INK, MUTED, LINE = "#1f2933", "#55616e", "#d9dfe5"
+CONFIG = {
+    "background": "#ffffff",
+    "font": "sans-serif",
+    "text": {"color": INK, "fontSize": 12},
+    "rule": {"color": INK},
+    "view": {"stroke": None},
+    "title": {"anchor": "start", "color": INK, "subtitleColor": MUTED, "fontSize": 15, "offset": 12},
+    "axis": {
+        "labelColor": MUTED,
+        "titleColor": MUTED,
+        "gridColor": LINE,
+        "domain": False,
+        "ticks": False,
+        "titleFontWeight": "normal",
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "labelPadding": 6,
+    },
+    "legend": {"labelColor": INK, "labelFontSize": 12, "labelLimit": WIDTH, "symbolType": "circle"},
+}
+
+
+def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
+    """One panel as a whole Vega-Lite specification, data included."""
+    spec = figure.spec()
+    for part in [spec, *spec.get("vconcat", [])]:
+        if part.get("width") == "container":
+            part["width"] = WIDTH
+    subtitle = ", ".join(filter(None, (panel.group, panel.name)))
+    return spec | {
+        "title": {"text": figure.title, "subtitle": subtitle},
+        "datasets": {ROWS: panel.data},
+        "config": CONFIG,
+        "padding": 14,
+    }
+
+
+def png(figure: Figure, panel: Panel, file: str | Path) -> Path:
+    """Write one panel as PNG, its folder too."""
+    import vl_convert
+
+    return _write(Path(file), vl_convert.vegalite_to_png(drawing(figure, panel), scale=2, show_warnings=False))
+
+
+def svg(figure: Figure, panel: Panel, file: str | Path) -> Path:
+    """Write one panel as SVG, its folder too."""
+    import vl_convert
+
+    return _write(Path(file), vl_convert.vegalite_to_svg(drawing(figure, panel), show_warnings=False).encode())
+
+
+def every(figures: list[Figure], folder: str | Path) -> list[Path]:
+    """Write each panel of each figure as SVG and PNG, at most MOST_PANELS of a figure; the paths."""
+    files = []
+    for figure in figures:
+        for number, panel in enumerate(figure.panels[:MOST_PANELS], start=1):
+            stem = figure.name + (f"_{number:02}_{_slug(panel)}" if len(figure.panels) > 1 else "")
+            files.append(svg(figure, panel, Path(folder) / f"{stem}.svg"))
+            files.append(png(figure, panel, Path(folder) / f"{stem}.png"))
+    return files
+
+
+def _slug(panel: Panel) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", f"{panel.group} {panel.name}".lower()).strip("-")[:80]
+
+
+def _write(file: Path, content: bytes) -> Path:
+    with written(file) as part:
+        part.write_bytes(content)
+    return file

@@ -1,0 +1,192 @@
+"""Figures of drafting: thresholds, draft lengths, acceptance by position, and what is paid for speed in perplexity."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import altair as alt
+
+from selfspec_cli.record.tables import AcceptRow, Record
+from selfspec_cli.report.figures.base import (
+    Figure,
+    Panel,
+    figure,
+    kind_colour,
+    labels,
+    look,
+    measured,
+    rows_chart,
+    series_colour,
+    short,
+    sig,
+    times_axis,
+)
+from selfspec_cli.report.rows import Group, label
+
+VARIED = {
+    "threshold": (
+        "Gate threshold",
+        "threshold",
+        "What a gate's threshold does to acceptance and to speed, all else equal.",
+    ),
+    "k": (
+        "Draft length",
+        "draft tokens a round, at most (k)",
+        "What the longest draft allowed does to acceptance and to speed, all else equal.",
+    ),
+}
+SEEN = 0.005  # a difference in perplexity below this is rounding
+
+
+def against(groups: Iterable[Group], column: str) -> list[Figure]:
+    """Accept rate and speedup of arms that differ in one column alone: lines of at least two points."""
+    title, axis, about = VARIED[column]
+    panels = []
+    for group in groups:
+        series: dict[str, list[Record]] = defaultdict(list)
+        for row in measured(group):
+            if row.arm != "baseline" and getattr(row, column) is not None:
+                series[label(_without(row, column)).replace("k=None ", "")].append(row)
+        lines = {name: rows for name, rows in series.items() if len({getattr(row, column) for row in rows}) > 1}
+        by_gate: dict[str, list[tuple[str, Record]]] = defaultdict(list)
+        for name, rows in lines.items():
+            for row in sorted(rows, key=lambda row: getattr(row, column)):
+                by_gate[(row.gate or "") if column == "threshold" else ""].append((name, row))
+        for gate, members in by_gate.items():
+            data = [point for name, row in members for point in _both(name, row, getattr(row, column))]
+            panels.append(
+                Panel(
+                    f"{group.title}, {short(members[0][1])}",
+                    f"gate {gate}" if gate else "all arms",
+                    data,
+                    tuple(row.point for _, row in members),
+                )
+            )
+    x = alt.X("x:Q", axis=alt.Axis(title=axis, tickCount=6), scale=alt.Scale(zero=False, nice=False, padding=12))
+    tips = ["series:N", "x:Q", "value:Q", "low:Q", "high:Q", "point:N"]
+
+    def part(what: str, axis_: Any) -> Any:
+        base = rows_chart().transform_filter(f"datum.what == '{what}'")
+        y = alt.Y("value:Q", axis=axis_, scale=alt.Scale(zero=False))
+        whisker = (
+            base.transform_filter("isValid(datum.low)")
+            .mark_rule()
+            .encode(x=x, y="low:Q", y2="high:Q", color=series_colour(), tooltip=tips)
+        )
+        line = base.mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2).encode(
+            x=x, y=y, color=series_colour(), tooltip=tips
+        )
+        return (whisker + line).properties(width="container", height=200)
+
+    chart = alt.vconcat(
+        part("speedup", times_axis("speedup")),
+        part("accepted", alt.Axis(title="drafts accepted", format="%", tickCount=5)),
+    )
+    return figure(f"by_{column}", title, about, chart, panels)
+
+
+def _without(row: Record, column: str) -> Record:
+    """A row that does not say what is varied."""
+    return replace(row, threshold=None) if column == "threshold" else replace(row, k=None)
+
+
+def _both(name: str, row: Record, x: float) -> list[dict[str, Any]]:
+    known = {"series": name, "x": x, "point": row.point}
+    made = [
+        known
+        | {"what": "speedup", "value": sig(row.speedup), "low": sig(row.speedup_low), "high": sig(row.speedup_high)}
+    ]
+    if row.accept_rate is not None:
+        made.append(known | {"what": "accepted", "value": sig(row.accept_rate)})
+    return made
+
+
+def positions(groups: Iterable[Group], accepts: Sequence[AcceptRow | None]) -> list[Figure]:
+    """The share of rounds in which the draft at each position was accepted."""
+    counted = {row.point: row for row in accepts if row is not None and row.accepted_at and row.rounds}
+    panels = []
+    for group in groups:
+        rows = [row for row in measured(group) if row.point in counted and row.acceptance_length is None][:20]
+        data = [
+            {
+                "series": name,
+                "position": place,
+                "share": sig(int(count) / (counted[row.point].rounds or 1), 4),
+                "point": row.point,
+            }
+            for name, row in zip(labels(rows), rows, strict=True)
+            for place, count in enumerate((counted[row.point].accepted_at or "").split(), start=1)
+        ]
+        if rows:
+            panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
+    chart = (
+        rows_chart()
+        .mark_line(point=alt.OverlayMarkDef(size=60), strokeWidth=2)
+        .encode(
+            x=alt.X("position:O", axis=alt.Axis(title="position in the draft", labelAngle=0)),
+            y=alt.Y(
+                "share:Q",
+                axis=alt.Axis(title="rounds in which it was accepted", format="%"),
+                scale=alt.Scale(zero=True),
+            ),
+            color=series_colour(),
+            tooltip=["series:N", "position:O", "share:Q", "point:N"],
+        )
+        .properties(width="container", height=260)
+    )
+    about = (
+        "Of all rounds that drafted: in how many the draft at this position was accepted. It falls because a draft "
+        "stands only if all before it do, and because a gate may end the draft before."
+    )
+    return figure("positions", "Acceptance by position", about, chart, panels)
+
+
+def frontier(groups: Iterable[Group]) -> list[Figure]:
+    """Speed against what it costs in perplexity, where some arm costs any."""
+    panels = []
+    for group in groups:
+        rows = [row for row in measured(group) if row.delta_ppl is not None or row.arm == "baseline"]
+        if not any(abs(row.delta_ppl or 0) >= SEEN for row in rows):
+            continue
+        best = frontier_of([(row.delta_ppl or 0.0, row.speedup or 0.0) for row in rows])
+        data = [
+            {
+                "arm": name,
+                **look(row),
+                "delta": round(row.delta_ppl or 0.0, 3),
+                "speedup": sig(row.speedup),
+                "frontier": place in best,
+                "point": row.point,
+            }
+            for place, (name, row) in enumerate(zip(labels(rows), rows, strict=True))
+        ]
+        panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
+    x = alt.X("delta:Q", axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)"), scale=alt.Scale(type="symlog"))
+    y = alt.Y("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False))
+    tips = ["arm:N", "delta:Q", "speedup:Q", "point:N"]
+    line = (
+        rows_chart()
+        .transform_filter("datum.frontier")
+        .mark_line(interpolate="step-after", strokeDash=[5, 3])
+        .encode(x=x, y=y, color=alt.value("#84909c"))
+    )
+    dots = rows_chart().mark_circle(size=80, opacity=0.9).encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+    chart = (line + dots).properties(width="container", height=300)
+    about = (
+        "Verified arms are exact and stand at 0. The dashed line is the frontier: no other arm is both faster and less "
+        "lossy than those on it."
+    )
+    return figure("frontier", "Speed against perplexity", about, chart, panels)
+
+
+def frontier_of(points: Sequence[tuple[float, float]]) -> set[int]:
+    """Places of the (cost, gain) points that no other one dominates: none costs as little and gains as much."""
+    kept, best = set(), float("-inf")
+    for place in sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1])):
+        if points[place][1] > best:
+            kept.add(place)
+            best = points[place][1]
+    return kept

@@ -1,0 +1,210 @@
+"""Figures of what other commands leave in a results folder: exit heads, ROC curves, the costs of a round's steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.record.head_rows import HeadRow
+from selfspec_cli.report.figures.base import Figure, Panel, figure, names_above, rows_chart, sig
+
+HEAD_PANELS = {
+    "agreement_generated": "agreement with the full model on its own generations",
+    "agreement": "agreement with the full model on held-out text",
+    "predicted_speedup": "speedup predicted at the best draft length; crosses are measured",
+}
+STEPS = {
+    "plain": "plain decoding step",
+    "T": "plain decoding step",
+    "verify": "verify pass",
+    "draft": "draft step",
+    "verify_token": "each draft more in a verify pass",
+    "start": "start of a round",
+    "overhead": "draft step, without its layers",
+    "per_layer": "one layer of a draft step",
+    "head": "exit head of a draft step",
+}
+
+
+def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
+    """Agreement and predicted speedup by exit layer, a line a head."""
+    panels = []
+    names = list(dict.fromkeys(row.head for rows in found.values() for row in rows))
+    for place, rows in found.items():
+        for column, meaning in HEAD_PANELS.items():
+            data = [
+                {
+                    "head": row.head,
+                    "series": f"{row.head} {row.vocab}",
+                    "vocab": "all tokens" if row.vocab == "full" else "draft vocabulary",
+                    "E": row.E,
+                    "value": sig(getattr(row, column)),
+                    "k": row.best_k,
+                    "measured": sig(row.measured_speedup) if column == "predicted_speedup" else None,
+                }
+                for row in sorted(rows, key=lambda row: row.E)
+                if getattr(row, column) is not None
+            ]
+            panels.append(Panel(f"{place} ({rows[0].model})" if rows else place, meaning, data))
+    colour = alt.Color(
+        "head:N",
+        scale=alt.Scale(domain=names, range=list(head_colours(names).values())),
+        legend=alt.Legend(title=None, orient="bottom", columns=2, labelLimit=170),
+    )
+    x = alt.X("E:O", axis=alt.Axis(title="exit layer E", labelAngle=0))
+    tips = ["head:N", "vocab:N", "E:O", "k:O", "value:Q", "measured:Q"]
+    line = (
+        rows_chart()
+        .mark_line(point=True)
+        .encode(
+            x=x,
+            y=alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=False)),
+            color=colour,
+            detail="series:N",
+            strokeDash=alt.StrokeDash(
+                "vocab:N",
+                legend=alt.Legend(title=None, orient="bottom", columns=1),
+                scale=alt.Scale(domain=["all tokens", "draft vocabulary"], range=[[1, 0], [3, 3]]),
+            ),
+            tooltip=tips,
+        )
+    )
+    crosses = (
+        rows_chart()
+        .transform_filter("datum.measured != null")
+        .mark_point(shape="cross", size=110, angle=45)
+        .encode(x=x, y="measured:Q", color=colour, tooltip=tips)
+    )
+    chart = (line + crosses).properties(width="container", height=320)
+    about = "What `selfspec heads` found of each exit head at each layer; a higher line is a better draft."
+    return figure("heads", "Exit heads", about, chart, panels)
+
+
+def head_colours(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each head by its short name: that of its kind, lighter for each further head of one kind."""
+    found: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for name in names:
+        kind = HeadSpec.from_name(name).kind
+        lighter = min(0.75, 0.16 * seen[kind])
+        parts = [int(HEADS[kind].colour[at : at + 2], 16) for at in (1, 3, 5)]
+        found[name] = "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)
+        seen[kind] += 1
+    return found
+
+
+def roc(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
+    """ROC curves of the gates, a panel an exit."""
+    panels = []
+    for place, exits in curves.items():
+        for one in exits:
+            data = [
+                {"gate": f"{gate} {area:.2f}", "gate_name": gate, "false": sig(x, 4), "true": sig(y, 4)}
+                for gate, area, xs, ys in ((c["gate"], c["auc"], c["false"], c["true"]) for c in one["curves"])
+                for x, y in zip(xs, ys, strict=True)
+            ]
+            panels.append(Panel(place, f"{one['title']}: {one['of']}", data))
+    known = [gate for gate in GATES if gate != "none"]
+    x = alt.X("false:Q", axis=alt.Axis(title="rejected drafts that pass the gate", format="%", tickCount=5))
+    y = alt.Y("true:Q", axis=alt.Axis(title="accepted drafts that pass the gate", format="%", tickCount=5))
+    colour = alt.Color(
+        "gate_name:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
+    )
+    line = (
+        rows_chart()
+        .mark_line(strokeWidth=2)
+        .encode(x=x, y=y, color=colour, order="false:Q", detail="gate:N", tooltip=["gate:N", "false:Q", "true:Q"])
+    )
+    chance = (
+        alt.Chart(alt.Data(values=[{"at": 0}, {"at": 1}]))
+        .mark_line(strokeDash=[4, 3], color="#84909c")
+        .encode(x="at:Q", y="at:Q")
+    )
+    key = (
+        rows_chart()
+        .transform_aggregate(groupby=["gate", "gate_name"])
+        .transform_window(place="row_number()")
+        .mark_text(align="right", fontSize=12)
+        .encode(x=alt.value("width"), y=alt.Y("place:O", axis=None), text="gate:N", color=colour)
+        .properties(width="container", height=alt.Step(18))
+    )
+    chart = alt.vconcat((chance + line).properties(width="container", height=320), key)
+    about = (
+        "How well each gate tells drafts that will stand from those that will not. The number beside a gate is the "
+        "area under its curve: 1 for a perfect gate, 0.5 for one that tells nothing."
+    )
+    return figure("roc", "ROC of the gates", about, chart, panels)
+
+
+def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
+    """The area under each gate's curve, at each exit, from the table of `selfspec roc`."""
+    panels = []
+    for place, rows in found.items():
+        for name in dict.fromkeys((row["model"], row["E"], row["head"]) for row in rows):
+            members = [row for row in rows if (row["model"], row["E"], row["head"]) == name and row["auc"]]
+            data = [
+                {
+                    "arm": row["gate"],
+                    "auc": float(row["auc"]),
+                    "at_stake": float(row["auc_at_stake"] or "nan"),
+                    "text": f"{float(row['auc']):.2f}, expected speedup {float(row['expected_speedup']):.2f}x",
+                }
+                for row in sorted(members, key=lambda row: -float(row["auc"]))
+            ]
+            panels.append(
+                Panel(place, f"{name[0]} E={name[1]} {name[2]}, {members[0]['drafted']} tokens drafted", data)
+            )
+    y = alt.Y("arm:N", sort=None, axis=None)
+    known = list(GATES)
+    colour = alt.Color(
+        "arm:N", scale=alt.Scale(domain=known, range=[GATES[gate].colour for gate in known]), legend=None
+    )
+    bars = (
+        rows_chart()
+        .mark_bar(size=13, yOffset=4)
+        .encode(
+            x=alt.X(
+                "auc:Q", axis=alt.Axis(title="area under the ROC curve", tickCount=6), scale=alt.Scale(domain=[0, 1])
+            ),
+            y=y,
+            color=colour,
+            tooltip=["arm:N", "auc:Q", "at_stake:Q"],
+        )
+    )
+    number = (
+        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
+    )
+    chance = alt.Chart(alt.Data(values=[{"at": 0.5}])).mark_rule(strokeDash=[4, 3]).encode(x="at:Q")
+    chart = (bars + chance + names_above() + number).properties(width="container", height=alt.Step(36))
+    about = "From real drafts: 0.5 (dashed) tells nothing. The speedup is what the best threshold is expected to bring."
+    return figure("auc", "Which gate tells good drafts from bad", about, chart, panels)
+
+
+def step_costs(found: Mapping[str, Mapping[str, float]]) -> list[Figure]:
+    """Milliseconds of each step of a round, as they were timed."""
+    panels = []
+    for place, costs in found.items():
+        data = [
+            {"arm": STEPS.get(name, name), "ms": sig(1000 * seconds), "text": f"{1000 * seconds:.3g} ms"}
+            for name, seconds in costs.items()
+            if name != "layers" and seconds > 0
+        ]
+        panels.append(Panel("", place, data))
+    y = alt.Y("arm:N", sort=None, axis=None)
+    bars = (
+        rows_chart()
+        .mark_bar(size=13, yOffset=4, color="#3b82c4")
+        .encode(x=alt.X("ms:Q", axis=alt.Axis(title="milliseconds", tickCount=6)), y=y, tooltip=["arm:N", "ms:Q"])
+    )
+    number = (
+        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
+    )
+    chart = (bars + names_above() + number).properties(width="container", height=alt.Step(36))
+    about = "What the cost model is fed with: the time of each step, from rounds timed in the engine."
+    return figure("steps", "What the steps of a round cost", about, chart, panels)

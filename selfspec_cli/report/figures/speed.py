@@ -1,0 +1,182 @@
+"""Figures of speed: speedups, throughput and latencies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import altair as alt
+
+from selfspec_cli.record.tables import Record
+from selfspec_cli.record.targets import Target
+from selfspec_cli.report.figures.base import (
+    LONGEST,
+    STEP,
+    Figure,
+    Panel,
+    figure,
+    kind_colour,
+    labels,
+    look,
+    measured,
+    names_above,
+    rows_chart,
+    short,
+    sig,
+    times_axis,
+)
+from selfspec_cli.report.rows import Group
+
+LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "time between outputs",
+    "e2e": "time to the last token",
+}
+
+
+def speedups(groups: Iterable[Group], targets: Sequence[Target]) -> list[Figure]:
+    """One bar an arm, with its interval and its target."""
+    panels = []
+    for group in groups:
+        rows = measured(group)
+        data = [
+            {
+                "arm": name,
+                **look(row),
+                "speedup": sig(row.speedup),
+                "low": sig(row.speedup_low),
+                "high": sig(row.speedup_high),
+                "tok_s": sig(row.tok_s_median),
+                "point": row.point,
+                "text": f"{row.speedup:.2f}x",
+                "target": _target(row, targets),
+            }
+            for name, row in zip(labels(rows), rows, strict=True)
+        ]
+        if any(row.arm != "baseline" for row in rows):
+            panels.append(
+                Panel(
+                    short(rows[0]),
+                    group.title,
+                    data[:LONGEST],
+                    tuple(row.point for row in rows),
+                    _left_out(len(data)) or group.headline,
+                )
+            )
+    x = alt.X("speedup:Q", axis=times_axis("tokens a second over the baseline's"), scale=alt.Scale(zero=True))
+    y = alt.Y("arm:N", sort=None, axis=None)
+    tips = ["arm:N", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "target:Q", "point:N"]
+    bars = rows_chart().mark_bar(size=13, yOffset=4).encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+    whisker = (
+        rows_chart()
+        .transform_filter("isValid(datum.low)")
+        .mark_rule(strokeWidth=2, yOffset=4)
+        .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips)
+    )
+    number = (
+        rows_chart()
+        .mark_text(align="right", baseline="bottom", dy=-8, fontWeight="bold")
+        .encode(x=alt.value("width"), y=y, text="text:N")
+    )
+    wish = (
+        rows_chart()
+        .transform_filter("isValid(datum.target)")
+        .mark_point(shape="diamond", size=90, filled=True, color="#a54fd1", yOffset=4)
+        .encode(x="target:Q", y=y, tooltip=tips)
+    )
+    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
+    chart = (bars + one + whisker + wish + names_above() + number).properties(width="container", height=alt.Step(STEP))
+    about = (
+        "Each bar is the median of an arm's repeats over the median of its baseline's; the line across its end is the "
+        "95 % interval by bootstrap over the repeats of both sides. No line: repeats were not kept, so nothing says "
+        "how sure the figure is. A diamond is a target that the experiment states."
+    )
+    return figure("speedup", "Speedup over the same model without drafting", about, chart, panels)
+
+
+def _target(row: Record, targets: Sequence[Target]) -> float | None:
+    wanted = [target.values["speedup"][0] for target in targets if "speedup" in target.values and target.is_for(row)]
+    return sig(wanted[0]) if wanted else None
+
+
+def _left_out(count: int) -> str:
+    return (
+        f"The {LONGEST} fastest of {count} arms are drawn; the table below has all of them." if count > LONGEST else ""
+    )
+
+
+def throughput(groups: Iterable[Group]) -> list[Figure]:
+    """Tokens a second, and the percentiles of each latency, one line an arm."""
+    panels = []
+    for group in groups:
+        rows = measured(group)[:LONGEST]
+        named = list(zip(labels(rows), rows, strict=True))
+        points = tuple(row.point for row in rows)
+        where = f"{group.title}, {short(rows[0])}" if rows else ""
+        speeds = [
+            _percentiles(name, row, (row.tok_s_min, row.tok_s_median, row.tok_s_max), "tok/s") for name, row in named
+        ]
+        panels.append(Panel(where, "tokens a second: slowest, median and fastest repeat", _known(speeds), points))
+        for column, meaning in LATENCIES.items():
+            found = [
+                _percentiles(
+                    name, row, tuple(getattr(row, f"{column}{part}_ms") for part in ("", "_p90", "_p99")), "ms"
+                )
+                for name, row in named
+            ]
+            title = f"{meaning} ({column.upper()}, ms): median, 90th and 99th percentile"
+            panels.append(Panel(where, title, _known(found), points))
+    y = alt.Y("arm:N", sort=None, axis=None)
+    tips = ["arm:N", "first:Q", "middle:Q", "last:Q", "unit:N", "point:N"]
+    x = alt.X("middle:Q", axis=alt.Axis(title=None, tickCount=6), scale=alt.Scale(zero=True))
+    span = (
+        rows_chart()
+        .mark_rule(strokeWidth=4, opacity=0.55, yOffset=4)
+        .encode(x="least:Q", x2="most:Q", y=y, color=kind_colour(), tooltip=tips)
+    )
+    centre = (
+        rows_chart()
+        .mark_point(filled=True, size=90, yOffset=4, opacity=1)
+        .encode(x=x, y=y, color=kind_colour(), tooltip=tips)
+    )
+    ticks = (
+        rows_chart()
+        .transform_filter("isValid(datum.last)")
+        .mark_tick(thickness=2.5, size=12, yOffset=4)
+        .encode(x="last:Q", y=y, color=kind_colour(), tooltip=tips)
+    )
+    number = (
+        rows_chart().mark_text(align="right", baseline="bottom", dy=-8).encode(x=alt.value("width"), y=y, text="text:N")
+    )
+    chart = (span + ticks + centre + names_above() + number).properties(width="container", height=alt.Step(STEP))
+    about = (
+        "Tokens a second over all requests together, and what one request waits for. The dot is the median; the end of "
+        "the line is the 99th percentile, or the fastest repeat. Percentiles are over the requests of all repeats, by "
+        "the definitions of vLLM's own benchmark."
+    )
+    return figure("latency", "Throughput and latency", about, chart, panels)
+
+
+def _percentiles(name: str, row: Record, values: tuple[Any, ...], unit: str) -> dict[str, Any] | None:
+    middle = values[1] if unit == "tok/s" else values[0]
+    if middle is None:
+        return None
+    known = [value for value in values if value is not None]
+    text = f"{middle:,.1f}" if middle >= 10 else f"{middle:.2f}"
+    return {
+        "arm": name,
+        **look(row),
+        "first": sig(values[0]),
+        "middle": sig(middle),
+        "last": sig(values[2]),
+        "least": sig(min(known)),
+        "most": sig(max(known)),
+        "unit": unit,
+        "text": f"{text} {unit}",
+        "point": row.point,
+    }
+
+
+def _known(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    return [one for one in found if one is not None]

@@ -1,0 +1,125 @@
+"""What a report is made of: the points of one folder or of many, and what other commands left beside them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import folder, query, tables
+from selfspec_cli.record.head_rows import HeadRow, load
+from selfspec_cli.record.point import Point
+from selfspec_cli.record.tables import AcceptRow, Record
+from selfspec_cli.record.targets import Target, targets_of
+
+
+@dataclass
+class Sources:
+    """Everything that a page shows.
+
+    rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
+    of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
+    from: what `selfspec heads` and `selfspec roc` wrote.
+    """
+
+    points: list[Point]
+    rows: list[Record]
+    accepts: list[AcceptRow | None]
+    targets: list[Target] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    heads: dict[str, list[HeadRow]] = field(default_factory=dict)
+    curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    areas: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
+    """The rows and targets of points that are in memory; only of those that meet the conditions of `where`.
+
+    A baseline stays with the arms that were compared with it.
+    """
+    kept = list(points)
+    rows = [*map(tables.row, kept)]
+    if where:
+        chosen = query.chosen(rows, where)
+        names = {row.point for row in chosen} | {row.baseline for row in chosen}
+        kept = [point for point in kept if point.id in names]
+        rows = [row for row in rows if row.point in names]
+    return Sources(kept, rows, [*map(tables.accept_row, kept)], targets_of(kept))
+
+
+def folders(root: str | Path) -> list[Path]:
+    """The results folders of a place: itself where it holds points, else every one below it."""
+    place = Path(root)
+    if (place / folder.RUNS).is_dir():
+        return [place]
+    return sorted(found.parent for found in place.rglob(folder.RUNS) if found.is_dir())
+
+
+def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
+    """Read a results folder, or all that lie below a folder that is none itself.
+
+    Raises:
+        ConfigError: there are no points, none that `where` asks for, or it cannot be understood.
+    """
+    points: list[Point] = []
+    places: dict[str, str] = {}
+    warnings: list[str] = []
+    for place in folders(root):
+        found, strange = folder.read(place)
+        points += found
+        warnings += strange
+        places |= {point.id: str(place.relative_to(root)) for point in found}
+    if not points:
+        raise ConfigError(
+            f"{Path(root) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
+        )
+    made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
+    if not made.points:
+        raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
+    made.places = [places[point.id] for point in made.points]
+    made.warnings = warnings
+    _beside(made, Path(root))
+    return made
+
+
+def _beside(made: Sources, root: Path) -> None:
+    """Add what lies beside the points."""
+    alone = (root / folder.RUNS).is_dir()
+    for file in [root / "heads.json"] if alone else sorted(root.rglob("heads.json")):
+        if (document := _document(file, made.warnings)) is not None:
+            name = _name(file, root)
+            made.heads[name] = load(document)
+            made.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
+    for file in sorted((root / "roc" if alone else root).glob("**/auc.csv")):
+        name = _name(file, root)
+        with file.open(encoding="utf-8", newline="") as opened:
+            made.areas[name] = list(csv.DictReader(opened))
+        if (document := _document(file.with_name("choice.json"), made.warnings)) is not None:
+            exits = document.get("exits") or []
+            made.costs |= {f"{name} E={one['E']}": one["costs"] for one in exits if "costs" in one}
+        if (document := _document(file.with_name("curves.json"), made.warnings)) is not None:
+            made.curves[name] = document["panels"]
+
+
+def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:
+    """A JSON file that may be missing; one that cannot be read is a warning."""
+    if not file.is_file():
+        return None
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _name(file: Path, root: Path) -> str:
+    """A short name of the place that a file lies in."""
+    parts = [part for part in file.parent.relative_to(root).parts if part != "roc"]
+    return "/".join(parts) or root.resolve().name

@@ -1,0 +1,105 @@
+"""Two sets of points side by side: what differs between them, and whether the difference is more than noise."""
+
+import csv
+import io
+import json
+
+import pytest
+from commands import call
+from points import ARM, against, baseline, failed, point
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import folder
+from selfspec_cli.report import compare
+
+LATER = "20261122-000000-bbbb"
+NEW = {"git": {"revision": "b" * 40, "dirty": False}, "versions": {"selfspec": "0.2.0"}}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder in which one revision measured an arm at 150 tok/s, and a later one at 200."""
+    monkeypatch.chdir(tmp_path)
+    old, new = baseline(), baseline(run_id=LATER, device="another", config={"k": 5, "dtype": "half"}, **NEW)
+    arm = against(new, "1", 200.0, 201.0, 199.0, device="another", config={"k": 5, "dtype": "half"}, **NEW)
+    for made in (old, against(old), failed("2"), new, arm, against(new, "9", arm=ARM | {"E": 8})):
+        folder.save("results", made)
+    return tmp_path / "results"
+
+
+def test_revisions_and_machines_of_one_folder(results):
+    for words in (("aaaa", "bbbb"), ("a machine", "another"), ("20261121-000000-aaaa", LATER)):
+        made = compare.compare(words, results)
+        told = {pair.a.arm: (pair.verdict, pair.of_speedups) for pair in made.pairs}
+        assert told == {"baseline": ("within noise", ""), "layer_skip": ("faster", "greater")}
+        assert made.differing["dtype"] == ([None], ["half"])
+        assert made.differing["version of selfspec"] == (["0.1.0"], ["0.2.0"])
+        assert made.differing["git revision"] == (["a" * 10], ["b" * 10])
+        assert "k" not in made.differing
+        assert made.alone == ([], ["E=8 k=5 · lens · varH ≤ 5"])
+    assert "1 faster, 1 within noise" in made.found
+    assert "does not hold how runs differ" in made.found
+
+
+def test_folders(results, tmp_path):
+    folder.save("other", baseline())
+    folder.save("other", against(baseline(), "1", 150.0, 151.0, 149.0))
+    made = compare.compare(("other", "results"), results, ["device=a machine"])
+    assert [pair.verdict for pair in made.pairs] == ["within noise", "within noise"]
+    assert made.differing == {}
+
+
+def test_several_runs_of_both_sides_are_compared_by_their_medians():
+    def side(speeds):
+        return [(made, compare.tables.row(made)) for n, speed in enumerate(speeds) for made in [
+            point("1", measurement=None, run_id=f"2026112{n}-000000-aaaa") if speed is None else
+            against(baseline(), "1", speed, speed + 1, speed + 2, run_id=f"2026112{n}-000000-aaaa")]]  # fmt: skip
+
+    # Within a run repeats agree to 1 %, but runs differ by a third: what seems a difference is none.
+    (pair,) = compare.between(("a", "b"), side([100, 140]), side([110, 150])).pairs
+    assert (pair.verdict, pair.runs) == ("within noise", (2, 2))
+    (one,) = compare.between(("a", "b"), side([100]), side([110])).pairs
+    assert (one.verdict, one.runs) == ("faster", (1, 1))
+
+
+def test_what_is_one_value_here_and_another_there_is_compared():
+    """Batch 1 against batch 4: no arm is equal, but the arms are the same apart from it."""
+    many = against(baseline(), "5", 300.0, 301.0, 302.0, arm=ARM | {"batch": 4})
+    one = against(baseline())
+    made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (one, many)))
+    assert [pair.arm for pair in made.pairs] == ["E=4 k=5 · lens · varH ≤ 5 (batch differ)"]
+    other = against(baseline(), "5", arm=ARM | {"batch": 4, "gate": "maxp"})
+    made = compare.between(("a", "b"), *([(p, compare.tables.row(p))] for p in (one, other)))
+    assert "(batch, gate differ)" in made.pairs[0].arm
+
+
+def test_without_repeats_nothing_is_called_a_difference():
+    bare = point("1", figures={"tok_s_median": 100.0}, repeats=())
+    both = [(bare, compare.tables.row(bare))]
+    made = compare.between(("a", "b"), both, both)
+    assert made.pairs[0].verdict == "not known"
+    assert "nothing says how much is noise" in made.found
+
+
+def test_words_that_name_nothing(results):
+    with pytest.raises(ConfigError, match="did you mean 'another'"):
+        compare.compare(("anothre", "aaaa"), results)
+    (results.parent / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no points"):
+        compare.compare(("empty", "aaaa"), results)
+    with pytest.raises(ConfigError, match="no arm in common"):
+        compare.compare(("aaaa", "bbbb"), results, ["E=8"])
+
+
+def test_every_format_says_the_same(results):
+    shown = call("report", "--compare", "aaaa", "bbbb")
+    assert shown.exit_code == 0, shown.output
+    assert "1.333 (" in shown.stdout and "dtype" in shown.stdout and "1 arm(s) of bbbb alone" in shown.stdout
+    made = json.loads(call("report", "--compare", "aaaa", "bbbb", "--format", "json").stdout)
+    assert [pair["verdict"] for pair in made["pairs"]] == ["within noise", "faster"]
+    lines = list(csv.reader(io.StringIO(call("report", "--compare", "aaaa", "bbbb", "--format", "csv").stdout)))
+    assert [len(line) for line in lines] == [11] * 3 and lines[2][5] == "faster"
+    markdown = call("report", "--compare", "aaaa", "bbbb", "--format", "md").stdout
+    assert "| arm" in markdown and "| dtype" in markdown
+    latex = call("report", "--compare", "aaaa", "bbbb", "--format", "latex").stdout
+    assert r"\toprule" in latex and "≤" not in latex.replace("% ", "")

@@ -1,0 +1,89 @@
+"""Conditions on rows, and `selfspec runs`, which lists, shows, compares and deletes points by them."""
+
+import pytest
+from commands import call, document
+from points import against, baseline, failed
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.query import chosen
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = baseline()
+    slow = against(base, "3", 80.0, 81.0, 82.0, number=3)
+    for made in (base, against(base), failed("2", "out of memory", number=2), slow):
+        folder.save("results", made)
+    return tmp_path / "results"
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["gate=varH"], "123"), (["gate=varH,none", "speedup>=1"], "1"), (["speedup<1"], "3"), (["E=4"], "123"),
+        (["arm!=layer_skip"], "0"), (["status~MEMORY"], "2"), (["tok_s>100"], "1"), (["gate="], "0"),
+        (["baseline_reused=false"], "13"), (["machine~machine", "time>2027"], ""), ([], "0123"),
+    ],
+)  # fmt: skip
+def test_conditions(place, words, keys):
+    rows = [tables.row(made) for made in folder.read(place)[0]]
+    assert "".join(sorted(row.key[0] for row in chosen(rows, words))) == keys
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("gaet=varH", "did you mean 'gate'"), ("speedup>fast", "speedup is a number"), ("varH", "cannot read"),
+     ("baseline_reused=maybe", "true or false")],
+)  # fmt: skip
+def test_conditions_that_mean_nothing(word, message):
+    with pytest.raises(ConfigError, match=message):
+        chosen([], [word])
+
+
+def test_list_and_show(place):
+    listed = call("runs", "list", "gate=varH", "speedup>1")
+    assert "1 point(s)" in listed.stdout and "varH ≤ 5" in listed.stdout and "1.50x" in listed.stdout
+    shown = call("runs", "show", "1111")
+    assert shown.exit_code == 0, shown.output
+    for text in ("selfspec sweep", "speedup", "150.0 tokens a second", "git", "revision"):
+        assert text in shown.stdout
+    (one,) = document(call("runs", "show", "1111", "--json"))["points"]
+    assert one["row"]["speedup"] == 1.5 and len(one["repeats"]) == 3
+
+
+def test_a_name_that_is_not_unique_or_not_there_is_bad_input(place):
+    for words, message in ((["4444"], "no point's id begins"), ([""], "not unique")):
+        result = call("runs", "show", *words)
+        assert (result.exit_code, message in result.stderr) == (2, True)
+    assert "holds no runs/" in call("runs", "list", "results_dir=nothing").stderr
+
+
+def test_diff_says_what_differs_and_whether_it_is_noise(place):
+    result = call("runs", "diff", "1111", "3333")
+    assert "slower" in result.stdout and "No setting, version or machine differs" in result.stdout
+    assert "failed" in call("runs", "diff", "1111", "2222").stderr
+    assert "name the two" in call("runs", "diff", "1111").stderr
+
+
+def test_delete_asks_first_and_makes_the_tables_again(place):
+    assert document(call("runs", "delete", "status~memory", "--dry-run", "--json"))["deleted"][0].startswith("2222")
+    refused = call("runs", "delete", "status~memory")
+    assert refused.exit_code == 2 and "--yes" in refused.stderr
+    assert len(list((place / "runs").glob("*.json"))) == 4
+    done = call("runs", "delete", "status~memory", "--yes")
+    assert done.exit_code == 0, done.output
+    assert len(list((place / "runs").glob("*.json"))) == 3
+    assert "memory" not in (place / "summary.csv").read_text()
+    assert document(call("runs", "delete", "0000", "--yes", "--json"))["deleted"][0].startswith("0000")
+    points, _ = folder.read(place)
+    assert points[0].compared_with.speedup == 1.5  # what was compared with it keeps its figures
+    assert "nothing was named" in call("runs", "delete", "--yes", "results_dir=results").stderr
+
+
+def test_nothing_is_deleted_while_another_command_writes(place):
+    with folder.sweep_lock(place):
+        result = call("runs", "delete", "status~memory", "--yes")
+    assert result.exit_code == 2 and "another selfspec command" in result.stderr
+    assert len(list((place / "runs").glob("*.json"))) == 4

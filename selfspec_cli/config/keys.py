@@ -154,12 +154,12 @@ class Keys:
     def arm(self, cfg: RunConfig) -> str:
         """Names the arm that a config measures: what findings about the quality of its output belong to.
 
-        It is the same whatever the workload, and whatever the engine's settings for speed and memory (eager or compiled,
-        batch and cache sizes), which change the rounding of numbers and nothing else.
+        It is the same whatever the workload, and whatever the engine's settings for speed and memory (eager or
+        compiled, batch and cache sizes), which change the rounding of numbers and nothing else.
         """
         digests = {name: digest for name, digest in self.digests(cfg).items() if name != "prompts"}
         facts: dict[str, Any] = {"model": self._part(cfg, "model"), "extra": cfg.engine.extra, "device": device_of(cfg)}
-        facts |= method_settings(cfg) | _gate_facts(cfg)
+        facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
         return _digest(["arm", facts, digests, self.device(cfg), self._versions])

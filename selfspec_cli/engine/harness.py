@@ -85,14 +85,10 @@ class LiveModel(TemplateLM):
             sampling.append(
                 Sampling(
                     max_tokens=tokens,
-                    temperature=float(wanted["temperature"]),
+                    temperature=float(wanted.get("temperature") or 0.0),
                     seed=self.engine.cfg.seed + number,
                     stop=tuple(word for word in wanted["until"] if word),
                     other={name: value for name, value in wanted.items() if name not in OWN_WORDS},
                 )
             )
-        found = scoring.complete(self.engine, prompts, sampling, self.progress)
-        return [self._text(*one) for one in found]
-
-    def _text(self, text: str, ids: list[int]) -> str:
-        return text or str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return scoring.complete(self.engine, prompts, sampling, self.progress)

@@ -146,12 +146,12 @@ class Engine:
                 seed=seed + number if temperature > 0 else None,
             )
 
-        before, own = self.verified(), self._drafting()
+        before, own = self.verify_counts(), self._drafting()
         start = time.perf_counter()
         with interrupts.deferred():
             outputs, requests = self._closed_loop(prompts, parameters, batch, start)
         seconds = time.perf_counter() - start
-        after = self.verified()
+        after = self.verify_counts()
         return Generation(
             outputs=outputs,
             seconds=seconds,
@@ -202,8 +202,8 @@ class Engine:
     def _drafting(self) -> counters.Snapshot | None:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def verified(self) -> VerifyCounts | None:
-        """vLLM's counters since the engine started; None for one that does not draft."""
+    def verify_counts(self) -> VerifyCounts | None:
+        """vLLM's counters of speculative decoding since the engine started; None for an engine that does not draft."""
         if self.cfg.method not in SPECULATIVE:
             return None
         values: dict[str, Any] = {}

@@ -40,15 +40,13 @@ class Score:
 class Sampling:
     """How one request generates: until end-of-text, a stop string, or so many tokens.
 
-    temperature: 0 is greedy. seed: of this request's sampling. until_end: whether end-of-text ends it. other: further
-    fields of vLLM's SamplingParams.
+    temperature: 0 is greedy. seed: of this request's sampling. other: further fields of vLLM's SamplingParams.
     """
 
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    until_end: bool = True
     other: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,31 +88,25 @@ def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
 
 def complete(
     engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling], progress: Progress = ignore
-) -> list[tuple[str, list[int]]]:
-    """Text and token ids that each prompt is continued with, without the stop string; drafting goes on as the arm does.
-
-    Where no request has a stop string the engine does not make text, and the texts are empty.
-    """
+) -> list[str]:
+    """The text that each prompt is continued with, without the stop string; the engine drafts as the arm does."""
     from vllm import SamplingParams
 
-    text = any(one.stop for one in sampling)
     params = [
         SamplingParams(
             temperature=one.temperature,
             max_tokens=one.max_tokens,
             seed=one.seed if one.temperature > 0 else None,
             stop=list(one.stop) or None,
-            ignore_eos=not one.until_end,
-            detokenize=text,
             **one.other,
         )
         for one in sampling
     ]
-    found: list[tuple[str, list[int]]] = []
+    found: list[str] = []
 
     def take(chunk: Sequence[int]) -> None:
         for output in _run(engine, [prompts[i] for i in chunk], [params[i] for i in chunk]):
-            found.append((output.outputs[0].text, list(output.outputs[0].token_ids)))
+            found.append(str(output.outputs[0].text))
 
     _chunks(range(len(prompts)), take, "completed", progress)
     return found

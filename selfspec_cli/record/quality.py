@@ -2,7 +2,8 @@
 
 One finding, one file `results/quality/<kind>-<arm key>-<run>.json`, written once. An arm is a method with its settings
 on one model, engine and machine, whatever the workload (`config.keys.Keys.arm`), so the newest findings of an arm are
-columns of every row that was measured of it. A verdict may also name the key of one point.
+columns of every row that was measured of it. Verdicts are documents of their own, `verify/<key>-<run>.json`, and name
+an arm or the key of one point.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
-FOLDER, FORMAT = "quality", 1
-TEXT, GENERATED, EVAL, VERDICT = "text", "generated", "eval", "verdict"
+FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
+TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
 """Columns of a row that say nothing of an arm."""
@@ -135,23 +136,27 @@ class Book:
 def read(results: str | os.PathLike[str]) -> Book:
     """The findings of a results folder. Files that hold none are left alone."""
     book = Book()
-    files = sorted((Path(results) / FOLDER).glob("[!.]*.json"), key=lambda file: (_run_of(file), file.name))
-    for file in files:  # oldest first, so that the newest stays
-        with suppress(ValueError, OSError, TypeError, KeyError):
-            data = json.loads(file.read_text(encoding="utf-8"))
-            if "verdict" in data:
-                book.verdicts[data.get("arm_key") or data["key"]] = data
-                continue
-            if data["format"] != FORMAT:
-                continue
-            names = {item.name for item in fields(Finding)}
-            finding = Finding(**{name: value for name, value in data.items() if name in names})
-            book.findings[finding.kind, finding.arm_key] = finding
+    names = {item.name for item in fields(Finding)}
+    for data in _documents(Path(results) / FOLDER):
+        with suppress(TypeError, KeyError):
+            if data["format"] == FORMAT:
+                finding = Finding(**{name: value for name, value in data.items() if name in names})
+                book.findings[finding.kind, finding.arm_key] = finding
+    for data in _documents(Path(results) / VERDICTS):
+        if "verdict" in data and not data.get("planted"):  # not of a run that was to find a planted fault
+            book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
     return book
 
 
-def _run_of(file: Path) -> str:
-    return "-".join(file.stem.split("-")[2:])
+def _documents(folder: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a folder, oldest first, so that the newest stays."""
+    found = []
+    for file in folder.glob("[!.]*.json"):
+        with suppress(ValueError, OSError):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(data, dict):
+                found.append(((str(data.get("time")), file.stem.partition("-")[2]), data))
+    return [data for _, data in sorted(found, key=lambda pair: pair[0])]
 
 
 def attach(points: Iterable[Point], book: Book) -> list[Point]:

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
 from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate as harness_evaluate
 from lm_eval.tasks import TaskManager
 
 from selfspec_cli import interrupts
@@ -34,6 +34,7 @@ from selfspec_cli.stages.ppl import Found
 from selfspec_cli.texts import questions
 
 GENERATES = "generate_until"
+BOOTSTRAP = 1000  # resamples, for the standard error of metrics that have no formula for it
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 Answers = dict[tuple[str, str], list[str]]
 """By task and metric what each sample was answered, as digests."""
@@ -144,9 +145,9 @@ class _Job:
 
     def arm(self, engine: Engine, planned: Planned) -> None:
         """Evaluate an arm and save its scores."""
-        before = engine.verified()
+        before = engine.verify_counts()
         scores, answers = _evaluate(engine, planned.cfg, self.tasks, self.limit, self.fewshot, self.progress)
-        counts = engine.verified()
+        counts = engine.verify_counts()
         accepted = counts.since(before).accepted if counts is not None and before is not None else None
         if planned is self.base:
             self.known = answers
@@ -167,11 +168,15 @@ def _evaluate(
     engine: Engine, cfg: RunConfig, tasks: Sequence[Task], limit: int, fewshot: int, progress: Progress
 ) -> tuple[list[dict[str, Any]], Answers]:
     """Scores of one arm, and its answers."""
-    told = simple_evaluate(
-        LiveModel(engine, progress), tasks=list(tasks), num_fewshot=fewshot, limit=limit, log_samples=True,
-        bootstrap_iters=1000, random_seed=cfg.seed, numpy_random_seed=cfg.seed, torch_random_seed=cfg.seed,
-        fewshot_random_seed=cfg.seed,
-    )  # fmt: skip
+    for task in tasks:
+        if task.get_config("num_fewshot") != 0:  # such a task takes no examples
+            task.set_config(key="num_fewshot", value=fewshot)
+        task.set_fewshot_seed(seed=cfg.seed)
+    named = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
+    # Not `simple_evaluate`: for every arm that would read thousands of task files and ask pip what is installed.
+    told = harness_evaluate(
+        LiveModel(engine, progress), named, limit=limit, bootstrap_iters=BOOTSTRAP, fewshot_as_multiturn=True
+    )
     scores: list[dict[str, Any]] = []
     answers: Answers = {}
     for task in tasks:

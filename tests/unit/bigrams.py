@@ -4,6 +4,7 @@ A token is scored by the token before it alone: -((3 * before + 5 * token) % 7 +
 under `skip`, as if that knew the text less well. Nothing of it is a distribution; nothing here needs one.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -28,9 +29,6 @@ class Tokenizer:
     def encode(self, text, add_special_tokens=False):
         return [ord(letter) % VOCAB for letter in text]
 
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(64 + token) for token in ids)
-
 
 @dataclass
 class LLM:
@@ -48,9 +46,9 @@ class LLM:
     def _one(self, ids, params):
         self.asked.append((ids, params))
         if getattr(params, "prompt_logprobs", None) is None:
-            return SimpleNamespace(outputs=[SimpleNamespace(text=self.answer, token_ids=[5, 6])])
+            return SimpleNamespace(outputs=[SimpleNamespace(text=self.answer)])
         places = [None]
-        for before, token in zip(ids, ids[1:], strict=False):
+        for before, token in itertools.pairwise(ids):
             value = -nats(before, token, self.method)
             places.append({token: SimpleNamespace(logprob=value, rank=1 if token % 2 else 2)})
         return SimpleNamespace(prompt_logprobs=places)
@@ -74,7 +72,7 @@ class Engine:
     def set_gate(self, kind, threshold, calibration):
         self.gates.append((kind, threshold))
 
-    def verified(self):
+    def verify_counts(self):
         return VerifyCounts(1, 2, len(self.llm.asked), [1]) if self.cfg.method is Method.layer_skip else None
 
     def generate(self, prompts, output_len, *, batch, temperature, seed):

@@ -1,5 +1,6 @@
 """`selfspec ppl` on engines without vLLM: what is scored, under which model, and what is compared with what."""
 
+import itertools
 import math
 import sys
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def test_a_text_is_scored_under_the_predictions_of_whoever_has_some(opened):
     text = arms_of(found, quality.TEXT)
     assert set(text) == {"baseline", "skip"}  # an arm that verifies has no predictions of its own
     ids = [bigrams.Tokenizer().encode(body)[:50] for body in DOCUMENTS]
-    expected = [sum(nats(*pair) for pair in zip(one, one[1:], strict=False)) for one in ids]
+    expected = [sum(nats(*pair) for pair in itertools.pairwise(one)) for one in ids]
     assert text["baseline"].scores().nats == pytest.approx(expected)
     assert text["baseline"].scores().tokens == [len(one) - 1 for one in ids]
     assert text["skip"].scores().nats == pytest.approx([1.5 * value for value in expected])
@@ -92,7 +93,7 @@ def test_what_arms_generate_is_scored_by_the_plain_model(opened):
     last = opened.engines[-1].llm.asked
     assert last and all(len(ids) == 10 for ids, _ in last)  # prompt and continuation
     # The skip arm's greedy continuations are asked for first, and none of them is the baseline's.
-    expected = [sum(nats(*pair) for pair in zip(ids[5:], ids[6:], strict=False)) for ids, _ in last[:5]]
+    expected = [sum(nats(*pair) for pair in itertools.pairwise(ids)) for ids, _ in last[:5]]
     assert greedy["scores"]["nats"] == pytest.approx(expected)
     assert greedy["scores"]["tokens"] == [4] * 5
     assert sampled["scores"] != sampled["baseline"]
@@ -104,8 +105,8 @@ def test_a_verified_arm_that_generates_the_baselines_text_differs_by_nothing(ope
     assert told.found["greedy"]["identical"] == 5
     columns = quality.read("results").columns(told.arm_key, "")
     assert (columns["delta_ppl_of_greedy"], columns["delta_ppl_of_greedy_low"]) == (0.0, 0.0)
-    assert columns["delta_ppl_of_sampled_low"] <= columns["delta_ppl_of_sampled"] <= columns["delta_ppl_of_sampled_high"]
-    assert columns["delta_ppl_of_sampled"] != 0
+    low, value, high = (columns[f"delta_ppl_of_sampled{end}"] for end in ("_low", "", "_high"))
+    assert low <= value <= high and value != 0
     assert "ppl" not in columns
     assert told.found["greedy"]["accepted"] == 3
     assert found.warnings == []
@@ -154,16 +155,28 @@ def test_without_prompts_only_the_text_is_scored(opened):
     [
         ({"stride": 16}, "--stride 16: it must be from 1 to the window less 1, 15"),
         ({"temperature": 0.0}, "--temperature 0"),
+        ({"document_tokens": 1}, "--document-tokens 1: too few"),
+        ({"prompts": -1}, "--prompts must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_an_engine_starts(opened, change, words):
+    with pytest.raises(ConfigError, match=words):
+        ppl.run([SKIP], replace(SMALL, **change), open_engine=opened)
+    assert opened.engines == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ({"window": 64}, "--window 64: it must be less than the model's 64 tokens"),
         ({"prompt_tokens": 60}, "--prompt-tokens 60 and --length 4"),
         ({"prompts": 5000}, "fewer or shorter --prompts"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(opened, change, words):
-    with pytest.raises(ConfigError, match=words):
-        found = ppl.run([SKIP], replace(SMALL, **change), open_engine=opened)
-        assert all(one.bad_input for one in found.failed) and found.exit_code == 2
-        raise ConfigError(found.failed[0].reason)
+def test_what_only_an_engine_knows_is_bad_input_too(opened, change, words):
+    found = ppl.run([SKIP], replace(SMALL, **change), open_engine=opened)
+    assert [words in one.reason for one in found.failed] == [True, True]
+    assert found.exit_code == 2
 
 
 def test_rows_have_the_columns_of_their_arm(opened, tmp_path):

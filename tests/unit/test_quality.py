@@ -23,8 +23,9 @@ ARM = "a" * 12
 def finding(kind=TEXT, found=None, run="20261122-000000-aaaa", **more):
     found = found or {"documents": list("abcd"), "scores": {"nats": MORE, "tokens": TOKENS},
                       "baseline": {"nats": NATS, "tokens": TOKENS}}  # fmt: skip
-    return Finding(kind, more.pop("arm_key", ARM), run, "2026-11-22T00:00:00+0000", "a machine", {"arm": "skip"}, "b" * 12,
-                   {"corpus": "stdlib", "window": 512, "stride": 256, "part": None}, found, **more)  # fmt: skip
+    protocol = {"corpus": "stdlib", "window": 512, "stride": 256, "part": None}
+    named = (kind, more.pop("arm_key", ARM), run, "2026-11-22T00:00:00+0000", "a machine")
+    return Finding(*named, {"arm": "skip"}, "b" * 12, protocol, found, **more)
 
 
 def test_a_perplexity_is_of_all_tokens_and_its_interval_over_documents():
@@ -50,7 +51,10 @@ def test_one_document_has_no_interval():
     assert perplexity_interval([3.0], [3]) is None
 
 
-@pytest.mark.parametrize(("length", "window", "stride"), [(30, 8, 4), (30, 8, 7), (8, 8, 1), (9, 8, 3), (2, 8, 4), (31, 5, 1)])  # fmt: skip
+SHAPES = [(30, 8, 4), (30, 8, 7), (8, 8, 1), (9, 8, 3), (2, 8, 4), (31, 5, 1)]
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), SHAPES)
 def test_rolling_windows_score_every_token_but_the_first_once(length, window, stride):
     places = list(rolling(length, window, stride))
     assert [at for _, scored, end in places for at in range(scored, end)] == list(range(1, length))
@@ -64,10 +68,9 @@ def test_the_widest_stride_is_the_rule_of_lm_eval():
     get = pytest.importorskip("lm_eval.utils").get_rolling_token_windows
     ids = list(range(100, 131))
     ours = [(ids[start : end - 1], ids[scored:end]) for start, scored, end in rolling(len(ids), 9, 8)]
-    theirs = [(context, scored) for context, scored in get(ids[1:], ids[0], 8, 1)]
-    assert ours == theirs
+    assert ours == list(get(ids[1:], ids[0], 8, 1))
     ours = [(ids[start : end - 1], ids[scored:end]) for start, scored, end in rolling(len(ids), 9, 3)]
-    assert [pair for pair in ours] == [pair for pair in get(ids[1:], ids[0], 8, 6)]
+    assert ours == list(get(ids[1:], ids[0], 8, 6))
 
 
 @pytest.mark.parametrize("stride", [0, 8])
@@ -104,8 +107,11 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     folder.save_finding(tmp_path, finding(GENERATED, scores_of("greedy", "sampled")))
     score = {"task": "t", "metric": "acc", "value": 0.5, "stderr": 0.05, "samples": 100, "same": 100, "drafted": True}
     folder.save_finding(tmp_path, finding(EVAL, {"scores": [score, score | {"drafted": False, "stderr": None}]}))
-    verdict = {"verdict": "pass", "key": base.key, "cases": ["a", "b"]}
-    (tmp_path / "quality" / "verify-x.json").write_text(json.dumps(verdict))
+    (tmp_path / "verify").mkdir()
+    verdict = {"verdict": "pass", "key": base.key, "cases": ["a", "b"], "time": "2026-11-22T00:00:00+0000"}
+    planted = {"verdict": "fault", "planted": "kv_slot", "time": "2026-11-22T00:00:01+0000"}
+    for name, document in {"old": {"verdict": "fault", "time": "2026"}, "x": {}, "planted": planted}.items():
+        (tmp_path / "verify" / f"{base.key}-{name}.json").write_text(json.dumps(verdict | document))
     rows = [tables.row(one) for one in folder.read(tmp_path)[0]]
     assert [row.verdict for row in rows] == ["pass", None, None]
     assert rows[0].verdict_cases == 2

@@ -1,0 +1,86 @@
+"""`selfspec ppl` and `selfspec eval` over real engines of the reference model: scores are those of transformers, drafts
+are accepted, and what is generated is the baseline's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.paths import reference_model_dir
+from selfspec_cli.engine.live import open_engine
+from selfspec_cli.record import quality
+from selfspec_cli.stages import ppl
+from selfspec_cli.texts import library
+
+pytestmark = pytest.mark.engine
+
+WORDS = ["layer=3", "k=4", "gate=maxp", "tau=0.3", "engine.enforce_eager=true", "engine.kv_cache_gib=0.1"]
+REQUEST = ppl.Request(documents=3, document_tokens=80, window=32, stride=16, prompts=4, prompt_tokens=24, length=16)
+
+
+def windows_by_transformers(ids: list[int]) -> float:
+    """Negative log-likelihood (nats) of all but the first token, in windows of 32 that move by 16."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(reference_model_dir(), dtype=torch.float32).eval()
+    total, scored = 0.0, 1
+    for end in range(32, len(ids) + 1, 16):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids[end - 32 : end]])).logits[0].log_softmax(-1)
+        total -= sum(float(logprobs[at - end + 31, ids[at]]) for at in range(scored, end))
+        scored = end
+    assert scored == len(ids)
+    return total
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def cfgs(folder):
+    return [replace(cfg, results_dir=str(folder)) for cfg in compose_runs(None, WORDS)]
+
+
+def test_perplexities(cfgs):
+    skip = replace(cfgs[0], method="skip", layer=12)
+    found = ppl.run([skip, *cfgs], REQUEST, open_engine=open_engine)
+    assert found.failed == [] and found.warnings == []
+    told = {(one.kind, one.arm["arm"]): one for one in found.findings}
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(reference_model_dir())
+    name, text = library.held_out_text()[0]
+    ids = library.leading_tokens(lambda part: tokenizer.encode(part, add_special_tokens=False), text, 80)
+    plain = told[quality.TEXT, "baseline"]
+    assert (plain.found["documents"][0], plain.scores().tokens) == (name, [79] * 3)
+    assert plain.scores().nats[0] == pytest.approx(windows_by_transformers(ids), abs=1e-2)
+    lost = told[quality.TEXT, "skip"]
+    assert lost.scores().perplexity > 1.02 * lost.scores(baseline=True).perplexity
+
+    arm = told[quality.GENERATED, "layer_skip"].found
+    for name in ("greedy", "sampled"):
+        assert 0 < arm[name]["accepted"] < arm[name]["drafted"]
+    assert arm["greedy"]["identical"] == 4
+    assert arm["sampled"]["identical"] < 4  # other random numbers, so that it was another text that was scored
+    assert told[quality.GENERATED, "skip"].found["greedy"]["identical"] < 4
+
+
+def test_scores(cfgs, folder):
+    pytest.importorskip("lm_eval")
+    from selfspec_cli.stages import evaluate
+
+    tasks = evaluate.load(["stdlib_choice", "stdlib_line"])
+    found = evaluate.run(cfgs, tasks, limit=8, fewshot=0, open_engine=open_engine)
+    assert found.failed == [] and found.warnings == []
+    base, arm = found.findings
+    assert arm.found["accepted"] > 0
+    values = [[(one["task"], one["value"]) for one in finding.found["scores"]] for finding in (base, arm)]
+    assert values[0] == values[1]
+    assert [score["same"] for score in arm.found["scores"]] == [8, 8, 8]
+    assert "(drafted)" in quality.read(folder).columns(arm.arm_key, "")["scores"]

@@ -1,0 +1,173 @@
+"""lm-evaluation-harness on engines without vLLM: what it asks of a model, the offline tasks, how scores are told."""
+
+import math
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import bigrams
+import pytest
+from bigrams import nats
+
+from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
+from selfspec_cli.record import quality
+from selfspec_cli.texts import library, questions
+
+pytest.importorskip("lm_eval")
+
+import itertools
+
+from selfspec_cli.engine.harness import LiveModel
+from selfspec_cli.stages import evaluate
+
+BASELINE = RunConfig(method=Method.baseline)
+GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), tau_v=4.0)
+SKIP = RunConfig(method=Method.skip, layer=3)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch, tmp_path):
+    module = ModuleType("vllm")
+    module.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_modules():
+    """A hundred questions of three modules: those of all take seconds."""
+    patch = pytest.MonkeyPatch()
+    texts = library.held_out_text()[:3]
+    patch.setattr(library, "held_out_text", lambda: texts)
+    patch.setattr(questions, "MOST", 100)
+    yield
+    patch.undo()
+
+
+def model(**changes):
+    return LiveModel(bigrams.Engine(BASELINE, **changes))
+
+
+def request(*args):
+    return SimpleNamespace(args=args)
+
+
+def ids(text):
+    return bigrams.Tokenizer().encode(text)
+
+
+def along(tokens):
+    return sum(nats(*pair) for pair in itertools.pairwise(tokens))
+
+
+def test_a_continuation_is_scored_after_its_context():
+    (pair, alone) = model().loglikelihood([request("abc", "de"), request("", "de")], disable_tqdm=True)
+    assert pair[0] == pytest.approx(-along(ids("cde")))
+    assert pair[1] is False  # the fake finds odd tokens the likeliest
+    assert alone[0] == pytest.approx(-along([1, *ids("de")]))  # after end-of-text, for want of a beginning
+    (long,) = model(max_model_len=8).loglikelihood([request("abcdefgh", "ijk")], disable_tqdm=True)
+    assert long[0] == pytest.approx(-along(ids("hijk")))  # of a long context the end is kept
+
+
+def test_a_whole_text_is_scored_in_windows_that_meet():
+    text = "a text that is longer than the model"
+    for room in (9, 12, 64):
+        (found,) = model(max_model_len=room).loglikelihood_rolling([request(text)])
+        assert found == pytest.approx(-along([1, *ids(text)]))
+
+
+def test_generation_takes_what_the_task_asks():
+    told = model()
+    wanted = {"until": ["\n", ""], "max_gen_toks": 9, "temperature": 0.0, "do_sample": False, "top_p": 0.5}
+    assert told.generate_until([request("a" * 100, wanted), request("b", {"until": "."})]) == ["x", "x"]
+    (first, asked), (_, default) = told.engine.llm.asked
+    assert len(first) == 64 - 9
+    assert (asked.stop, asked.max_tokens, asked.temperature, asked.top_p) == (["\n"], 9, 0.0, 0.5)
+    assert (default.stop, default.max_tokens) == (["."], 63)  # 256, if the model took so many
+
+
+def test_questions_are_the_same_ones_every_time_and_have_one_answer():
+    choice, line = questions.stdlib_choice(), questions.stdlib_line()
+    assert choice == questions.stdlib_choice()
+    assert (len(choice), len(line)) == (100, 100)
+    texts = ["\n".join(row.rstrip() for row in text.splitlines()) for _, text in library.held_out_text()]
+    for one in choice[:50]:
+        assert len(set(one["choices"])) == 4
+        right = one["context"] + one["choices"][one["answer"]] + "\n"
+        assert any(right in text for text in texts)
+    for one in line[:50]:
+        assert one["rest"] and "\n" not in one["rest"]
+        assert any(one["context"] + one["rest"] + "\n" in text for text in texts)
+    assert len({one["answer"] for one in choice[:50]}) == 4
+
+
+@contextmanager
+def open_engine(cfg):
+    engine = bigrams.Engine(cfg, max_model_len=2048)
+    if cfg.method is Method.skip:
+        engine.llm.answer = "other"
+    yield engine
+
+
+def test_scores_say_what_went_through_drafting():
+    tasks = evaluate.load(["stdlib_choice", "stdlib_line"])
+    found = evaluate.run([GATED, SKIP], tasks, limit=12, fewshot=0, open_engine=open_engine)
+    assert found.failed == []
+    told = {one.arm["arm"]: {(score["task"], score["metric"]): score for score in one.found["scores"]}
+            for one in found.findings}  # fmt: skip
+    assert set(told) == {"baseline", "layer_skip", "skip"}
+    metrics = {("stdlib_choice", "acc"), ("stdlib_choice", "acc_norm"), ("stdlib_line", "exact_match")}
+    assert set(told["skip"]) == metrics
+    line, choice = (told["layer_skip"][name] for name in (("stdlib_line", "exact_match"), ("stdlib_choice", "acc")))
+    assert (line["drafted"], choice["drafted"], line["same"], choice["same"]) == (True, False, 12, 12)
+    assert told["skip"]["stdlib_line", "exact_match"]["same"] == 0
+    assert told["baseline"]["stdlib_line", "exact_match"]["same"] is None
+    assert not told["skip"]["stdlib_line", "exact_match"]["drafted"]
+    p = choice["value"]
+    assert choice["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 11))
+    columns = quality.read("results").columns(found.findings[1].arm_key, "")
+    assert columns["scores_protocol"].endswith("limit=12 num_fewshot=0")
+    assert "stdlib_line exact_match 0.000 ± 0.000 (drafted)" in columns["scores"]
+
+
+def test_the_right_answers_are_right():
+    """A model that knows the answers scores 1, and one that knows some of them that share."""
+    (task,) = evaluate.load(["stdlib_line"])
+    rests = {one["context"]: one["rest"] for one in questions.stdlib_line()}
+
+    @contextmanager
+    def knowing(cfg):
+        engine = bigrams.Engine(cfg, max_model_len=2048)
+        contexts = {tuple(ids(context)): rest for context, rest in rests.items()}
+
+        def one(tokens, params):
+            engine.llm.asked.append(None)
+            known = len(engine.llm.asked) % 3
+            return SimpleNamespace(outputs=[SimpleNamespace(text=contexts[tuple(tokens)] if known else "?")])
+
+        engine.llm._one = one
+        yield engine
+
+    found = evaluate.run([BASELINE], [task], limit=12, fewshot=0, open_engine=knowing)
+    assert found.findings[0].found["scores"][0]["value"] == pytest.approx(8 / 12)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["stdlib_lin"], "did you mean 'stdlib_line'"),
+        (["hellaswg"], "did you mean 'hellaswag'"),
+        ([], "names no task"),
+        (["stdlib_line", "stdlib_line"], "is named twice"),
+    ],
+)
+def test_a_task_that_there_is_not_is_refused(names, words):
+    with pytest.raises(ConfigError, match=words):
+        evaluate.load(names)
+
+
+def test_a_task_whose_data_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"arc_easy: its data set cannot be loaded .*HF_ENDPOINT.*stdlib_line"):
+        evaluate.load(["arc_easy"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,17 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""
 
 
-def replace_in_layers(layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make) -> nn.ModuleList:
-    """A list like `layers` in which every part of the first `count` is replaced for which `make` has something else.
+def replace_in_layers(
+    layers: nn.ModuleList, chosen: Sequence[int], vllm_config: VllmConfig, make: Make
+) -> list[nn.Module]:
+    """The `chosen` layers, in that order, in which every part is replaced for which `make` has something else.
 
     What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object, and so does a
     mixture of experts, whose parts hold on to each other.
     """
     keep = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
-    first, rest = list(layers)[:count], list(layers)[count:]
-    keep |= {id(part) for layer in first for part in layer.children() if has_experts(part)}
-    changed = [with_replaced(layer, make, keep, f"layers.{i}") for i, layer in enumerate(first)]
-    return nn.ModuleList([*changed, *rest])
+    keep |= {id(part) for i in chosen for part in layers[i].children() if has_experts(part)}
+    return [with_replaced(layers[i], make, keep, f"layers.{i}") for i in chosen]
 
 
 def with_replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:

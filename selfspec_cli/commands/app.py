@@ -357,6 +357,7 @@ def tune(
         if dry_run:
             plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
+        warn(tune_stage.costly_copies(cfgs))
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
             result = tune_stage.run(

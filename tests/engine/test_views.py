@@ -24,7 +24,7 @@ K, SOME = 3, range(0, 32, 4)
         ("llama", True, "1-2", {"gate": "maxp", "tau": 0.05}),
         ("qwen3", False, "0,2", {"draft_weights": "int8"}),
         ("mixtral", False, "1", {}),
-        ("deepseek_v2", False, "1", {}),
+        ("gemma2", False, "1", {}),
     ],
 )
 def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, name, compiled, skipped, more):

@@ -46,13 +46,15 @@ class Moments:
             if isinstance(part, LinearBase)
         }
         self.sums: dict[str, Tensor] = {}
-        self._handles = [part.register_forward_pre_hook(self._hook(name)) for name, part in self.modules.items()]
+        self._handles = [
+            part.register_forward_pre_hook(self._hook(name), with_kwargs=True) for name, part in self.modules.items()
+        ]
         self._forward = model.forward
         model.forward = self._outermost
 
     def _hook(self, name: str) -> Any:
-        def before(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._add(name, arguments[0])
+        def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._add(name, arguments[0] if arguments else next(iter(named.values())))
 
         return before
 

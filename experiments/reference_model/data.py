@@ -101,12 +101,15 @@ def tokenise(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def prepare(work: Path, vocab: int, limit_bytes: int | None) -> None:
-    """Write tokenizer.json, train.npy, held_out.npy and data.json (statistics) into `work`."""
+def prepare(work: Path, vocab: int, limit_bytes: int | None, known: Path | None = None) -> None:
+    """Write tokenizer.json, train.npy, held_out.npy and data.json (statistics) into `work`.
+
+    known: a tokenizer.json to take instead of training one, so that another model speaks the same tokens.
+    """
     work.mkdir(parents=True, exist_ok=True)
     texts, statistics = collect(limit_bytes)
     held_out = [text for _, text in library.held_out_text()]
-    tokenizer = train_tokenizer(texts, vocab)
+    tokenizer = train_tokenizer(texts, vocab) if known is None else Tokenizer.from_file(str(known))
     tokenizer.save(str(work / "tokenizer.json"))
     train, test = tokenise(tokenizer, texts), tokenise(tokenizer, held_out)
     np.save(work / "train.npy", train)

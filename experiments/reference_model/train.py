@@ -270,9 +270,10 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of the last evaluation")
     parser.add_argument("--tiny", action="store_true", help="a toy model on little text, to try the script")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokenizer", type=Path, help="of prepare: take this tokenizer.json and train none")
     args = parser.parse_args()
     if args.verb == "prepare":
-        prepare(args.work, shape(args).vocab, limit_bytes=2_000_000 if args.tiny else None)
+        prepare(args.work, shape(args).vocab, limit_bytes=2_000_000 if args.tiny else None, known=args.tokenizer)
     else:
         {"measure": measure, "train": train}[args.verb](args)
 

@@ -1,7 +1,12 @@
-"""The reference model at a real model's cost: the same function, with matrices as large as one wants.
+"""A small Llama at a real model's cost: the same function, with matrices as large as one wants.
 
     python experiments/reference_model/widen.py --hidden 4096 --intermediate 14336 --out reference_widened
     selfspec bench experiment=gpu_widened
+
+    python experiments/reference_model/widen.py --source smollm2 --hidden 2304 --intermediate 6144 --out smollm2_widened
+
+The source is the reference model unless it is named: any Llama checkpoint in a folder (grouped queries, tied embeddings
+or an lm_head of its own; no biases).
 
 Embeddings and what each layer adds to the residual stream are padded with zeros; the norms are rescaled, because they
 average over more entries. Rows and columns that only ever meet those zeros are filled with noise, so that the hardware
@@ -31,7 +36,11 @@ def widened_config(config: dict, hidden: int, intermediate: int) -> dict:
         raise ValueError(f"hidden = {hidden}: allowed are {config['hidden_size']} times 1, 4, 16, 64 or 256")
     if intermediate < config["intermediate_size"]:
         raise ValueError(f"intermediate = {intermediate}: must be at least {config['intermediate_size']}")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError("the model has biases, which widening does not know")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return config | {
+        "head_dim": head_dim,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": config["num_attention_heads"] * ratio,
@@ -92,8 +101,9 @@ def main() -> None:
     new = widened_config(old, chosen.hidden, chosen.intermediate)
     chosen.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    for file in chosen.source.glob("*token*.json"):
-        shutil.copy(file, chosen.out)
+    for pattern in ("*token*.json", "chat_template.jinja", "generation_config.json"):
+        for file in chosen.source.glob(pattern):
+            shutil.copy(file, chosen.out)
     (chosen.out / "config.json").write_text(json.dumps(new, indent=2))
     total, places = 0, {}
     for number, part in enumerate(shards(chosen.source, old, new)):

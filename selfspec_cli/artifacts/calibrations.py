@@ -45,7 +45,7 @@ def exit_name(cfg: RunConfig) -> str:
     elif cfg.vocab != "full":
         file = Path(cfg.vocab)
         parts += [file.stem, _digest(file.read_bytes())]
-    parts += draft_options(cfg).values()
+    parts += [_named(name, value) for name, value in draft_options(cfg).items()]
     parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
     parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
     return "-".join(parts)
@@ -108,6 +108,13 @@ def map_of(cfg: RunConfig) -> dict[str, Any] | None:
     if cfg.gate.kind != "calibrated" or cfg.gate.calibration is None:
         return None
     return load(cfg.gate.calibration).calibration.to_dict()
+
+
+def _named(option: str, value: str) -> str:
+    """A draft option in a file's name; a path by what it names, as a head's."""
+    if option == "draft_weights_path":
+        return _digest(bytes(Path(value).expanduser().resolve()))
+    return f"skip{value}" if option == "skip_layers" else value
 
 
 def _digest(content: bytes) -> str:

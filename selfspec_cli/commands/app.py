@@ -217,6 +217,42 @@ def fit_heads(
         emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 
+@app.command(
+    "fit-weights",
+    epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4 --rank 32",
+    cls=TakesSettings,
+)
+def fit_draft_weights(
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Of the low-rank corrections; 0 for none.")] = 0,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Answers of the model to fit on.")] = 32,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; one beside the model's heads.")] = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Make copies of the weights for drafting from what the model sees (GPTQ, low-rank corrections);
+    draft_weights_path=FILE uses them."""
+    with guard(as_json, debug):
+        from selfspec_cli.stages import fit_weights
+
+        cfg = configs.one(overrides, None)
+        preflight.check(cfg)
+        fit_weights.check(cfg, rank)
+        if dry_run:
+            file = str(out or fit_weights.path_for(cfg, rank))
+            plan = {"model": cfg.model.path, "kind": cfg.draft_weights, "rank": rank, "prompts": prompts, "file": file}
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
+        with only_stderr(), bars() as progress:
+            made = fit_weights.run(cfg, open_engine=open_engine, rank=rank, prompts=prompts, out=out, progress=progress)
+        if as_json:
+            return emit({**asdict(made), "medians": made.medians})
+        for name, share in made.medians.items():
+            say(f"{name:<10} loses {share:.5f} of a product's mean square (median over the layers)")
+        say(f"{made.tokens} tokens, {made.seconds:.0f} s; written to {made.path}", "bold")
+        say(f"use it with: draft_weights={made.kind} draft_weights_path={made.path}")
+
+
 @app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024", cls=TakesSettings)
 def compare_heads(
     overrides: Overrides = None,
@@ -250,6 +286,36 @@ def compare_heads(
             screen.show_comparison(found)
             deploying.show(deploy) if deploy else None
         raise typer.Exit(found.exit_code)
+
+
+@app.command(
+    "views",
+    epilog="Examples: selfspec views model=smollm2_135m workload=chat draft_weights=fp8,int8,int4   ·   selfspec views "
+    "model=smollm2_135m workload=chat draft_weights=int8 --drop 6",
+    cls=TakesSettings,
+)
+def compare_views(
+    overrides: Overrides = None,
+    drop: Annotated[
+        int, typer.Option("--drop", min=0, help="Look for up to so many layers that the draft can do without.")
+    ] = 0,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Compare views of the model as drafts (layers, skip_layers, draft_weights): acceptance at each position, bytes,
+    predicted speedup; one engine for all."""
+    with guard(as_json, debug, ROWS_KEPT):
+        from selfspec_cli.stages import views as views_stage
+
+        cfgs = configs.several(overrides)
+        preflight.check_all(cfgs)
+        if dry_run:
+            plan = views_stage.facts(cfgs, drop)
+            return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
+        with only_stderr(), bars() as progress:
+            found = views_stage.run(cfgs, open_engine=open_engine, drop=drop, progress=progress)
+        emit(found.document()) if as_json else screen.show_views(found)
 
 
 @app.command(
@@ -308,6 +374,7 @@ def tune(
         if dry_run:
             plan = tune_stage.facts(cfgs, minutes, trials, heads)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
+        warn(tune_stage.costly_copies(cfgs))
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with at_work("tune", cfgs[0].results_dir, debug) as shown:
             result = tune_stage.run(

@@ -33,21 +33,31 @@ def one(overrides: list[str] | None, config: Path | None) -> RunConfig:
 
 
 def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
-    """Configs that name the exits (layer, head, vocabulary) to look at; gate and draft length are not the user's to
-    choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
+    """Configs that name the exits (layer, head, vocabulary, weights) to look at; gate and draft length are not the
+    user's to choose here. parts: where no layer is named, these parts of the model's layers are looked at."""
     idle = [word for word in overrides if re.match(r"(gate|k|tau|tau_v|threshold|method)[.=]", word)]
     warn([f"not looked at: {' '.join(idle)}; every gate and draft length is tried here"] if idle else [])
     if not any(word.partition("=")[0] == "layer" for word in overrides):
         from selfspec_cli.config.compose import compose_runs
         from selfspec_cli.stages.exits import candidate_layers
 
-        first = compose_runs(None, overrides)[0]
-        overrides = [*overrides, "layer=" + ",".join(map(str, candidate_layers(first, parts)))]
-    cfgs = several(overrides)
+        views = {(cfg.draft_weights, cfg.skip_layers): cfg for cfg in compose_runs(None, overrides)}
+        plain = [word for word in overrides if word.partition("=")[0] not in ("draft_weights", "skip_layers")]
+        each = [[*plain, f"layer={','.join(map(str, candidate_layers(cfg, parts)))}", *_view_words(*view)]
+                for view, cfg in views.items()]  # fmt: skip
+    else:
+        each = [overrides]
+    cfgs = [cfg for words in each for cfg in several(words)]
     preflight.check_all(cfgs)
     found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
+
+
+def _view_words(draft_weights: str, skip_layers: str | None) -> list[str]:
+    """The words that name one view, as far as it is not the default."""
+    words = [f"draft_weights={draft_weights}"] if draft_weights != RunConfig.draft_weights else []
+    return words + ([f"skip_layers='{skip_layers}'"] if skip_layers else [])
 
 
 def known_heads() -> list[HeadConfig]:

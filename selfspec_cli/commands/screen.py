@@ -27,6 +27,7 @@ from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 if TYPE_CHECKING:
     from selfspec_cli.stages.heads import Comparison
+    from selfspec_cli.stages.views import Views
 
 POINT = (
     "arm",
@@ -36,6 +37,7 @@ POINT = (
     "head",
     "vocab",
     "draft_weights",
+    "skip_layers",
     "verification",
     "gate",
     "threshold",
@@ -237,6 +239,27 @@ def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> 
         f"{choice['best_fixed_speedup']:.2f}x (k={choice['best_fixed_k']}), with an unbeatable one "
         f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
     for name, path in files.items():
+        say(f"{name}: {path}")
+
+
+def show_views(found: Views) -> None:
+    """Acceptance of each view at each position, what a draft step reads, and the speedup that its bytes allow."""
+    say(
+        f"{'view':<34}{'T':>5}{'tokens':>8}{'cost':>7}{'predicted':>12}   acceptance at position 1 (95 %), 2, 3 ...",
+        "bold",
+    )
+    for row in found.rows:
+        spread = f" ({row.first_low:.3f} to {row.first_high:.3f})" if row.first_low is not None else ""
+        rates = [f"{rate:.3f}" for rate in row.rates]
+        tokens = f"{row.mean_accepted_len:.2f}" if row.mean_accepted_len is not None else ""
+        cost = f"{row.cost:.2f}" if row.cost is not None else ""
+        best = f"{row.predicted:.2f}x k={row.best_k}" if row.predicted is not None else ""
+        shown = f"{row.label:<34}{row.temperature:>5g}{tokens:>8}{cost:>7}{best:>12}   "
+        say(shown + ", ".join([f"{rates[0]}{spread}", *rates[1:]] if rates else ["nothing was drafted"]))
+        if row.identical is not None and row.identical != row.outputs:
+            warn([f"{row.label}: {row.identical} of {row.outputs} outputs are those of plain decoding"])
+    say("predicted: from the bytes that a step reads at batch 1; not measured")
+    for name, path in found.files.items():
         say(f"{name}: {path}")
 
 

@@ -95,11 +95,12 @@ def needed(cfg: RunConfig, fact: str) -> int:
 
 
 def exit_layer(cfg: RunConfig) -> int | None:
-    """The exit layer in force, half of the layers where none is given; None where nothing here says how many."""
+    """The exit layer in force, the default where none is given; None where nothing here says how many layers there
+    are."""
     if cfg.layer is not None:
         return cfg.layer
     layers = model_facts(cfg).layers
-    return default_exit_layer(layers) if layers else None
+    return default_exit_layer(layers, cfg.draft_weights, cfg.skip_layers) if layers else None
 
 
 def longest_request(cfg: RunConfig) -> int | None:

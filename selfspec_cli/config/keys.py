@@ -21,6 +21,7 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.layers import as_text, skipped_layers
 from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
@@ -40,9 +41,13 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
 
 
 def draft_options(cfg: RunConfig) -> dict[str, str]:
-    """What of `draft_weights` and `verification` is not the default."""
+    """What of the weights and the layers that draft, and of `verification`, is not the default."""
     names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(_DEFAULT, name)]
-    return {name: str(getattr(cfg, name)) for name in names}
+    found = {name: str(getattr(cfg, name)) for name in names}
+    if cfg.draft_weights_path:
+        found["draft_weights_path"] = cfg.draft_weights_path
+    skipped = as_text(skipped_layers(cfg.skip_layers))  # 10,11 and 10-11 are one setting
+    return found | ({"skip_layers": skipped} if skipped else {})
 
 
 def method_settings(cfg: RunConfig) -> dict[str, Any]:
@@ -183,7 +188,7 @@ class Keys:
             named.append(cfg.seed)  # the weights themselves depend on it
         if cfg.method in EARLY_EXIT:
             calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
-            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration]
+            named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration, cfg.draft_weights_path]
         name = repr(named)
         if name not in self._digests:
             self._digests[name] = files.digests(cfg)

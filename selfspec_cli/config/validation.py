@@ -11,12 +11,22 @@ from typing import Any
 
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
-from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig, Runner, gate_threshold, head_spec
+from selfspec_cli.config.schema import (
+    PROMPTS,
+    ConfigError,
+    GateConfig,
+    Method,
+    RunConfig,
+    Runner,
+    gate_threshold,
+    head_spec,
+)
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
+from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 
@@ -38,14 +48,16 @@ def validate(cfg: RunConfig) -> None:
     _validate_engine(cfg)
     _validate_method(cfg)
     _validate_draft_weights(cfg)
+    _validate_skip_layers(cfg)
     _validate_verification(cfg)
     _validate_runner(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
     prompts = cfg.workload.prompts
-    if prompts not in ("heldout", "random") and not Path(prompts).is_file():
-        raise ConfigError(f'workload.prompts={prompts}: must be "heldout", "random" or a text file that exists')
+    if prompts not in PROMPTS and not Path(prompts).is_file():
+        words = ", ".join(f'"{word}"' for word in PROMPTS)
+        raise ConfigError(f"workload.prompts={prompts}: must be {words} or a text file that exists")
 
 
 def check_value(option: Option, value: Any) -> None:
@@ -144,6 +156,13 @@ def _validate_method(cfg: RunConfig) -> None:
 def _validate_draft_weights(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
     weights, method = cfg.draft_weights, cfg.method
+    if cfg.draft_weights_path is not None and method is Method.layer_skip:
+        path = Path(cfg.draft_weights_path).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
+        if not DRAFT_WEIGHTS[weights].copies:
+            raise ConfigError(f"draft_weights_path={path} with draft_weights={weights}: name the kind of copies that "
+                              "it holds, such as draft_weights=int4")  # fmt: skip
     if weights == "shared" or method is Method.baseline:
         return
     if method is not Method.layer_skip:
@@ -154,6 +173,19 @@ def _validate_draft_weights(cfg: RunConfig) -> None:
     reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
     if reason is not None:
         raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
+
+
+def _validate_skip_layers(cfg: RunConfig) -> None:
+    skipped = skipped_layers(cfg.skip_layers)
+    if not skipped or cfg.method is Method.baseline:
+        return
+    if cfg.method is not Method.layer_skip:
+        raise ConfigError(
+            f"skip_layers={cfg.skip_layers} with method={cfg.method}: it has no early-exit draft; use "
+            "method=layer_skip, or leave it out"
+        )
+    if cfg.layer is not None:
+        check_skipped(skipped, cfg.layer)
 
 
 def _validate_verification(cfg: RunConfig) -> None:

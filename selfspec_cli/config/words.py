@@ -25,6 +25,8 @@ _FUNCTION = re.compile(r"(int|str|bool|float|choice|range|interval|tag|sort|shuf
 _SPECIAL = re.compile(r"\\([\\()\[\]{}:=, \t])")
 _PARTS = re.compile(r"""((?:\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,\\]|\\$)*)(,|$)""", re.S)
 
+_RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
+
 
 @dataclass(frozen=True)
 class Word:
@@ -138,6 +140,8 @@ def _quoted(text: str) -> str:
     key, equals, value = text.partition("=")
     if not equals or not _takes_text(key) or _FUNCTION.fullmatch(value):
         return text
+    if key == "skip_layers" and _RANGES.fullmatch(value):
+        return f"{key}={_quote(value)}"  # one set of layers; several sets are quoted: '10-15','10-15,20'
     parts = [match[1].strip() for match in _PARTS.finditer(value)]
     parts = parts[:-1] if len(parts) > 1 and not value.rstrip().endswith(",") and not parts[-1] else parts
     if len(parts) > 1 and not all(parts):

@@ -9,10 +9,12 @@ from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option
+from selfspec_cli.early_exit.layers import as_text, check_skipped, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.settings import (
     DRAFT_LENGTH,
     OPTIONS,
@@ -38,6 +40,16 @@ class ResolvedSettings(DraftSettings):
     def verify(self) -> bool:
         """Whether drafts are verified; False is method "skip"."""
         return self.method == "layer_skip"
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The layers below E that do not draft."""
+        return skipped_layers(self.skip_layers)
+
+    @property
+    def drafting_layers(self) -> tuple[int, ...]:
+        """The layers that a draft step runs, in order."""
+        return drafting_layers(self.layer, self.skipped)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -80,6 +92,7 @@ class ResolvedSettings(DraftSettings):
         for key in ("layer", "k"):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
+        check_skipped(settings.skipped, settings.layer)
         settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
         return settings
@@ -90,11 +103,17 @@ class ResolvedSettings(DraftSettings):
             for key, value, idle in (
                 ("gate", self.gate.kind, "none"),
                 ("draft_weights", self.draft_weights, "shared"),
+                ("draft_weights_path", self.draft_weights_path or "none", "none"),
+                ("skip_layers", self.skip_layers or "none", "none"),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
                                         f"allowed: {idle}")  # fmt: skip
-        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights)
+        if self.draft_weights_path is not None and not DRAFT_WEIGHTS[self.draft_weights].copies:
+            raise SettingsError(f"draft_weights_path = {self.draft_weights_path!r} holds copies, and draft_weights is "
+                                f"{self.draft_weights!r}; name the kind of copies that it holds")  # fmt: skip
+        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights, self.skip_layers)
+        check_skipped(self.skipped, self.layer)
         self.k = DRAFT_LENGTH if self.k is None else self.k
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
@@ -115,6 +134,8 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     about, types = option.knob, {option.type, *get_args(option.type)}
     if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
         return value
+    if option.key == "skip_layers":
+        return as_text(skipped_layers(value, key))
     if option.key == "verification" and isinstance(value, bool):
         return "adaptive" if value else "full"
     words = about.words()
@@ -143,12 +164,12 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _exit_layer(value: object, num_layers: int, draft_weights: str) -> int:
+def _exit_layer(value: object, num_layers: int, draft_weights: str, skip_layers: str | None) -> int:
     if num_layers < 2:
         raise SettingsError(f"a model of {num_layers} layer(s) has no exit layer; at least 2 layers are needed")
     if value is None:
-        return default_exit_layer(num_layers)
-    deepest = deepest_exit_layer(num_layers, draft_weights)
+        return default_exit_layer(num_layers, draft_weights, skip_layers)
+    deepest = deepest_exit_layer(num_layers, draft_weights, skip_layers)
     inside = f"allowed: 1 to {deepest} (the model has {num_layers} layers)"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SettingsError(f"layer_skip = {value!r} must be an integer, not {type(value).__name__}; {inside}")

@@ -28,14 +28,20 @@ DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
 
-def deepest_exit_layer(num_layers: int, draft_weights: str) -> int:
-    """The last exit layer that can draft: all layers on copies of their weights, all but one on the target's own."""
-    return num_layers if DRAFT_WEIGHTS[draft_weights].copies else num_layers - 1
+def deepest_exit_layer(num_layers: int, draft_weights: str, skip_layers: str | None = None) -> int:
+    """The last exit layer that can draft: all layers where the draft is cheaper than the model anyway, because it runs
+    on copies of the weights or skips layers; all but one where it is not."""
+    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers - 1
 
 
-def default_exit_layer(num_layers: int) -> int:
-    """The exit layer where nobody says: half of the model's layers."""
-    return num_layers // 2
+def default_exit_layer(num_layers: int, draft_weights: str = "shared", skip_layers: str | None = None) -> int:
+    """The exit layer where nobody says: all layers of a cheaper view, half of them otherwise."""
+    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers // 2
+
+
+def is_cheaper_view(draft_weights: str, skip_layers: str | None) -> bool:
+    """Whether a draft through all layers costs less than a plain step."""
+    return DRAFT_WEIGHTS[draft_weights].copies or bool(skip_layers)
 
 
 @dataclass
@@ -85,7 +91,7 @@ class DraftSettings:
         None,
         help="exit layer E: layers 0..E-1 draft",
         low=1,
-        unset="model.exit_layer, or half of the model's layers",
+        unset="model.exit_layer, or half of the model's layers; all of them with copies or skip_layers",
         spec_keys=("layer_skip",),
         methods=("layer_skip", "skip", "draft_model"),
     )
@@ -139,6 +145,21 @@ class DraftSettings:
         help="the weights that the draft runs on",
         choices=DRAFT_WEIGHTS,
         spec_keys=("draft_weights",),
+        methods=DRAFTING,
+    )
+    draft_weights_path: str | None = knob(
+        None,
+        help="a file of copies that `selfspec fit-weights` made of this model, of the kind that draft_weights names",
+        unset="copies are rounded when the engine starts",
+        spec_keys=("draft_weights_path",),
+        methods=DRAFTING,
+    )
+    skip_layers: str | None = knob(
+        None,
+        help="of layers 0..E-1 those that do not draft, such as 10-15,20",
+        limits="layers from 0 to E - 1, at least one of which stays",
+        unset="none",
+        spec_keys=("skip_layers",),
         methods=DRAFTING,
     )
     verification: str = knob(

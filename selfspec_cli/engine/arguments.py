@@ -93,7 +93,7 @@ def head_path(cfg: RunConfig) -> str | None:
     """
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
-    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"))
+    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"), cfg.draft_weights, cfg.skip_layers)
     size = needed(cfg, "vocab_size")
     path = head_file(cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(tokenizer(cfg), size))
     return None if path is None else str(path)

@@ -75,7 +75,8 @@ class Engine:
         """The exit layer E in force; None for a baseline."""
         if self.cfg.method in (Method.baseline, Method.ngram):
             return None
-        return self.cfg.layer if self.cfg.layer is not None else default_exit_layer(self.num_layers)
+        cfg = self.cfg
+        return cfg.layer or default_exit_layer(self.num_layers, cfg.draft_weights, cfg.skip_layers)
 
     @property
     def max_model_len(self) -> int:
@@ -95,6 +96,26 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Text -> token ids, without special tokens."""
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def chat(self, question: str) -> list[int]:
+        """A user's question -> the token ids of a prompt, by the model's own chat template.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        tokenizer = self.llm.get_tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(f"workload.prompts=chat: the tokenizer of {self.cfg.model.name} has no chat template; "
+                              "allowed: heldout, random or a text file")  # fmt: skip
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def set_view(self, cfg: RunConfig) -> None:
+        """Draft by the layers and the weights of another config from now on; the engine must be eager."""
+        names = ("skip_layers", "draft_weights", "draft_weights_path")
+        view = {"layer_skip": cfg.layer} | {name: getattr(cfg, name) for name in names}
+        self.llm.collective_rpc("early_exit_set_view", args=(view,))
 
     def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
         """Change the gate of a drafting engine between two rounds; nothing is reloaded.

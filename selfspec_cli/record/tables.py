@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from selfspec_cli.config.keys import run_key
+from selfspec_cli.config.keys import draft_options, run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
@@ -110,6 +110,7 @@ class Record:
     scores: str | None = None  # of `selfspec eval`, each with its standard error
     scores_protocol: str | None = None
     point: str = ""  # id: the file results/runs/<id>.json
+    skip_layers: str | None = None  # layers below E that do not draft
 
 
 @dataclass
@@ -159,6 +160,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
     if cfg.method == "layer_skip":
         columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
+        columns["skip_layers"] = draft_options(cfg).get("skip_layers")
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
     return columns
 

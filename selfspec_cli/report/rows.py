@@ -39,6 +39,7 @@ def _arm(row: Record) -> str:
     if row.arm == "draft_model":
         return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}"
     layer = f"E={row.E}" if row.E is not None else "E=half"
+    layer += f" without {row.skip_layers}" if row.skip_layers else ""
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
     tail = " · adaptive verification" if row.verification == "adaptive" else ""

@@ -13,6 +13,7 @@ from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
+from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
 from selfspec_cli.early_exit.settings import deepest_exit_layer
 from selfspec_cli.early_exit.thresholds import warnings_for
 
@@ -23,7 +24,7 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     seen = set()
     for cfg in cfgs:
         parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
-        looked_at = (*parts, cfg.method, cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights)
+        looked_at = (*parts, cfg.method, cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights, cfg.skip_layers)
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)
@@ -61,9 +62,12 @@ def check_model(cfg: RunConfig) -> None:
     facts, name = model_facts(cfg), cfg.model.name
     if cfg.method is Method.baseline:
         return
-    deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights)
+    deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights, cfg.skip_layers)
     if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
         raise ConfigError(f"layer={cfg.layer}: {name} has {facts.layers} layers; must be in 1..{deepest}")
+    layer = exit_layer(cfg)
+    if cfg.method is Method.layer_skip and layer is not None:
+        check_skipped(skipped_layers(cfg.skip_layers), layer)
     if cfg.vocab.isdigit() and facts.vocab_size is not None and int(cfg.vocab) > facts.vocab_size:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{facts.vocab_size}, or full")
     if cfg.method is Method.layer_skip and facts.hybrid:

@@ -19,10 +19,12 @@ from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.artifacts.whole import written
+from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit import replay
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.engine.live import Engine
@@ -165,6 +167,17 @@ def document(result: TuneResult) -> dict[str, Any]:
     }
 
 
+def costly_copies(cfgs: Sequence[RunConfig]) -> list[str]:
+    """What to know of copies on the CPU, for people; empty where no exit asks for them."""
+    kinds = dict.fromkeys(cfg.draft_weights for cfg in cfgs if DRAFT_WEIGHTS[cfg.draft_weights].copies)
+    if not kinds or device_of(cfgs[0]) != "cpu":
+        return []
+    return [
+        f"draft_weights={','.join(kinds)}: the CPU dequantises copies, so drafts take as long on them as on the "
+        "model's own weights; selfspec views predicts what they save where they are not dequantised"
+    ]
+
+
 def doubts(finalists: Sequence[Finalist]) -> list[str]:
     """Whether the machine's pace moved from one engine to the next: then the order of their exits is uncertain.
 
@@ -188,16 +201,19 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 def survey(
     cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
 ) -> list[Exit]:
-    """Log and time each exit once, from the shallowest on, until two in a row expect less than the best before."""
+    """Log and time each exit once, in the order given (from the shallowest on). Of one kind of weights and one set of
+    layers to skip no more are looked at once two in a row expect less than the best before."""
     found: list[Exit] = []
-    worse = 0
+    worse: dict[tuple[str | None, ...], int] = {}
     for number, cfg in enumerate(cfgs):
-        one = _surveyed(cfg, folder, open_engine, budget)
-        best = max((known.best.speedup for known in found), default=0.0)
-        found.append(one)
-        worse = worse + 1 if one.best.speedup < best else 0
+        view = (cfg.draft_weights, cfg.skip_layers, cfg.draft_weights_path)
+        if worse.get(view, 0) < 2:
+            one = _surveyed(cfg, folder, open_engine, budget)
+            best = max((known.best.speedup for known in found), default=0.0)
+            found.append(one)
+            worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
         progress("exits", number + 1, len(cfgs))
-        if worse == 2 or not _may_survey(found, budget):
+        if not _may_survey(found, budget):
             break
     progress("exits", len(cfgs), len(cfgs))
     return found

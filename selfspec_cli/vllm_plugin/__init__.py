@@ -7,11 +7,12 @@ spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config
 described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
-trunk.py          the target's first E layers as a module of their own: shared weights, no copy
+trunk.py          the layers that draft as a module of their own: shared weights, no copy unless asked for
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
-                  experts.py those of experts, fp8.py and lowbit.py the kernels for some of them; sharded.py splits a
-                  head over ranks, adapters.py leaves adapters out, step_bytes.py counts what is read
+                  experts.py those of experts, fitted.py those that were made from data, fp8.py and lowbit.py the kernels
+                  for some of them; sharded.py splits a head over ranks, adapters.py leaves adapters out, step_bytes.py
+                  counts what is read
 exit_head.py      an exit head bound to the loaded model
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   cpu_sampling.py: how it samples
@@ -22,7 +23,7 @@ v2/               speculator.py: the draft loop on the V2 model runner (CUDA); s
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
-                  timing.py times them there
+                  timing.py times them there; moments.py looks at what linear layers see, and makes copies for it
 observe/          annotate.py names what a profiler shows; gpu_meter.py says how busy a GPU was
 planted/          faults that `selfspec verify` plants in an engine of its own: worker.py is that engine's worker, v1.py
                   and v2.py the faults on each model runner, admission.py what adaptive verification may look at,

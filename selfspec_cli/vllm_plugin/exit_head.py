@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
+from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
@@ -34,6 +35,7 @@ class TargetHead:
         vocab_size: int,
         vllm_config: VllmConfig,
         draft_weights: str = "shared",
+        fitted: FittedWeights | None = None,
     ) -> None:
         self.head = head
         self.vocab_size = vocab_size
@@ -56,6 +58,9 @@ class TargetHead:
             self._bound = self._split(target, weight, weights if copied else None, vllm_config)
         else:
             bound = head.bind(None if weight is None else weight[:vocab_size])
+            if copied and fitted is not None and LM_HEAD in fitted.copies:
+                rows = torch.arange(vocab_size) if head.vocab_ids is None else head.vocab_ids.cpu()
+                weights = fitted.kind_of(LM_HEAD, rows)
             self._bound = CopiedProjection(weights, bound.weight, bound.bias) if copied else bound
 
     def _split(
@@ -121,8 +126,12 @@ class TargetHead:
         return logits if ids is None else scatter_to_full(logits, ids, self.vocab_size)
 
 
-def load_exit_head(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> TargetHead:
+def load_exit_head(
+    settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig, fitted: FittedWeights | None = None
+) -> TargetHead:
     """The head that `settings` names, checked against this model and exit layer.
+
+    fitted: copies that were made from data, to take for the lm_head's.
 
     On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, or a
     file that cannot be read.
@@ -140,7 +149,7 @@ def load_exit_head(settings: ResolvedSettings, target: nn.Module, vllm_config: V
         )
         weight = embedding(target)
         head = head.to(weight.device, config.dtype)
-    return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights)
+    return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights, fitted)
 
 
 def _all_rows(shard: Tensor, rows: int) -> Tensor:

@@ -3,26 +3,35 @@ weights/copied.py), and no architecture is named.
 
 More than sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
 parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
-final norm. Attention layers find their KV cache by name, so the view shares that too. On CUDA its linear layers
-multiply by their weights in a way of their own (weights/linear.py).
+final norm. A view has a list of layers of its own, so some of them can be left out: the loop runs what the list begins
+with. Attention layers find their KV cache by name, so the view shares that too, and a layer that is left out has its
+keys and values written by the next verify pass, as every layer has. On CUDA the view's linear layers multiply by their
+weights in a way of their own (weights/linear.py).
 """
 
 from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.layers import as_text, drafting_layers
+from selfspec_cli.vllm_plugin.decoder import has_experts
 from selfspec_cli.vllm_plugin.weights.copied import kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
+from selfspec_cli.vllm_plugin.weights.fitted import on_fitted_copies
 from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from selfspec_cli.early_exit.fitted_weights import FittedWeights
 
 
 def cut(decoder: nn.Module, layers: int) -> None:
@@ -30,36 +39,63 @@ def cut(decoder: nn.Module, layers: int) -> None:
     decoder.end_layer = layers  # type: ignore[assignment]
 
 
-def first_layers(decoder: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str = "shared") -> nn.Module:
-    """A module over `decoder`'s own parameters that runs its first `layers` layers and the final norm.
+def first_layers(
+    decoder: nn.Module,
+    layers: int,
+    vllm_config: VllmConfig,
+    draft_weights: str = "shared",
+    skipped: Sequence[int] = (),
+    fitted: FittedWeights | None = None,
+) -> nn.Module:
+    """A module over `decoder`'s own parameters that runs its first `layers` layers but `skipped`, and the final norm.
 
     Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. Where vLLM compiles the
     target in its own mode the trunk is compiled too, as a function of its own. draft_weights: a kind that makes copies
     (early_exit/draft_weights) puts them in place of the linear weights of those layers; raises SettingsError where
-    there can be none.
+    there can be none. fitted: copies that were made from data, to take instead.
     """
-    trunk = _view(decoder, layers, draft_weights)
-    cut(trunk, layers)
+    own: nn.ModuleList = decoder.layers  # type: ignore[assignment]
+    chosen = drafting_layers(layers, skipped)
+    if skipped:
+        _refuse_experts_by_order(decoder, vllm_config)
+    tag = _tag(layers, draft_weights, skipped) + ("_corrected" if fitted is not None and fitted.corrections else "")
+    trunk = _view(decoder, tag)
+    cut(trunk, len(chosen))
     # The view shares the dict of submodules with the target, which must keep its own layers.
-    make, experts = _replacements(draft_weights, vllm_config)
-    changed = replace_in_layers(decoder.layers, layers, vllm_config, make, experts)  # type: ignore[arg-type]
-    trunk.__dict__["_modules"] = {**decoder._modules, "layers": changed}
+    make, experts = _replacements(draft_weights, vllm_config, fitted)
+    changed = replace_in_layers(own, chosen, vllm_config, make, experts)
+    trunk.__dict__["_modules"] = {**decoder._modules, "layers": nn.ModuleList([*changed, *list(own)[layers:]])}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
     if not getattr(trunk, "do_not_compile", True):
-        _compile_anew(trunk, layers, vllm_config, draft_weights)
+        _compile_anew(trunk, tag, vllm_config, draft_weights)
     return trunk
 
 
-def _replacements(draft_weights: str, vllm_config: VllmConfig) -> tuple[Make, Make | None]:
+def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> None:
+    """Raises SettingsError where vLLM finds experts by the order in which layers ask, which a subset would break."""
+    from vllm.utils import torch_utils
+
+    by_name = getattr(torch_utils, "_USE_LAYERNAME", False)
+    if has_experts(decoder) and not by_name and vllm_config.compilation_config.fast_moe_cold_start:
+        raise SettingsError(
+            "skip_layers is not supported for this mixture of experts: vLLM finds the experts of a layer by counting "
+            "calls here; allowed: no skip_layers, or compilation_config={'fast_moe_cold_start': False}"
+        )
+
+
+def _replacements(
+    draft_weights: str, vllm_config: VllmConfig, fitted: FittedWeights | None
+) -> tuple[Make, Make | None]:
     """What makes the linear layers, and the mixtures of experts (None: they stay the target's)."""
-    kind = DRAFT_WEIGHTS[draft_weights]
+    kind, dtype = DRAFT_WEIGHTS[draft_weights], vllm_config.model_config.dtype
     if not kind.copies:
         return on_own_weight, None
-    return on_copies(kind, vllm_config.model_config.dtype), on_copied_experts(kind, vllm_config)
+    linear = on_copies(kind, dtype) if fitted is None else on_fitted_copies(fitted, dtype)
+    return linear, on_copied_experts(kind, vllm_config)
 
 
-def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
+def _view(decoder: nn.Module, tag: str) -> nn.Module:
     """A shallow copy (same parameters, same submodules) of a subclass whose `forward` is a function of its own.
 
     Dynamo keeps compiled code by code object and vLLM drops all guards; one code object for two depths would run
@@ -67,30 +103,31 @@ def _view(decoder: nn.Module, layers: int, draft_weights: str) -> nn.Module:
     """
     base: Any = type(decoder)
     forward = base.forward
-    name = f"{forward.__name__}_{_tag(layers, draft_weights)}"
+    name = f"{forward.__name__}_{tag}"
     code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
     own = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__, own.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
     members = {"forward": own, "__module__": base.__module__}
-    view_class = type(f"{base.__name__}First{layers}Layers", (base,), members)
+    view_class = type(f"{base.__name__}_{tag}", (base,), members)
     view: nn.Module = object.__new__(view_class)
     view.__dict__.update(decoder.__dict__)
     return view
 
 
-def _tag(layers: int, draft_weights: str) -> str:
-    return f"first_{layers}_layers" + (f"_{draft_weights}" if DRAFT_WEIGHTS[draft_weights].copies else "")
+def _tag(layers: int, draft_weights: str, skipped: Sequence[int]) -> str:
+    """A Python name that tells views apart."""
+    without = "_without_" + (as_text(skipped) or "").replace("-", "to").replace(",", "_") if skipped else ""
+    return f"first_{layers}_layers{without}" + (f"_{draft_weights}" if DRAFT_WEIGHTS[draft_weights].copies else "")
 
 
-def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_weights: str) -> None:
+def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, draft_weights: str) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import set_current_vllm_config
 
     config = copy.copy(vllm_config)
-    # Two depths of one model, or two kinds of weights, must not share an artifact in vLLM's compile cache.
-    tag = _tag(layers, draft_weights)
+    # Two views of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
     kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], next(trunk.parameters()).device)
     if kernels is not None:
@@ -102,8 +139,10 @@ def _compile_anew(trunk: nn.Module, layers: int, vllm_config: VllmConfig, draft_
         TorchCompileWithNoGuardsWrapper.__init__(trunk)
 
 
-def attention_names(trunk: nn.Module, vllm_config: VllmConfig, layers: int) -> set[str]:
-    """Names, as the KV cache knows them, of the attention modules in the first `layers` layers."""
-    modules = {id(module) for layer in trunk.layers[:layers] for module in layer.modules()}  # type: ignore[index]
+def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
+    """Names, as the KV cache knows them, of the attention modules in the layers that `trunk` runs."""
+    end: int = trunk.end_layer  # type: ignore[assignment]
+    layers: list[nn.Module] = list(trunk.layers)[:end]  # type: ignore[arg-type]
+    modules = {id(module) for layer in layers for module in layer.modules()}
     context = vllm_config.compilation_config.static_forward_context
     return {name for name, module in context.items() if id(module) in modules}

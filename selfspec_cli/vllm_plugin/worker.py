@@ -35,6 +35,31 @@ class EarlyExitWorker:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
         drafter.draft_length = k
 
+    def early_exit_set_view(self, view: dict[str, Any]) -> None:
+        """Draft with other layers or on other weights from the next round on, on an eager engine.
+
+        view: the keys layer_skip, skip_layers, draft_weights and draft_weights_path of a speculative_config; those
+        left out are at their default. Head, gate and draft length stay. Raises SettingsError for a view that there
+        cannot be, and on an engine that compiles: its code and its CUDA graphs are of the view that it was started
+        with.
+        """
+        from dataclasses import replace
+
+        from selfspec_cli.early_exit.draft_weights import require_draft_weights
+        from selfspec_cli.early_exit.resolved import ResolvedSettings
+        from selfspec_cli.vllm_plugin.weights.copied import facts_of
+
+        drafter: Any = self._early_exit_drafter()
+        if not hasattr(drafter, "set_view"):
+            raise SettingsError("this engine does not draft with its own layers, so it has no view to change")
+        config = self.vllm_config.model_config
+        if not config.enforce_eager:
+            raise SettingsError("a view can be changed on an eager engine only; allowed: enforce_eager = True")
+        wanted = ResolvedSettings.from_user({"method": "layer_skip", **view}, self.early_exit_layers())
+        require_draft_weights(wanted.draft_weights, facts_of(config, self.vllm_config.parallel_config))
+        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path")
+        drafter.set_view(replace(drafter.settings, **{name: getattr(wanted, name) for name in names}))
+
     def _early_exit_drafter(self) -> Any:
         """The V1 runner's drafter or the V2 runner's speculator; None where nothing drafts."""
         return getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
@@ -114,6 +139,29 @@ class EarlyExitWorker:
         tap, config = self.model_runner.get_model().early_exit_tap, self.vllm_config.model_config
         planned = Plan(tuple(map(HeadSpec.from_name, heads)), **plan)
         tap.collector = Collector(tap.model, tap.layers, planned, int(config.get_vocab_size()), config.dtype)
+
+    def early_exit_observe(self, layers: list[int] | None = None) -> None:
+        """Begin to collect what the linear layers of `layers` see (all of them: None), anew."""
+        from selfspec_cli.vllm_plugin.fitting.moments import Moments
+
+        before = getattr(self, "_early_exit_moments", None)
+        if before is not None:
+            before.end()
+        chosen = range(self.early_exit_layers()) if layers is None else layers
+        self._early_exit_moments = Moments(self.model_runner.get_model(), chosen, self.vllm_config)
+
+    def early_exit_fit_weights(self, path: str, kind: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
+        """Make copies of the weights for what was collected, and save them; returns what is left of the error by layer.
+
+        Raises SettingsError where there can be no such copies.
+        """
+        from selfspec_cli.early_exit import fitted_weights
+
+        moments = self._early_exit_moments
+        moments.end()
+        fitted, report = moments.fitted(kind, rank, about)
+        fitted_weights.save(path, fitted)
+        return {"layers": report, "tokens": moments.tokens}
 
     def early_exit_collect_mode(self, mode: str) -> None:
         """What the forward passes from now on are for: fit, validate, test, train or replay."""

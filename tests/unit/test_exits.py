@@ -7,6 +7,7 @@ import pytest
 from test_early_exit_replay import COSTS, make
 from test_tune import Clock, FakeEngine
 
+from selfspec_cli.commands import configs
 from selfspec_cli.config.schema import (
     ConfigError,
     GateConfig,
@@ -104,6 +105,24 @@ def test_layers_where_the_user_names_none(tmp_path):
     cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path), exit_layer=3))
     assert exits.candidate_layers(cfg, roc.LAYER_PARTS) == [3, 6, 12]
     assert exits.candidate_layers(cfg, tune.LAYER_PARTS) == [2, 3, 4, 6, 12]
+
+
+def test_views_of_all_layers_come_first(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 24}')
+    cfg = RunConfig(model=ModelConfig(name="m", path=str(tmp_path), exit_layer=3))
+    assert exits.candidate_layers(replace(cfg, draft_weights="int8"), roc.LAYER_PARTS) == [24, 3, 6, 12]
+    assert exits.candidate_layers(replace(cfg, skip_layers="10-12"), roc.LAYER_PARTS) == [24]
+
+
+def test_each_view_has_exits_of_its_own_where_no_layer_is_named():
+    words = ["draft_weights=shared,int8", "skip_layers=null,'10-12'"]
+    found = [(cfg.layer, cfg.draft_weights, cfg.skip_layers) for cfg in configs.exits(words, roc.LAYER_PARTS)]
+    assert found == [
+        *((layer, "shared", None) for layer in (3, 6, 12)), (24, "shared", "10-12"),
+        *((layer, "int8", None) for layer in (24, 3, 6, 12)), (24, "int8", "10-12"),
+    ]  # fmt: skip
+    (named,) = configs.exits(["draft_weights=int8", "layer=5"], roc.LAYER_PARTS)
+    assert (named.layer, named.draft_weights) == (5, "int8")
 
 
 def test_a_model_whose_depth_is_unknown_still_has_the_exit_that_it_measured():

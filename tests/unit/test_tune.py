@@ -276,6 +276,25 @@ def test_two_exits_that_expect_less_end_the_survey(lab):
     assert 22 not in {engine.layer for engine in lab.opened}
 
 
+def test_other_weights_are_surveyed_however_the_first_ended(lab):
+    """Two exits in a row that expect less end the survey of their own kind of weights."""
+    work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir
+    chosen = [
+        RunConfig(layer=n, draft_weights=weights, workload=work, results_dir=results)
+        for weights in ("shared", "int8") for n in (1, 3, 12, 18, 20, 22)
+    ]  # fmt: skip
+    lab.run(chosen=chosen)
+    seen = {(engine.cfg.draft_weights, engine.layer) for engine in lab.opened}
+    assert ("shared", 22) not in seen and ("int8", 1) in seen and ("int8", 22) not in seen
+
+
+def test_copies_on_the_cpu_are_warned_of(lab):
+    cfgs = [replace(lab.cfgs[0], draft_weights=weights) for weights in ("shared", "int8", "int4")]
+    assert tune.costly_copies(cfgs[:1]) == []
+    (line,) = tune.costly_copies(cfgs)
+    assert line.startswith("draft_weights=int8,int4: the CPU dequantises copies")
+
+
 def test_no_time_left_still_gives_an_answer(lab):
     result = lab.run(minutes=1e-9)
     assert result.trials == 0

@@ -60,6 +60,13 @@ class DraftWeights:
         """
         raise NotImplementedError
 
+    def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        """The copy for data whose second moment is `moment` [in, in] (early_exit/data_aware.py).
+
+        By default the same as `quantise`; a kind that can round with data does so here.
+        """
+        return self.quantise(weight)
+
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [out, in] for which a copy stands."""
         raise NotImplementedError

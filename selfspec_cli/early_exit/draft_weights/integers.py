@@ -50,6 +50,25 @@ class Integers(DraftWeights):
         parts = [self._rows(weight[start : start + step]) for start in range(0, len(weight), step)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
+    def fit(self, weight: Tensor, moment: Tensor) -> dict[str, Tensor]:
+        """Rounded by GPTQ's method; of the same scales as `quantise` the one of least error on the data is taken.
+
+        Raises SettingsError as `quantise`.
+        """
+        import torch
+
+        from selfspec_cli.early_exit.data_aware import rounded_in_order
+
+        if weight.shape[1] % GROUP or not weight.isfinite().all():
+            return self.quantise(weight)  # which says what is wrong
+        top = 2 ** (self.width - 1)
+
+        def scales(block: Tensor, importance: Tensor) -> Tensor:
+            return self._nearest(block.unsqueeze(1), importance)[0].squeeze(1)
+
+        q, scale = rounded_in_order(weight, moment, GROUP, (-top, top - 1), scales)
+        return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+
     def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The weight [out, in], rounded to `dtype` once."""
         q = integers(tensors, self.width)  # [out, groups, GROUP]
@@ -68,6 +87,16 @@ class Integers(DraftWeights):
         grouped = weight.float().unflatten(1, (-1, GROUP))  # [rows, groups, GROUP]
         if not grouped.isfinite().all():
             raise self.not_finite()
+        scale, q = self._nearest(grouped)
+        return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+
+    def _nearest(self, grouped: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scales [rows, groups, 1] of least squared error among `_scales`, and integers rounded to the nearest.
+
+        importance: [GROUP], how much an error of each column counts; None for all the same.
+        """
+        import torch
+
         top = 2 ** (self.width - 1)
         least = torch.full_like(grouped[:, :, :1], torch.inf)
         scale, q = torch.ones_like(least), torch.zeros_like(grouped)
@@ -75,11 +104,12 @@ class Integers(DraftWeights):
             tried = candidate.to(torch.float16).float()
             tried = torch.where(tried == 0, 1.0, tried)  # too small for a half: the group's integers are zeros
             rounded = (grouped / tried).round_().clamp_(-top, top - 1)
-            error = (rounded * tried - grouped).square_().sum(2, keepdim=True)
+            squares = (rounded * tried - grouped).square_()
+            error = (squares if importance is None else squares * importance).sum(2, keepdim=True)
             better = error < least
             least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
             q = torch.where(better, rounded, q)
-        return {**_packed(q.to(torch.int32), self.width), "scales": scale.squeeze(2).to(torch.float16)}
+        return scale, q
 
 
 def _no_groups(length: int) -> str:

@@ -35,12 +35,15 @@ from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
+from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.utils import AttentionGroup
+
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
@@ -91,12 +94,15 @@ class _EarlyExit(DraftModelProposer):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the first E layers of the target as they are, without adapters; loads nothing but the exit head."""
+        """Takes the layers that draft from the target as they are, without adapters; loads nothing but the exit head."""
         self._shares_weights.off()
-        target_model, layers = without_adapters(target_model), self.settings.layer
-        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
-        self._layer_names = attention_names(self.model, self.vllm_config, layers)
-        self.head = load_exit_head(self.settings, target_model, self.vllm_config)
+        target_model, wanted = without_adapters(target_model), self.settings
+        fitted = fitted_for(wanted, target_model, self.vllm_config)
+        self.model = first_layers(
+            decoder_of(target_model), wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+        )
+        self._layer_names = attention_names(self.model, self.vllm_config)
+        self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
@@ -110,6 +116,16 @@ class _EarlyExit(DraftModelProposer):
         # Requests near max_model_len draft less (see `_start`); vLLM would switch drafting off for the whole batch.
         self.runner.effective_drafter_max_model_len = max_model_len + self.num_speculative_tokens
         self._last_useful = max_model_len - 1  # a token drafted from there would have no place in the model
+        self._find_groups()
+
+    def set_view(self, settings: ResolvedSettings) -> None:
+        """Draft with other layers or on other weights from the next round on; see `worker.early_exit_set_view`."""
+        self.settings = settings
+        self.load_model(self.runner.get_model())
+        self._find_groups()
+
+    def _find_groups(self) -> None:
+        """The target's attention groups in which a layer drafts, each with the names of those layers."""
         self._groups = []
         for groups in self.runner.attn_groups:
             for group in groups:

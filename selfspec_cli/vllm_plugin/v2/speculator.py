@@ -36,6 +36,7 @@ from selfspec_cli.vllm_plugin.v2.kernels import EndStep, begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
+from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
+
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
@@ -92,11 +95,15 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the first E layers of the target as they are, without adapters; loads nothing but the exit head."""
-        target_model, layers = without_adapters(target_model), self.settings.layer
-        self.model = first_layers(decoder_of(target_model), layers, self.vllm_config, self.settings.draft_weights)
-        self.head = load_exit_head(self.settings, target_model, self.vllm_config)
-        self._layer_names = attention_names(self.model, self.vllm_config, layers)
+        """Takes the layers that draft from the target as they are, without adapters; loads nothing but the exit head."""
+        target_model, wanted = without_adapters(target_model), self.settings
+        self._target = target_model
+        fitted = fitted_for(wanted, target_model, self.vllm_config)
+        self.model = first_layers(
+            decoder_of(target_model), wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+        )
+        self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -118,8 +125,11 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """
         self.state.max_model_len = self.vllm_config.model_config.max_model_len
         self.model_state, self.kv_cache_config, self.block_tables = model_state, kv_cache_config, block_tables
+        self._find_groups()
+
+    def _find_groups(self) -> None:
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
-            kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
+            self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
         self._configure_decode_metadata_update()
 
@@ -128,6 +138,13 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
 
     # ---- what changes on a live engine --------------------------------------------------------------------------
+
+    def set_view(self, settings: ResolvedSettings) -> None:
+        """Draft with other layers or on other weights from the next round on; see `worker.early_exit_set_view`."""
+        self.settings = settings
+        self.load_model(self._target)
+        self._warm = True  # compiled code is for the view that the engine was started with; this one runs eagerly
+        self._find_groups()
 
     @property
     def draft_length(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,22 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 
 
 def replace_in_layers(
-    layers: nn.ModuleList, count: int, vllm_config: VllmConfig, make: Make, experts: Make | None = None
-) -> nn.ModuleList:
-    """A list like `layers` in which every part of the first `count` is replaced for which `make` has something else.
+    layers: nn.ModuleList, chosen: Sequence[int], vllm_config: VllmConfig, make: Make, experts: Make | None = None
+) -> list[nn.Module]:
+    """The `chosen` layers, in that order, in which every part is replaced for which `make` has something else.
 
     What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object. A mixture of
     experts, whose parts hold on to each other, is given to `experts` whole; without it, it stays too.
     """
     keep = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
-    first, rest = list(layers)[:count], list(layers)[count:]
-    mixtures = {id(part) for layer in first for part in layer.children() if has_experts(part)}
+    mixtures = {id(part) for i in chosen for part in layers[i].children() if has_experts(part)}
 
     def replacement(module: nn.Module, name: str) -> nn.Module | None:
         if id(module) not in mixtures:
             return make(module, name)
         return module if experts is None else experts(module, name)
 
-    changed = [with_replaced(layer, replacement, keep - mixtures, f"layers.{i}") for i, layer in enumerate(first)]
-    return nn.ModuleList([*changed, *rest])
+    return [with_replaced(layers[i], replacement, keep - mixtures, f"layers.{i}") for i in chosen]
 
 
 def with_replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:

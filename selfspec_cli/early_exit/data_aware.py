@@ -1,0 +1,82 @@
+"""Copies of a weight that are made for the data that it meets: rounding by GPTQ's method, and low-rank corrections.
+
+What a linear layer sees enters as the second moment of its inputs, M = X^T X / n [in, in] over n tokens, for the error
+that counts is that of the product: E|(W - Q) x|^2 = tr((W - Q) M (W - Q)^T).
+
+- `rounded_in_order`: column by column, each column's rounding error is made up for in the columns that are still to be
+  rounded (Frantar et al., GPTQ, arXiv:2210.17323, in the Cholesky form of its section 3.3).
+- `low_rank`: the correction up @ down of a given rank that leaves the least such error, by the SVD of the weighted
+  error (as LQER, arXiv:2402.02446, and QERA, arXiv:2410.06040, weight it; here with all of M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+DAMPING = 0.01  # of the mean of M's diagonal: directions that the data hardly has are not to be trusted
+
+Scales = Callable[[Tensor, Tensor], Tensor]
+"""(a group's weights [out, group], importance of its columns [group]) -> scales [out, 1], none of them 0."""
+
+
+def rounded_in_order(
+    weight: Tensor, moment: Tensor, group: int, levels: tuple[int, int], scales: Scales
+) -> tuple[Tensor, Tensor]:
+    """GPTQ's rounding of `weight` [out, in] to integers in groups of `group` along a row.
+
+    moment: M [in, in]. levels: the least and the greatest integer. scales: how a group's scale is chosen; it is asked
+    when the group is reached, so it sees weights that make up for the columns before.
+
+    Returns: integers (float32) [out, in / group, group], and scales [out, in / group, 1].
+    """
+    work = weight.float().clone()
+    inverse = _inverse_factor(moment)
+    integers, chosen = torch.empty_like(work), []
+    for start in range(0, work.shape[1], group):
+        block, factor = work[:, start : start + group], inverse[start : start + group, start : start + group]
+        scale = scales(block, 1 / factor.diagonal().square())
+        errors = torch.empty_like(block)
+        for column in range(group):
+            rounded = (block[:, column] / scale[:, 0]).round().clamp_(*levels)
+            integers[:, start + column] = rounded
+            errors[:, column] = (block[:, column] - rounded * scale[:, 0]) / factor[column, column]
+            block[:, column + 1 :] -= errors[:, column : column + 1] * factor[column, column + 1 :]
+        work[:, start + group :] -= errors @ inverse[start : start + group, start + group :]
+        chosen.append(scale)
+    return integers.unflatten(1, (-1, group)), torch.stack(chosen, dim=1)
+
+
+def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(down [rank, in], up [out, rank]) such that x -> (x @ down^T) @ up^T is closest to x -> x @ error^T on the data.
+
+    error: what is to be made up for, [out, in]; a rank above what it has is cut to it. moment: M [in, in].
+    """
+    root = torch.linalg.cholesky(_damped(moment))  # M = root root^T
+    left, values, right = torch.linalg.svd(error.float() @ root, full_matrices=False)
+    rank = min(rank, len(values))
+    up = left[:, :rank] * values[:rank].sqrt()
+    down = values[:rank].sqrt().unsqueeze(1) * right[:rank]
+    return torch.linalg.solve_triangular(root, down, upper=False, left=False), up
+
+
+def weighted_error(error: Tensor, moment: Tensor) -> float:
+    """tr(error M error^T): the mean square that an error [out, in] of a weight makes in the product, all outputs
+    together."""
+    return float(((error.float() @ moment.float()) * error.float()).sum())
+
+
+def _damped(moment: Tensor) -> Tensor:
+    """M with a diagonal that makes it positive definite; columns that no token ever used keep their own scale."""
+    damped = moment.float().clone()
+    mean = damped.diagonal().mean().clamp(min=1e-20)
+    damped.diagonal().add_(DAMPING * mean)
+    return damped
+
+
+def _inverse_factor(moment: Tensor) -> Tensor:
+    """Upper triangular U with M^-1 = U^T U; row i holds how an error in column i is made up for in later ones."""
+    lower = torch.linalg.cholesky(_damped(moment))
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)

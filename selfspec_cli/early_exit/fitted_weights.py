@@ -1,0 +1,133 @@
+"""Copies of a model's weights that were made from data, on disk: what `selfspec fit-weights` writes and drafts read.
+
+One safetensors file: for each linear layer NAME (as vLLM calls it below the decoder, such as layers.3.mlp.down_proj, or
+lm_head) the tensors of its copy, "NAME.copy.TENSOR", and of its low-rank correction, "NAME.down" [rank, in] and
+"NAME.up" [out, rank], where it has one. The metadata name the kind of copies and the model; another model refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.draft_weights.base import DraftWeights
+from selfspec_cli.early_exit.errors import SettingsError
+
+FORMAT, SUFFIX = "selfspec-draft-weights-1", ".safetensors"
+LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class About:
+    """kind: of draft_weights. fingerprint: of the model (`fingerprint.py`). rank: of the corrections, 0 for none.
+    tokens: that the second moments are of. method: how copies were rounded. more: for people."""
+
+    kind: str
+    fingerprint: str
+    rank: int = 0
+    tokens: int = 0
+    method: str = "gptq"
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class FittedWeights:
+    """copies: by linear layer, the tensors of its copy. corrections: by linear layer, (down, up)."""
+
+    about: About
+    copies: dict[str, dict[str, Tensor]]
+    corrections: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def kind_of(self, name: str, rows: Tensor | None = None) -> StoredCopy:
+        """Stands in for the kind of draft weights where the layer `name` is copied; rows: of these rows only."""
+        tensors = self.copies[name]
+        return StoredCopy(self.about.kind, tensors if rows is None else {key: t[rows] for key, t in tensors.items()})
+
+
+class StoredCopy(DraftWeights):
+    """A kind of draft weights whose copy is there already: `quantise` returns it instead of making one."""
+
+    def __init__(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        self._kind, self._tensors = DRAFT_WEIGHTS[kind], tensors
+        self.name, self.help, self.bits, self.kernels = kind, self._kind.help, self._kind.bits, self._kind.kernels
+
+    def quantise(self, weight: Tensor) -> dict[str, Tensor]:
+        """The stored copy on the weight's device. Raises SettingsError where it is of another shape."""
+        copy = {name: tensor.to(weight.device) for name, tensor in self._tensors.items()}
+        shape = tuple(self.dequantise(copy, weight.dtype).shape)
+        if shape != tuple(weight.shape):
+            raise self.impossible(f"the fitted copy has shape {shape}, and the weight {tuple(weight.shape)}")
+        return copy
+
+    def dequantise(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """As its kind does."""
+        return self._kind.dequantise(tensors, dtype)
+
+
+def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
+    """Write the file, whole or not at all; `load` reads it back. Creates the folder."""
+    target = Path(path)
+    if target.suffix != SUFFIX:
+        raise SettingsError(f"draft_weights_path = {str(target)!r}: fitted copies are saved as {SUFFIX}")
+    tensors = {f"{name}.copy.{key}": t for name, copy in fitted.copies.items() for key, t in copy.items()}
+    for name, pair in fitted.corrections.items():
+        tensors |= dict(zip((f"{name}.down", f"{name}.up"), pair, strict=True))
+    header = {"format": FORMAT, **{key: json.dumps(value) for key, value in asdict(fitted.about).items()}}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, part, metadata=header)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def read_about(path: str | os.PathLike[str]) -> About:
+    """What a file says of itself. Raises SettingsError for a file that is not there, or is no file of `save`."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            header = opened.metadata() or {}
+        if header.get("format") != FORMAT:
+            raise SettingsError(f"draft_weights_path = {str(path)!r}: it is no file that selfspec fit-weights wrote")
+        return About(**{item.name: json.loads(header[item.name]) for item in fields(About)})
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"draft_weights_path = {str(path)!r} cannot be read ({error}); make one with: selfspec "
+                            "fit-weights") from error  # fmt: skip
+
+
+def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None) -> FittedWeights:
+    """Read a file, tensors on the CPU.
+
+    kind: the draft_weights asked for. fingerprint: of the model at hand; None is not checked. Raises SettingsError for
+    another kind or model, and as `read_about`.
+    """
+    about = read_about(path)
+    if about.kind != kind:
+        raise SettingsError(f"draft_weights_path = {str(path)!r} holds {about.kind} copies, and draft_weights is "
+                            f"{kind!r}; allowed: draft_weights = {about.kind}")  # fmt: skip
+    if fingerprint is not None and about.fingerprint != fingerprint:
+        raise SettingsError(f"draft_weights_path = {str(path)!r} was made of another model: its fingerprint is "
+                            f"{about.fingerprint}, this model's is {fingerprint}")  # fmt: skip
+    copies: dict[str, dict[str, Tensor]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
+    with safe_open(path, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 (no mapping)
+            name, _, last = key.rpartition(".")
+            if name.endswith(".copy"):
+                copies.setdefault(name.removesuffix(".copy"), {})[last] = opened.get_tensor(key)
+            else:
+                pairs.setdefault(name, {})[last] = opened.get_tensor(key)
+    return FittedWeights(about, copies, {name: (pair["down"], pair["up"]) for name, pair in pairs.items()})

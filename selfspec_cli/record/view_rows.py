@@ -1,0 +1,108 @@
+"""Rows of `selfspec views`: how often each view of a model drafts what the model says, and what a draft step reads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.early_exit.counters import VerifyCounts
+
+
+@dataclass
+class ViewRow:
+    """One view on one workload.
+
+    at: drafts accepted at position 1..k, of `rounds`, so at[i] / at[i-1] is the acceptance at position i + 1 given that
+    all before it stood. cost: bytes that a draft step reads over those of a plain step. predicted: by those bytes.
+    """
+
+    model: str
+    E: int
+    draft_weights: str
+    skip_layers: str | None
+    fitted: str | None  # the file that the copies come from
+    workload: str
+    temperature: float
+    k: int
+    rounds: int
+    at: list[int]
+    first: float | None  # acceptance of the first draft
+    first_low: float | None  # its 95 % interval
+    first_high: float | None
+    mean_accepted_len: float | None  # tokens a verify step yields
+    cost: float | None = None
+    best_k: int | None = None
+    predicted: float | None = None  # speedup over plain decoding, from bytes read at batch 1
+    outputs: int | None = None  # compared with those of plain decoding
+    identical: int | None = None  # of them equal
+
+    @property
+    def rates(self) -> list[float]:
+        """Acceptance at each position, given that all before it were accepted; ends where nothing was."""
+        before = [self.rounds, *self.at]
+        return [now / then for now, then in zip(self.at, before, strict=False) if then]
+
+    @property
+    def tokens(self) -> dict[int, float]:
+        """k -> tokens a round yields with drafts of that length."""
+        return {k: 1 + sum(self.at[:k]) / self.rounds for k in range(1, len(self.at) + 1)} if self.rounds else {}
+
+    @property
+    def label(self) -> str:
+        """In a few words."""
+        without = f" without {self.skip_layers}" if self.skip_layers else ""
+        return f"E={self.E}{without} {self.draft_weights}" + (" fitted" if self.fitted else "")
+
+
+def row(counts: VerifyCounts, **about: Any) -> ViewRow:
+    """The row of what vLLM counted. about: the other fields."""
+    first = counts.accepted_at[0] if counts.accepted_at else 0
+    low, high = wilson(first, counts.rounds) or (None, None)
+    return ViewRow(
+        rounds=counts.rounds,
+        at=list(counts.accepted_at),
+        first=first / counts.rounds if counts.rounds else None,
+        first_low=low,
+        first_high=high,
+        mean_accepted_len=1 + counts.accepted / counts.rounds if counts.rounds else None,
+        **about,
+    )
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float] | None:
+    """Wilson's score interval of a share, 95 % for z = 1.96; None without a trial.
+
+    It takes trials as independent. Rounds of one answer are not quite, so it is a little too narrow.
+    """
+    if not trials:
+        return None
+    share, spread = successes / trials, z * z / trials
+    middle = share + spread / 2
+    reach = z * (share * (1 - share) / trials + spread / (4 * trials)) ** 0.5
+    # Rounding may leave an end just outside.
+    return max((middle - reach) / (1 + spread), 0.0), min((middle + reach) / (1 + spread), 1.0)
+
+
+def save(rows: Sequence[ViewRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Write views.csv and views.json (rows and facts); returns name -> path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table, document = folder / "views.csv", folder / "views.json"
+    with open(table, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([column.name for column in fields(ViewRow)])
+        for one in rows:
+            writer.writerow(_cells(asdict(one).values()))
+    document.write_text(json.dumps(facts | {"rows": [asdict(one) for one in rows]}, indent=1) + "\n", encoding="utf-8")
+    return {"csv": str(table), "json": str(document)}
+
+
+def _cells(values: Iterable[Any]) -> list[Any]:
+    return [
+        "" if value is None else f"{value:.6g}" if isinstance(value, float)
+        else " ".join(map(str, value)) if isinstance(value, list) else value
+        for value in values
+    ]  # fmt: skip

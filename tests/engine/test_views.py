@@ -1,0 +1,103 @@
+"""Drafting with a subset of the layers, inside a live engine: the right layers run, and the output is the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import layer_skip, live
+from models import LAYERS
+from test_draft_weights import COMPILED, made
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.layers import skipped_layers
+
+pytestmark = pytest.mark.engine
+
+__all__ = ["made"]  # the fixture
+K, SOME = 3, range(0, 32, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "skipped", "more"),
+    [
+        ("llama", True, "1-2", {"gate": "maxp", "tau": 0.05}),
+        ("qwen3", False, "0,2", {"draft_weights": "int8"}),
+        ("mixtral", False, "1", {}),
+        ("gemma2", False, "1", {}),
+    ],
+)
+def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, name, compiled, skipped, more):
+    want = expected(name)
+    spec = layer_skip(LAYERS, K, skip_layers=skipped, **more)
+    with live(want.path, spec, **(COMPILED if compiled else {})) as engine:
+        want.check(engine, SOME)
+        engine.counts().require_both_verdicts()
+        step = engine.call("early_exit_step_bytes")
+    draft, target = made["trunk"], made["target"]
+    left = [i for i in range(LAYERS) if i not in skipped_layers(skipped)]
+    assert len(target.layers) == LAYERS and draft.end_layer == len(left)
+    # The chosen layers, over the target's own KV cache, in order.
+    for place, own in zip(list(draft.layers), left, strict=True):
+        theirs = {id(part) for part in target.layers[own].modules()}
+        assert any(id(part) in theirs for part in place.modules() if "Attention" in type(part).__name__)
+    if step is not None:  # experts: bytes do not tell
+        assert step["draft_kv_token"] == pytest.approx(step["full_kv_token"] * len(left) / LAYERS)
+
+
+def test_compiled_views_of_equal_depth_run_their_own_layers(expected):
+    """Two in one process: what each drafts is what the same view drafts on an eager engine."""
+    want, compiled, eager = expected("llama"), [], []
+    for skipped in ("0-1", "2-3"):
+        with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped), **COMPILED) as engine:
+            want.check(engine, SOME)
+            compiled.append(engine.counts())
+    with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
+        for skipped in ("0-1", "2-3"):
+            engine.call("early_exit_set_view", {"layer_skip": LAYERS, "skip_layers": skipped})
+            before = engine.counts()
+            want.check(engine, SOME)
+            eager.append(engine.counts() - before)
+    assert compiled == eager and compiled[0] != compiled[1], (compiled, eager)
+
+
+def test_a_view_changes_on_a_live_engine(expected):
+    """One engine, view after view: each drafts what an engine of its own would, and the output stays the target's."""
+    want = expected("llama")
+    views: list[dict[str, Any]] = [
+        {"layer_skip": LAYERS // 2},
+        {"layer_skip": LAYERS, "skip_layers": "1"},
+        {"layer_skip": LAYERS, "draft_weights": "int4"},
+        {"layer_skip": 1},
+        {"layer_skip": LAYERS, "draft_weights": "int8", "skip_layers": [0]},
+    ]
+    found, own = [], []
+    with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
+        for view in views:
+            engine.call("early_exit_set_view", view)
+            before = engine.counts()
+            want.check(engine, SOME)
+            found.append(engine.counts() - before)
+        with pytest.raises(SettingsError, match="layer_skip = 99 is out of range"):
+            engine.call("early_exit_set_view", {"layer_skip": 99})
+    assert len({(count.drafted, count.accepted) for count in found}) == len(views), found
+    for view in views[1:3]:
+        with live(want.path, {**layer_skip(1, K), **view}, enable_prefix_caching=False) as engine:
+            want.check(engine, SOME)
+            own.append(engine.counts())
+    assert own == found[1:3]
+
+
+def test_a_compiled_engine_keeps_the_view_that_it_was_started_with(expected):
+    want = expected("llama")
+    with (
+        live(want.path, layer_skip(1, K), **COMPILED) as engine,
+        pytest.raises(SettingsError, match="on an eager engine only"),
+    ):
+        engine.call("early_exit_set_view", {"layer_skip": 2})
+
+
+def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
+    spec = layer_skip(LAYERS, K, skip_layers=[LAYERS])
+    with pytest.raises(SettingsError, match=f"allowed: 0 to {LAYERS - 1}"), live(expected("llama").path, spec):
+        pass

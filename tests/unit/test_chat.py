@@ -1,0 +1,57 @@
+"""Chat prompts: questions through the model's template, other ones for another seed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.engine.live import Engine
+from selfspec_cli.texts import chat
+from selfspec_cli.texts.prompts import workload_prompts
+
+
+class Tokenizer:
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return "<user>" + messages[0]["content"] + "<assistant>"
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def engine(cfg, tokenizer):
+    model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 256)
+    return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0)
+
+
+def config(longest=200):
+    return compose_runs(overrides=["workload=chat", f"workload.input_len={longest}"], sweep=False)[0]
+
+
+def test_questions_are_asked_through_the_template():
+    cfg = config()
+    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
+    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(12, 0)]
+
+
+def test_questions_are_distinct_and_another_seed_asks_others():
+    assert len(set(chat.QUESTIONS)) == len(chat.QUESTIONS)
+    first, second = chat.chosen(16, 0), chat.chosen(32, 1)
+    assert not set(first) & set(second) and len(set(second)) == 32
+    assert chat.chosen(60, 0)[48:] == chat.chosen(12, 0)
+
+
+def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
+    cfg = config()
+    with pytest.raises(ConfigError, match="no chat template; allowed: heldout"):
+        workload_prompts(cfg, engine(cfg, SimpleNamespace(chat_template=None)))
+    cfg = config(20)
+    with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
+        workload_prompts(cfg, engine(cfg, Tokenizer()))

@@ -1,0 +1,151 @@
+"""Copies made for data: rounding by GPTQ against an independent reference, low-rank corrections, and the file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit import fitted_weights
+from selfspec_cli.early_exit.data_aware import DAMPING, low_rank, rounded_in_order, weighted_error
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.fitted_weights import About, FittedWeights
+
+OUT, IN, GROUP = 24, 128, 64
+
+
+@pytest.fixture
+def data():
+    """A weight, and the second moment of inputs that use some directions much more than others."""
+    torch.manual_seed(0)
+    mix = torch.randn(IN, IN) * torch.logspace(0, -2, IN).unsqueeze(1)
+    x = torch.randn(4096, IN) @ mix
+    return torch.randn(OUT, IN) * 0.1, x.T @ x / len(x)
+
+
+def one_scale(block, importance):
+    return block.abs().amax(1, keepdim=True) / 7
+
+
+def slow_gptq(weight, moment):
+    """One column after the other, each time with the inverse over the columns that are left: the paper's first form."""
+    damped = moment.double() + DAMPING * moment.diagonal().mean().double() * torch.eye(IN, dtype=torch.float64)
+    work, result = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    for column in range(IN):
+        if column % GROUP == 0:
+            scale = work[:, column : column + GROUP].abs().amax(1) / 7
+        inverse = torch.linalg.inv(damped[column:, column:])
+        rounded = (work[:, column] / scale).round().clamp(-8, 7)
+        result[:, column] = rounded * scale
+        error = (work[:, column] - rounded * scale) / inverse[0, 0]
+        work[:, column:] -= error.unsqueeze(1) * inverse[0].unsqueeze(0)
+    return result
+
+
+def test_rounding_is_gptqs(data):
+    weight, moment = data
+    q, scales = rounded_in_order(weight, moment, GROUP, (-8, 7), one_scale)
+    assert q.shape == (OUT, IN // GROUP, GROUP) and scales.shape == (OUT, IN // GROUP, 1)
+    assert q.min() >= -8 and q.max() <= 7 and q.equal(q.round())
+    found, wanted = (q * scales).flatten(1), slow_gptq(weight, moment).float()
+    # A value that lies between two integers may fall either way in single precision, and what follows with it.
+    assert (found - wanted).abs().lt(1e-4).float().mean() > 0.97
+    assert weighted_error(found - weight, moment) == pytest.approx(weighted_error(wanted - weight, moment), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["int4", "int5", "int6", "int8"])
+def test_integers_that_know_the_data_err_less_on_it(data, name):
+    weight, moment = data
+    kind = DRAFT_WEIGHTS[name]
+    near, fitted = (kind.dequantise(copy, torch.float32) for copy in (kind.quantise(weight), kind.fit(weight, moment)))
+    assert weighted_error(fitted - weight, moment) < 0.7 * weighted_error(near - weight, moment)
+
+
+def test_data_without_structure_changes_nothing(data):
+    weight, _ = data
+    kind = DRAFT_WEIGHTS["int4"]
+    copies = kind.quantise(weight), kind.fit(weight, torch.eye(IN))
+    assert copies[0].keys() == copies[1].keys()
+    assert all(copies[0][name].equal(copies[1][name]) for name in copies[0])
+
+
+def test_a_kind_that_cannot_round_with_data_rounds_as_ever(data):
+    weight, moment = data
+    kind = DRAFT_WEIGHTS["fp8"]
+    assert kind.fit(weight, moment)["weight"].equal(kind.quantise(weight)["weight"])
+
+
+def test_inputs_that_never_occur_are_harmless(data):
+    weight, moment = data
+    moment[:, 5] = moment[5] = 0
+    kind = DRAFT_WEIGHTS["int4"]
+    assert kind.dequantise(kind.fit(weight, moment), torch.float32).isfinite().all()
+    down, up = low_rank(weight, moment, 3)
+    assert down.isfinite().all() and up.isfinite().all()
+
+
+def test_a_correction_is_the_best_of_its_rank(data):
+    weight, moment = data
+    errors = []
+    for rank in (0, 4, 12, OUT):
+        down, up = low_rank(weight, moment, rank)
+        assert down.shape == (rank, IN) and up.shape == (OUT, rank)
+        errors.append(weighted_error(weight - up @ down, moment))
+    assert errors[0] == pytest.approx(weighted_error(weight, moment), rel=1e-4)
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] < 1e-6 * errors[0]
+    left, values, right = torch.linalg.svd(weight)  # the best that does not know the data does worse on it
+    plain = left[:, :4] * values[:4] @ right[:4]
+    assert errors[1] < weighted_error(weight - plain, moment)
+
+
+def made(rank=2, kind="int4", fingerprint="abc"):
+    torch.manual_seed(1)
+    copies = {
+        name: DRAFT_WEIGHTS[kind].quantise(torch.randn(OUT, IN)) for name in ("layers.0.mlp.down_proj", "lm_head")
+    }
+    corrections = {"layers.0.mlp.down_proj": (torch.randn(rank, IN), torch.randn(OUT, rank))} if rank else {}
+    return FittedWeights(About(kind, fingerprint, rank, 99, more={"corpus": "chat"}), copies, corrections)
+
+
+def test_a_file_holds_what_was_saved(tmp_path):
+    fitted = made()
+    path = fitted_weights.save(tmp_path / "new" / "copies.safetensors", fitted)
+    read = fitted_weights.load(path, "int4", "abc")
+    assert read.about == fitted.about == fitted_weights.read_about(path)
+    for name, copy in fitted.copies.items():
+        assert all(read.copies[name][key].equal(tensor) for key, tensor in copy.items())
+    for name, pair in fitted.corrections.items():
+        assert all(one.equal(other) for one, other in zip(pair, read.corrections[name], strict=True))
+    assert [file.name for file in path.parent.iterdir()] == ["copies.safetensors"]
+
+
+def test_a_stored_copy_takes_the_place_of_one_that_is_made():
+    fitted, weight = made(), torch.zeros(OUT, IN)
+    kind = DRAFT_WEIGHTS["int4"]
+    stored = fitted.kind_of("lm_head")
+    whole = kind.dequantise(fitted.copies["lm_head"], torch.float32)
+    assert stored.dequantise(stored.quantise(weight), torch.float32).equal(whole)
+    rows = torch.tensor([3, 1])
+    some = fitted.kind_of("lm_head", rows)
+    assert some.dequantise(some.quantise(weight[rows]), torch.float32).equal(whole[rows])
+    with pytest.raises(SettingsError, match=r"the fitted copy has shape \(24, 128\), and the weight \(24, 64\)"):
+        stored.quantise(torch.zeros(OUT, 64))
+
+
+def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
+    path = fitted_weights.save(tmp_path / "copies.safetensors", made())
+    with pytest.raises(SettingsError, match=r"holds int4 copies, and draft_weights is 'int8'; allowed: .*int4"):
+        fitted_weights.load(path, "int8")
+    with pytest.raises(SettingsError, match="made of another model: its fingerprint is abc, this model's is xyz"):
+        fitted_weights.load(path, "int4", "xyz")
+    with pytest.raises(SettingsError, match=r"missing.safetensors'? cannot be read"):
+        fitted_weights.load(tmp_path / "missing.safetensors", "int4")
+    (tmp_path / "torn.safetensors").write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SettingsError, match="cannot be read"):
+        fitted_weights.load(tmp_path / "torn.safetensors", "int4")
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(SettingsError, match="no file that selfspec fit-weights wrote"):
+        fitted_weights.load(tmp_path / "other.safetensors", "int4")

@@ -1,0 +1,122 @@
+"""Which layers draft: how sets of them are written and read, refused, and told apart by keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import engine_key, run_key
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import to_spec
+from selfspec_cli.engine.arguments import speculative_config
+from selfspec_cli.record.tables import identity
+
+SPEC = {"method": "layer_skip", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "layers", "text"),
+    [
+        (None, (), None),
+        ("", (), None),
+        ("7", (7,), "7"),
+        ("10-15,20", (10, 11, 12, 13, 14, 15, 20), "10-15,20"),
+        (" 3 , 1-2 , 2 ", (1, 2, 3), "1-3"),
+        ([5, 4, 9, 5], (4, 5, 9), "4-5,9"),
+        ((0,), (0,), "0"),
+    ],
+)
+def test_sets_of_layers_are_read_and_written(value, layers, text):
+    assert skipped_layers(value) == layers
+    assert as_text(layers) == text
+    assert skipped_layers(text) == layers
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("10-", "'10-' is no layer and no range"),
+        ("-3", "'-3' is no layer"),
+        ("1,,2", "'' is no layer"),
+        ("15-10", "runs backwards; write 10-15"),
+        ("a", "'a' is no layer"),
+        ([1, -2], "-2 is no layer"),
+        ([True], "True is no layer"),
+        (3.5, "must be layers counted from 0"),
+    ],
+)
+def test_what_names_no_layers_is_refused(value, message):
+    with pytest.raises(SettingsError, match=message):
+        skipped_layers(value)
+
+
+def test_the_rest_of_the_first_layers_drafts():
+    assert drafting_layers(6, (0, 2, 3)) == (1, 4, 5)
+    settings = ResolvedSettings.from_user({**SPEC, "layer_skip": 6, "skip_layers": "0,2-3"}, 24)
+    assert settings.drafting_layers == (1, 4, 5)
+    assert ResolvedSettings.from_dict(settings.to_dict()) == settings
+    assert to_spec(settings)["skip_layers"] == "0,2-3"
+
+
+def test_a_thinned_view_goes_through_all_layers_where_nobody_says_another_depth():
+    assert ResolvedSettings.from_user({**SPEC, "skip_layers": [10, 11]}, 24).layer == 24
+    assert ResolvedSettings.from_user({**SPEC, "draft_weights": "int4"}, 24).layer == 24
+    assert ResolvedSettings.from_user(SPEC, 24).layer == 12
+    with pytest.raises(SettingsError, match="layer_skip = 24 is out of range; allowed: 1 to 23"):
+        ResolvedSettings.from_user({**SPEC, "layer_skip": 24}, 24)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"layer_skip": 6, "skip_layers": "4-7"}, "layer 6 does not draft; allowed: 0 to 5"),
+        ({"layer_skip": 3, "skip_layers": "0-2"}, "leaves none of 3 layers"),
+        ({"layer_skip": 3, "skip_layers": {"1": 2}}, "must be layers counted from 0"),
+        ({"method": "skip", "layer_skip": 6, "skip_layers": "2"}, "not used by method 'skip'"),
+    ],
+)
+def test_a_view_that_there_is_not_is_refused(spec, message):
+    with pytest.raises(SettingsError, match=message):
+        ResolvedSettings.from_user({**SPEC, **spec}, 24)
+
+
+def test_the_command_line_takes_a_set_without_quotes_and_a_list_of_sets_with_them(tmp_path):
+    (cfg,) = compose_runs(overrides=["skip_layers=10-15,20"], sweep=False)
+    assert cfg.skip_layers == "10-15,20" and cfg.layer is None  # all layers, not the exit that suits the model
+    assert speculative_config(cfg, tmp_path)["skip_layers"] == "10-15,20"
+    cfgs = compose_runs(overrides=["skip_layers=null,'10-15','10-15,20'", "draft_weights=int8"])
+    assert [one.skip_layers for one in cfgs] == [None, "10-15", "10-15,20"]
+    assert [one.layer for one in cfgs] == [3, None, None]
+    (cfg,) = compose_runs(overrides=["skip_layers=5", "layer=8"], sweep=False)
+    assert (cfg.layer, cfg.skip_layers) == (8, "5")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["skip_layers=8", "layer=8"], "layer 8 does not draft"),
+        (["skip_layers=middle"], "'middle' is no layer"),
+        (["skip_layers=2", "method=baseline"], "skip_layers"),
+        (["skip_layers=2", "method=skip"], "skip_layers"),
+    ],
+)
+def test_the_command_line_refuses_what_cannot_be(words, message):
+    with pytest.raises(ValueError, match=message):
+        compose_runs(overrides=words, sweep=False)
+
+
+def test_a_set_is_one_setting_however_it_is_written():
+    one, two, other, none = (
+        compose_runs(overrides=words, sweep=False)[0]
+        for words in (
+            ["skip_layers=10,11"],
+            ["skip_layers=10-11"],
+            ["skip_layers=10"],
+            ["layer=24", "draft_weights=int8"],
+        )
+    )
+    assert engine_key(one) == engine_key(two) and run_key(one) == run_key(two)
+    assert len({engine_key(cfg) for cfg in (one, other, none)}) == 3
+    assert identity(two)["skip_layers"] == "10-11" and identity(none)["skip_layers"] is None

@@ -1,0 +1,166 @@
+"""`selfspec views` and `selfspec fit-weights` on stand-ins for engines: what is asked of them, and what is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import contextmanager
+
+import pytest
+from commands import call, document
+
+from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.layers import skipped_layers
+from selfspec_cli.engine.live import Generation
+from selfspec_cli.record.view_rows import row, wilson
+from selfspec_cli.stages import fit_weights, views
+
+WORK = WorkloadConfig(prompts="random", num_prompts=4, output_len=16, input_len=4)
+LOSS = {9: 0.02, 10: 0.05, 4: 0.1}  # of acceptance, by layer; other layers cost 0.5
+
+
+class FakeEngine:
+    """Accepts a share of the drafts that depends on the view alone, and counts as vLLM does."""
+
+    max_model_len, vocab_size, num_layers = 512, 64, 24
+
+    def __init__(self, cfg):
+        self.cfg, self.view, self.k, self.asked = cfg, cfg, cfg.k, []
+
+    def set_view(self, cfg):
+        self.view = cfg
+
+    def set_draft_length(self, k):
+        self.k = k
+
+    def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
+        self.asked.append((self.k, batch, temperature, seed))
+        outputs = [[len(prompt)] * output_len for prompt in prompts]
+        if self.cfg.method is Method.baseline or not self.k:
+            return Generation(outputs, 1.0, [], None)
+        rate = {"shared": 1.0, "int8": 0.9, "int4": 0.5}[self.view.draft_weights]
+        for layer in skipped_layers(self.view.skip_layers):
+            rate -= LOSS.get(layer, 0.5)
+        rounds = 1000
+        at = [round(rounds * max(rate, 0.0) ** (i + 1)) for i in range(self.k)]
+        return Generation(outputs, 1.0, [], VerifyCounts(rounds, rounds * self.k, sum(at), at))
+
+    def call(self, method, *args):
+        if method == "early_exit_step_bytes":
+            share = (24 - len(skipped_layers(self.view.skip_layers))) / 24
+            return {"full": 1e6, "draft": 1e6 * share, "full_kv_token": 0.0, "draft_kv_token": 0.0}
+        if method == "early_exit_fit_weights":
+            self.fitted = args
+            errors = {"layers.0": {"nearest": 0.4, "fitted": 0.2}, "layers.1": {"nearest": 0.2, "fitted": 0.1}}
+            return {"layers": errors, "tokens": 123}
+        assert method == "early_exit_observe"
+        return None
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    engines = []
+
+    @contextmanager
+    def open_engine(cfg):
+        engines.append(FakeEngine(cfg))
+        yield engines[-1]
+
+    monkeypatch.setattr("selfspec_cli.commands.app.open_engine", open_engine)
+    engines.append(open_engine)
+    return engines
+
+
+def config(tmp_path, **changes):
+    return RunConfig(**{"workload": WORK, "k": 3, "results_dir": str(tmp_path)} | changes)
+
+
+def test_every_view_is_measured_on_one_engine(opened, tmp_path):
+    cfgs = [config(tmp_path, draft_weights=name, layer=24) for name in ("int8", "int4")]
+    found = views.run(cfgs, open_engine=opened[0])
+    engine = opened[1]
+    assert len(opened) == 2 and engine.cfg.engine.enforce_eager
+    assert [(one.draft_weights, one.at) for one in found.rows] == [("int8", [900, 810, 729]), ("int4", [500, 250, 125])]
+    assert [one.rates for one in found.rows] == [pytest.approx([0.9] * 3), pytest.approx([0.5] * 3)]
+    assert all((one.identical, one.outputs) == (4, 4) for one in found.rows)
+    # 8.25 and 4.25 of 16 bits; 1.875 tokens for 1 + 3 c steps, 1.5 for 1 + c.
+    assert [one.cost for one in found.rows] == pytest.approx([8.25 / 16, 4.25 / 16])
+    assert found.rows[1].predicted == pytest.approx(max((2 - 0.5**k) / (1 + k * 4.25 / 16) for k in (1, 2, 3)))
+    assert found.best is found.rows[0] or found.rows[0].predicted <= found.rows[1].predicted
+    saved = json.loads((tmp_path / "views.json").read_text())
+    assert [one["at"] for one in saved["rows"]] == [one.at for one in found.rows]
+    with open(tmp_path / "views.csv", encoding="utf-8") as file:
+        assert [one["at"] for one in csv.DictReader(file)] == ["900 810 729", "500 250 125"]
+
+
+def test_layers_are_looked_for_with_one_draft_and_measured_with_all(opened, tmp_path):
+    found = views.run([config(tmp_path, draft_weights="int8", layer=24)], open_engine=opened[0], drop=2)
+    assert [step.skipped for step in found.steps] == [(9,), (9, 10)]
+    assert [one.skip_layers for one in found.rows] == [None, "9", "9-10"]
+    assert found.rows[2].cost == pytest.approx(22 / 24 * 8.25 / 16)
+    lengths = [k for k, *_ in opened[1].asked]
+    assert set(lengths[: found.steps[-1].asked]) == {1} and set(lengths[found.steps[-1].asked :]) == {0, 3}
+
+
+def test_sampled_answers_are_not_compared(opened, tmp_path):
+    work = WorkloadConfig(prompts="random", num_prompts=4, output_len=16, input_len=4, temperature=0.8)
+    found = views.run([config(tmp_path, draft_weights="int8", layer=24, workload=work)], open_engine=opened[0])
+    assert found.rows[0].identical is None and found.rows[0].temperature == 0.8
+    assert opened[1].asked == [(3, 4, 0.8, 0)]
+
+
+def test_gates_make_no_other_view_and_a_view_goes_through_all_layers(tmp_path):
+    cfgs = [config(tmp_path, draft_weights="int8"), config(tmp_path, draft_weights="int8", threshold=0.3)]
+    (only,) = views.plan(cfgs)
+    assert only.layer == 24 and only.threshold is None
+    assert [cfg.layer for cfg in views.plan([config(tmp_path)])] == [12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": Method.baseline}, "views are of method=layer_skip"),
+        ({"model": ModelConfig(dtype="half")}, "one model"),
+    ],
+)
+def test_what_cannot_share_an_engine_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        views.plan([config(tmp_path), config(tmp_path, **changes)])
+
+
+def test_wilsons_interval():
+    assert wilson(0, 0) is None
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I
+    assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == 1
+    assert row(VerifyCounts(0, 0, 0, [0, 0]), model="m", E=1, draft_weights="int8", skip_layers=None, fitted=None,
+               workload="w", temperature=0.0, k=2).first is None  # fmt: skip
+
+
+def test_the_commands_say_what_was_found(opened, tmp_path):
+    words = ["draft_weights=int8,int4", "layer=24", "workload.prompts=random", "k=3", f"results_dir={tmp_path}"]
+    shown = call("views", *words, "--drop", "1")
+    assert shown.exit_code == 0, shown.output
+    assert "E=24 without 9 int8" in shown.stdout and "0.900 (0.880 to 0.917)" in shown.stdout
+    assert "not measured" in shown.stdout
+    assert len(document(call("views", *words, "--json"))["rows"]) == 2
+    planned = document(call("views", *words, "--json", "--dry-run"))
+    assert planned["dry_run"] and len(planned["views"]) == 2
+
+
+def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
+    made = fit_weights.run(
+        config(tmp_path, draft_weights="int4"), open_engine=opened[0], rank=8, prompts=6, out=tmp_path / "c.safetensors"
+    )
+    engine = opened[1]
+    assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
+    assert engine.cfg.engine.enforce_eager and engine.asked == [(3, 6, 0.0, 1)]
+    assert engine.fitted[:3] == (str(tmp_path / "c.safetensors"), "int4", 8)
+    assert made.tokens == 123 and made.medians == pytest.approx({"nearest": 0.3, "fitted": 0.15})
+    words = ["draft_weights=int4", "workload.prompts=random", f"head_dir={tmp_path}"]
+    shown = call("fit-weights", *words, "--rank", "4")
+    assert shown.exit_code == 0 and "draft_weights=int4 draft_weights_path=" in shown.stdout, shown.output
+    refused = call("fit-weights", "workload.prompts=random")
+    assert refused.exit_code == 2 and "name the kind of copies to make; allowed: fp8" in refused.output.replace(
+        "\n", " "
+    )

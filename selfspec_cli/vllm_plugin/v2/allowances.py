@@ -65,10 +65,16 @@ class Allowances:
 
     def add(self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float]) -> None:
         """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own."""
-        device = self.rates.device
-        index = torch.tensor(slots, device=device)
+        index = self.upload(slots, torch.int64)
         lengths = [LARGEST if one.k is None else one.k for one in own]
-        self.own_lengths[index] = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.own_limits[index] = torch.tensor(limits, dtype=torch.float32, device=device)
+        self.own_lengths[index] = self.upload(lengths, torch.int32)
+        self.own_limits[index] = self.upload(limits, torch.float32)
         self.rates[index] = self.usual.expand(len(slots))
         self.rungs[index] = max(len(self.ladder), 1)
+
+    def upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device, without waiting for the device."""
+        on_gpu = self.rates.is_cuda
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=on_gpu).to(
+            self.rates.device, non_blocking=True
+        )

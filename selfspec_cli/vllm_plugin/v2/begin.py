@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 
-def _on_device(function: FunctionType) -> Any:
+def _on_device(function: Any) -> Any:
     """A plain function of arithmetic as device code. Triton wants its own language among what the function can see."""
     return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
 

@@ -153,7 +153,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None."""
         own = [own_settings(one, self.settings) for one in parameters]
         self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own])
-        self.state.lengths[torch.tensor(slots, device=self.device)] = 0
+        self.state.lengths[self.state.allowances.upload(slots, torch.int64)] = 0
 
     @property
     def draft_length(self) -> int:

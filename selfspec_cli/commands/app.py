@@ -276,6 +276,9 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
+    loads: Annotated[
+        str, typer.Option("--loads", help="Numbers of running requests to find draft lengths for, such as 1,8,32,128.")
+    ] = "",
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -285,11 +288,11 @@ def tune(
         from selfspec_cli.stages import tune as tune_stage
         from selfspec_cli.stages.budget import Budget
 
-        words = overrides or []
+        words, at = overrides or [], configs.numbers("--loads", loads)
         cfgs = configs.exits(words, tune_stage.LAYER_PARTS)
         heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
         if dry_run:
-            plan = tune_stage.facts(cfgs, minutes, trials, heads)
+            plan = tune_stage.facts(cfgs, minutes, trials, heads, at)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
         with only_stderr(), bars() as progress:
@@ -299,6 +302,7 @@ def tune(
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
+                loads=at,
                 model_words=model,
                 progress=progress,
             )

@@ -13,6 +13,7 @@ from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_t
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 
+_BY_LOAD = ("length_table", "adaptive_length", "draft_cost")
 _MORE = ("head_dir", "runner")  # where the head is found, and who drafts with it; written down only if not the default
 
 
@@ -28,6 +29,7 @@ def overrides(cfg: RunConfig) -> list[str]:
     words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
     words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
     words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
+    words += [f"{name}={value}" for name in _BY_LOAD if (value := getattr(cfg, name)) != getattr(default, name)]
     words += [f"gate={cfg.gate.kind}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
     return words
 

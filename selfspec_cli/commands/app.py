@@ -243,8 +243,9 @@ def fit_draft_weights(
             file = str(out or fit_weights.path_for(cfg, rank))
             plan = {"model": cfg.model.path, "kind": cfg.draft_weights, "rank": rank, "prompts": prompts, "file": file}
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with only_stderr(), bars() as progress:
-            made = fit_weights.run(cfg, open_engine=open_engine, rank=rank, prompts=prompts, out=out, progress=progress)
+        with at_work("fit-weights", cfg.results_dir, debug) as shown:
+            more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
+            made = fit_weights.run(cfg, rank=rank, prompts=prompts, out=out, **more)
         if as_json:
             return emit({**asdict(made), "medians": made.medians})
         for name, share in made.medians.items():
@@ -313,8 +314,8 @@ def compare_views(
         if dry_run:
             plan = views_stage.facts(cfgs, drop)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with only_stderr(), bars() as progress:
-            found = views_stage.run(cfgs, open_engine=open_engine, drop=drop, progress=progress)
+        with at_work("views", cfgs[0].results_dir, debug) as shown:
+            found = views_stage.run(cfgs, open_engine=shown_starting(shown), drop=drop, progress=shown)
         emit(found.document()) if as_json else screen.show_views(found)
 
 
@@ -359,6 +360,9 @@ def tune(
     overrides: Overrides = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
+    loads: Annotated[
+        str, typer.Option("--loads", help="Numbers of running requests to find draft lengths for, such as 1,8,32,128.")
+    ] = "",
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -368,11 +372,11 @@ def tune(
         from selfspec_cli.stages import tune as tune_stage
         from selfspec_cli.stages.budget import Budget
 
-        words = overrides or []
+        words, at = overrides or [], configs.numbers("--loads", loads)
         cfgs = configs.exits(words, tune_stage.LAYER_PARTS)
         heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
         if dry_run:
-            plan = tune_stage.facts(cfgs, minutes, trials, heads)
+            plan = tune_stage.facts(cfgs, minutes, trials, heads, at)
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         warn(tune_stage.costly_copies(cfgs))
         model = [word for word in words if word.startswith(("model=", "model."))] or [f"model={cfgs[0].model.name}"]
@@ -383,6 +387,7 @@ def tune(
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,
+                loads=at,
                 model_words=model,
                 progress=shown,
             )

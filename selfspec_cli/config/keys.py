@@ -22,6 +22,7 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.layers import as_text, skipped_layers
+from selfspec_cli.early_exit.length_table import KEY
 from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
@@ -63,6 +64,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind != "lens" else None
     if cfg.method is Method.layer_skip:
         settings |= draft_options(cfg)
+        settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
+        settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}
@@ -85,6 +88,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
+        "draft_cost": cfg.adaptive_length,
     }
     return used.get(key, True)
 

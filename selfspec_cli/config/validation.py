@@ -27,6 +27,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
 from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
+from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 
@@ -50,6 +51,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_draft_weights(cfg)
     _validate_skip_layers(cfg)
     _validate_verification(cfg)
+    _validate_length_table(cfg)
     _validate_runner(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
@@ -199,6 +201,13 @@ def _validate_verification(cfg: RunConfig) -> None:
         ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
     ]
     _refuse_any(f"verification={cfg.verification}", reasons, "verification=full")
+
+
+def _validate_length_table(cfg: RunConfig) -> None:
+    try:
+        checked_table(cfg.length_table, cfg.k or DRAFT_LENGTH, cfg.gate.kind)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _validate_runner(cfg: RunConfig) -> None:

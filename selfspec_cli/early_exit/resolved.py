@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
@@ -15,6 +16,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.layers import as_text, check_skipped, drafting_layers, skipped_layers
+from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
 from selfspec_cli.early_exit.settings import (
     DRAFT_LENGTH,
     OPTIONS,
@@ -56,13 +58,27 @@ class ResolvedSettings(DraftSettings):
         """The map of gate "calibrated"; None for other gates."""
         return None if self.gate.calibration is None else calibration_from_dict(self.gate.calibration)
 
+    @property
+    def table(self) -> LengthTable:
+        """The draft length by load; k for every load where the user wrote no table."""
+        return LengthTable.fixed(self.k) if self.length_table is None else LengthTable.parse(self.length_table, self.k)
+
+    @property
+    def ladder(self) -> Ladder | None:
+        """The lengths between which the acceptance of a request chooses; None where every request has the table's."""
+        if not self.adaptive_length:
+            return None
+        assert self.draft_cost is not None
+        return Ladder.of(self.k, self.draft_cost)
+
     @classmethod
     def from_user(
         cls, spec: Mapping[str, Any], num_layers: int, *, passthrough: Collection[str] = ()
     ) -> ResolvedSettings:
         """Settings from a speculative_config as users write it, for a model of `num_layers` layers.
 
-        A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone.
+        A key whose value is None counts as not given. Keys in `passthrough` (vLLM's own) are left alone, but for its
+        list of lengths by batch size, which becomes the table of lengths.
         Raises SettingsError for an unknown key, a wrong type, or a value out of range.
         """
         for key in spec:
@@ -89,12 +105,13 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(closest(key, OPTIONS, "draft setting"))
             if value is not None:
                 knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k"):
+        for key in ("layer", "k", *(("draft_cost",) if settings.adaptive_length else ())):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
         check_skipped(settings.skipped, settings.layer)
         settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
+        settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
         return settings
 
     def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
@@ -105,6 +122,8 @@ class ResolvedSettings(DraftSettings):
                 ("draft_weights", self.draft_weights, "shared"),
                 ("draft_weights_path", self.draft_weights_path or "none", "none"),
                 ("skip_layers", self.skip_layers or "none", "none"),
+                (KEY, self.length_table, None),
+                ("adaptive_length", self.adaptive_length, False),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
@@ -115,9 +134,30 @@ class ResolvedSettings(DraftSettings):
         self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights, self.skip_layers)
         check_skipped(self.skipped, self.layer)
         self.k = DRAFT_LENGTH if self.k is None else self.k
+        if self.adaptive_length and self.draft_cost is None:
+            self.draft_cost = (self.layer + 1) / num_layers  # the head counts as a layer
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
         self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))
+        if spec.get(VLLM_KEY) is not None:
+            if self.length_table is not None:
+                raise SettingsError(f"{KEY} and {VLLM_KEY} mean the same setting; give one")
+            self.length_table = str(LengthTable.from_vllm(spec[VLLM_KEY], self.k))
+        self.length_table = checked_table(self.length_table, self.k, self.gate.kind)
+
+
+def checked_table(text: str | None, k: int, gate: str) -> str | None:
+    """A table of lengths in its own spelling, for an engine that drafts at most `k` tokens behind `gate`; None stays.
+
+    Raises SettingsError for what is no table, and for a threshold that the gate does not take.
+    """
+    if text is None:
+        return None
+    table = LengthTable.parse(text, k)
+    for cell in table.cells:
+        if cell.threshold is not None:
+            check_threshold(gate, cell.threshold, f"the threshold of {KEY} entry {cell}")
+    return str(table)
 
 
 def _found(spec: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
@@ -148,7 +188,7 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     if bool in types and not isinstance(value, bool):
         raise SettingsError(f"{key} = {value!r} must be true or false")
     if str in types and not (isinstance(value, str) and value):
-        raise SettingsError(f"{key} = {value!r} must be a path or a word")
+        raise SettingsError(f"{key} = {value!r} must be text, a path or words")
     if option.is_number and option.key not in THRESHOLD_KEYS and not about.admits(value):
         because = f", because {about.because}" if about.because else ""
         raise SettingsError(f"{key} = {value!r} is out of range; allowed: {about.allowed()}{because}")

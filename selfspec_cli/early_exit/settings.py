@@ -15,6 +15,7 @@ from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import TARGETS
 from selfspec_cli.early_exit.knobs import knob
+from selfspec_cli.early_exit.length_table import FORM, KEY
 from selfspec_cli.early_exit.thresholds import gate_threshold
 
 METHODS = ("layer_skip", "skip")
@@ -169,6 +170,31 @@ class DraftSettings:
         choices=("full", "adaptive"),
         spec_keys=("enable_adaptive_verification",),
         of_vllm=True,
+        methods=DRAFTING,
+    )
+    length_table: str | None = knob(
+        None,
+        help="draft length by load: from so many running requests on (@ so many tokens of context) at most so many "
+        "tokens a round, behind a gate of another threshold if one is given; 0 drafts nothing",
+        limits=f"{FORM}; K from 0 to k",
+        unset="k for every load",
+        spec_keys=(KEY,),
+        methods=DRAFTING,
+    )
+    adaptive_length: bool = knob(
+        False,
+        help="draft less, or nothing, for requests whose drafts are hardly accepted, by a running estimate of each",
+        spec_keys=("adaptive_length",),
+        methods=DRAFTING,
+    )
+    draft_cost: float | None = knob(
+        None,
+        help="what one draft token costs, by which adaptive_length shortens drafts",
+        unit="plain decoding steps",
+        above=0,
+        high=10,
+        unset="(layer + 1) / the model's layers",
+        spec_keys=("draft_cost",),
         methods=DRAFTING,
     )
     acceptance_length: float | None = knob(

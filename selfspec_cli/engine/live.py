@@ -20,7 +20,7 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import SPECULATIVE, ConfigError, Method, RunConfig, Runner
-from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
@@ -69,6 +69,7 @@ class Engine:
     weights_mib: float  # the target's weights and whatever the arm holds beside them (an exit head)
     draft_mib: float  # of these, what drafting adds
     _requests: int = field(default=0, repr=False)
+    _length: int | None = field(default=None, repr=False)  # asked for by every request; None: the engine's own
 
     @property
     def layer(self) -> int | None:
@@ -125,8 +126,12 @@ class Engine:
         self.llm.collective_rpc("early_exit_set_gate", args=(kind, threshold, calibration))
 
     def set_draft_length(self, k: int) -> None:
-        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding."""
+        """Draft at most k tokens a round from now on, 0 to the k of the engine's config; 0 is plain decoding.
+
+        The requests ask for it too, so that on CUDA the scheduler plans verify passes for no more.
+        """
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
+        self._length = k
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], DraftLog]]:
@@ -165,6 +170,7 @@ class Engine:
                 ignore_eos=True,
                 detokenize=False,
                 seed=seed + number if temperature > 0 else None,
+                extra_args=None if self._length is None else {request_settings.K: self._length},
             )
 
         before, own = self.verify_counts(), self._drafting()

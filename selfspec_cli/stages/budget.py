@@ -21,6 +21,12 @@ class Budget:
     def __post_init__(self) -> None:
         self.started = self.clock()
 
+    def share(self, part: float) -> Budget:
+        """A budget of the same beginning that ends after so much of the time."""
+        other = Budget(self.minutes * part, self.trials, self.clock)
+        other.started = self.started
+        return other
+
     @property
     def spent(self) -> float:
         """Seconds."""

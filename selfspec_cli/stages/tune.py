@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from selfspec_cli.early_exit.gates import features
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, preflight, search
+from selfspec_cli.stages import loads as loads_stage
 from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.exits import Exit, OpenEngine
 from selfspec_cli.texts.prompts import workload_prompts
@@ -74,15 +75,19 @@ class TuneResult:
     seconds: float
     file: str
     overrides: list[str]
+    loads: list[loads_stage.Load] = field(default_factory=list)  # the choice at every load that was measured
+    asked: Sequence[int] = ()  # the loads that were to be measured
 
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
-        return doubts(self.finalists)
+        return [*doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
 
 
-def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = ()) -> dict[str, Any]:
-    """What `run` would do with these, for --dry-run. minutes, trials, heads: as `run` and `Budget` take them."""
+def facts(
+    cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequence[HeadConfig] = (), loads: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What `run` would do with these, for --dry-run. minutes, trials, heads, loads: as `run` and `Budget` take them."""
     plan = exits.distinct(cfgs, LONGEST)
     more = {exits.name_of(other): None for cfg in plan for other in with_heads(cfg, heads)}
     return {
@@ -94,6 +99,7 @@ def facts(cfgs: Sequence[RunConfig], minutes: float, trials: int, heads: Sequenc
         "k": f"1 to {LONGEST}",
         "minutes": minutes,
         "trials": f"at most {trials} on each of {min(ENGINES, len(plan) + len(more))} engine(s)",
+        "loads": list(loads),  # running requests at which the choice's lengths are measured
         "recorded": max(RECORDED, plan[0].workload.batch),  # requests whose drafts are logged at each exit
     }
 
@@ -105,6 +111,7 @@ def run(
     budget: Budget,
     conf: Path,
     heads: Sequence[HeadConfig] = (),
+    loads: Sequence[int] = (),
     model_words: Sequence[str] = (),
     progress: Progress = ignore,
 ) -> TuneResult:
@@ -112,12 +119,14 @@ def run(
 
     Args:
         conf: the folder of choices to write to. model_words: the overrides that name the model. heads: tried too, where
-            they are fitted for a layer that looks promising.
+            they are fitted for a layer that looks promising. loads: numbers of running requests for which the file gets
+            a table of draft lengths; half of the time is kept for measuring them.
 
     Raises:
         ConfigError: nothing was drafted.
     """
-    first = cfgs[0]
+    first, whole = cfgs[0], budget
+    budget = whole.share(0.5) if loads else whole
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
     found = survey(exits.distinct(cfgs, LONGEST), folder, open_engine, budget, progress)
@@ -138,11 +147,15 @@ def run(
             trials += _search(engine, one, folder, budget, until, progress)
             finalists += _final(engine, one, folder, budget, until, progress)
     choice = max(finalists, key=lambda finalist: finalist.speedup)
+    by_load: list[loads_stage.Load] = []
+    if loads:
+        cfg, by_load = loads_stage.run(choice.cfg, loads, open_engine, lambda: whole.left > 0, progress)
+        choice = replace(choice, cfg=cfg)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
-    result = TuneResult(choice, finalists, expected, trials, budget.spent, str(file), words)
+    result = TuneResult(choice, finalists, expected, trials, whole.spent, str(file), words, by_load, loads)
     with written(folder / "choice.json") as part:
         part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
@@ -163,6 +176,7 @@ def document(result: TuneResult) -> dict[str, Any]:
         "trials": result.trials,
         "finalists": finalists,
         "expected": result.expected,
+        "loads": [row for load in result.loads for row in load.rows],
         "warnings": result.warnings,
     }
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from selfspec_cli.vllm_plugin import hooks, versions
 
-Stage = Literal["config", "worker"]
+Stage = Literal["config", "scheduler", "worker"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,48 @@ PATCHES: tuple[Patch, ...] = (
         stage="config",
         reason="the worker's own patches must be in place before its model runner is built, and only if it needs them",
         unneeded_when="vLLM lets a plugin register a speculative method",
+    ),
+    Patch(
+        target="vllm.sampling_params:SamplingParams.verify",
+        replacement=f"{_HERE}.hooks:check_requests",
+        stage="config",
+        reason="a request's own draft settings are among its extra_args, which vLLM hands on unread",
+        unneeded_when="vLLM lets a plugin check the extra_args of a request",
+    ),
+    Patch(
+        target="vllm.v1.executor.abstract:Executor.__init__",
+        replacement=f"{_HERE}.hooks:patch_before_scheduler",
+        stage="config",
+        reason="the scheduler's own patches must be in place before it is made, and only if it needs them",
+        unneeded_when="vLLM lets a plugin register a speculative method",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
+        replacement=f"{_HERE}.v2.widths:plan_drafts",
+        stage="scheduler",
+        reason="it plans as many drafts for each request as for the longest possible, by the batch size alone",
+        unneeded_when="vLLM lets a plugin say before each step how many drafts to plan",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+        replacement=f"{_HERE}.v2.widths:hear_verdicts",
+        stage="scheduler",
+        reason="whether drafts pay is known by what was accepted, which the scheduler is told here",
+        unneeded_when="vLLM lets a plugin hear how many drafts of a request were accepted",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:ModelCudaGraphManager",
+        replacement=f"{_HERE}.v2.graphs:with_every_width",
+        stage="worker",
+        reason="it captures decode graphs for steps with k drafts a request, and for none with fewer or without",
+        unneeded_when="the V2 runner takes the widths of its decode graphs from its speculator",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+        replacement=f"{_HERE}.v2.requests:tell_speculator",
+        stage="worker",
+        reason="a V2 speculator is not told of new requests, whose own settings it must know",
+        unneeded_when="the V2 runner tells its speculator of new requests",
     ),
     Patch(
         target="vllm.v1.worker.gpu_model_runner:DraftModelProposer",

@@ -95,6 +95,36 @@ def patch_before_device(original: Function) -> Function:
     return init_device
 
 
+def check_requests(original: Function) -> Function:
+    """Replacement for `SamplingParams.verify`: what a request asks of drafting is checked where it comes in."""
+
+    @functools.wraps(original)
+    def verify(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, model_config, speculative_config, *args, **kwargs)
+        settings = getattr(speculative_config, SETTINGS_KEY, None)
+        if settings is not None and self.extra_args:
+            from selfspec_cli.vllm_plugin.requests import check
+
+            check(self.extra_args, settings)
+        return answer
+
+    return verify
+
+
+def patch_before_scheduler(original: Function) -> Function:
+    """Replacement for `Executor.__init__`, which an engine calls with its configuration before it makes a scheduler."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if carried_by(vllm_config):
+            from selfspec_cli.vllm_plugin import compat
+
+            compat.apply("scheduler")
+        return original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
 def refuse_on_request(original: Function, reason: str) -> Function:
     """Replacement for a method of `EngineArgs` on a vLLM with which early exit cannot be had.
 

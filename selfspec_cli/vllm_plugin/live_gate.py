@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -13,11 +14,16 @@ from selfspec_cli.early_exit.gates import GATES, Rule
 from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
+LARGEST_FLOAT = 3.4028234663852886e38
+"""Of 32 bits, in which the device compares; stands for infinity."""
+
 
 class Drafting(Protocol):
-    """What a gate remembers between the steps of a round: its statistic at the step before, [n], None at the first."""
+    """What a gate remembers between the steps of a round: its statistic at the step before, [n], None at the first; and
+    the limits of requests that have their own."""
 
     previous: Tensor | None
+    limits: Tensor | None  # [n], what each request's statistic is compared with; None: with the gate's own
 
 
 class LiveGate:
@@ -55,4 +61,9 @@ class LiveGate:
         value = gate.statistic(Distribution(logits), 1.0 if state.previous is None else state.previous)
         if gate.cumulative:
             state.previous = value
-        return self.rule.is_open(value)
+        return self.rule.is_open(value, state.limits)
+
+    def limit(self, threshold: float | None) -> float:
+        """What the statistic is compared with under another threshold of the gate in force; None: under its own."""
+        rule = self.rule if threshold is None else GATES[self.kind].rule(threshold, self.calibration)
+        return rule.threshold if math.isfinite(rule.threshold) else math.copysign(LARGEST_FLOAT, rule.threshold)

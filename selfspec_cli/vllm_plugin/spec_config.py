@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, require_device
+from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
@@ -266,7 +267,9 @@ def _refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: ModelConfig) -> dict[str, Any]:
     """vLLM's own keys, with the target as its own draft model."""
-    ours = set(USER_KEYS) - {"method", "num_speculative_tokens"}
+    # Lengths by load are ours to follow, also where they are written as vLLM writes them: it would capture its graphs
+    # for the batch sizes of its list alone, and requests have lengths of their own.
+    ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}
     kept = {key: value for key, value in spec.items() if key not in ours}
     return {
         **kept,

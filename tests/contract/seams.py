@@ -12,6 +12,7 @@ V2_FOLDER = "vllm.v1.worker.gpu"
 V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 LINEAR = "vllm.model_executor.layers.linear"
 MOE = "vllm.model_executor.layers.fused_moe"
 
@@ -26,6 +27,15 @@ SIGNATURES = {
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
+    "vllm.sampling_params:SamplingParams.verify": "model_config speculative_config structured_outputs_config tokenizer",
+    "vllm.v1.executor.abstract:Executor.__init__": "vllm_config",
+    f"{SCHEDULER}._update_after_schedule": "scheduler_output",
+    f"{SCHEDULER}.make_spec_decoding_stats": "spec_decoding_stats num_draft_tokens num_accepted_tokens "
+    "num_invalid_spec_tokens request_id",
+    f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
+    f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.__init__": "vllm_config device cudagraph_mode decode_query_len "
+    "lora_capture_cases varlen_decode ubatch_runner",
+    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager._init_candidates": "",
     # V1: overridden.
     f"{V1_PROPOSER}.__init__": "vllm_config device runner",
     f"{V1_PROPOSER}.load_model": "target_model",
@@ -130,13 +140,17 @@ FIELDS = {
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
+    "num_spec_tokens_to_schedule",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
 }
 
 # Class -> attributes that its __init__, or a base class's, sets and that we read or replace.
 ATTRIBUTES = {
     V1_PROPOSER: "vllm_config speculative_config max_model_len num_speculative_tokens arange input_ids positions "
     "kv_cache_gid draft_attn_groups use_fp64_gumbel _enable_probabilistic_draft_probs",
-    f"{V1_RUNNER}:GPUModelRunner": "input_batch drafter effective_drafter_max_model_len",
+    f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
@@ -144,6 +158,12 @@ ATTRIBUTES = {
     "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
+    f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
+    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
+    "_capture_descs",
+    f"{V2_RUNNER}:GPUModelRunner": "speculator req_states",
+    SCHEDULER: "vllm_config scheduler_config requests dynamic_sd_lookup use_v2_model_runner",
+    "vllm.v1.request:Request": "num_computed_tokens",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
     f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",

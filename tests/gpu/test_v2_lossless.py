@@ -111,12 +111,26 @@ def company() -> Requests:
     return PROMPTS, [kinds[number % 4] for number in range(64)]
 
 
+def own() -> Requests:
+    """Requests that opt out of drafts or want shorter ones, beside others."""
+    wishes = [None, {"selfspec_k": 0}, {"selfspec_k": 1}, {"selfspec_k": 3}]
+    return PROMPTS, [greedy(length, extra_args=wishes[number % 4]) for number, length in enumerate(LENGTHS)]
+
+
+def opted_out() -> Requests:
+    """Nobody wants drafts but the last eight, which run on when the others have ended."""
+    wish = {"selfspec_k": 0}
+    return PROMPTS, [greedy(96, extra_args=wish) for _ in PROMPTS[8:]] + [greedy(320) for _ in PROMPTS[:8]]
+
+
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
     "adapters": plain,  # by turns without an adapter, and with one of two
     "full_models": full_models,
     "crowd": crowd,
     "company": company,
+    "own": own,
+    "opted_out": opted_out,
 }
 
 
@@ -171,6 +185,7 @@ def cases(**engine: Any) -> Iterator[Case]:
             for kind in ("int8", "int4"):
                 yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
+    yield from lengths(**engine)
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
     for kind in ("fp8", "int8", "int4"):
@@ -178,6 +193,27 @@ def cases(**engine: Any) -> Iterator[Case]:
     for more in ({}, COMPILED):
         yield Case("qwen3_moe", *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
     yield Case("deepseek_v2", *MIDDLE, engine={**engine})
+
+
+TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
+"""Draft lengths for 16 requests at once: the batch of the tests passes through all of them as it shrinks."""
+
+
+def lengths(**engine: Any) -> Iterator[Case]:
+    """Draft lengths by load, context, request and acceptance; the widths of verify passes change on the way."""
+    small = {"kv_cache_memory_bytes": 24 * 2**20}
+    table, adaptive = {"length_table": TABLE}, {"adaptive_length": True, "draft_cost": 0.3}
+    for more in ({}, small, COMPILED, {"async_scheduling": False}, {"enforce_eager": True}):
+        yield Case("llama", *MIDDLE, engine={**engine, **more}, spec=table)
+    for requests in ("own", "opted_out"):
+        yield Case("llama", *MIDDLE, requests, engine={**engine})
+        yield Case("llama", *MIDDLE, requests, engine={**engine, **small}, spec={**table, **adaptive})
+    gate = {"gate": "maxp", "tau": 0.3, "length_table": "1:5 4:3/0.1 10:5/0.6"}
+    yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=gate)
+    yield Case("qwen3", 1, 5, engine={**engine}, spec={"adaptive_length": True, "draft_cost": 0.6})
+    yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
+    if engine.get("tensor_parallel_size", 1) == 1:
+        yield Case("llama", *MIDDLE, engine={**engine}, spec={**table, "enable_adaptive_verification": True})
 
 
 @cache
@@ -290,6 +326,25 @@ def watched(case: Case, steps: int = 100) -> dict[str, int]:
     return seen
 
 
+def replayed(case: Case) -> dict[str, int]:
+    """Full graphs of the target that were replayed, by tokens a request, and steps that ran without one."""
+    found: dict[str, int] = {}
+    with engine(case, drafting=True) as it:
+        worker = it.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        manager = getattr(worker, "worker", worker).model_runner.cudagraph_manager
+        dispatch = manager.dispatch
+
+        def watch(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
+            chosen = dispatch(num_reqs, num_tokens, uniform, *args, **kwargs)
+            name = f"{chosen.cg_mode.name} {uniform}"
+            found[name] = found.get(name, 0) + 1
+            return chosen
+
+        manager.dispatch = watch
+        it.generate(*plain())
+    return found
+
+
 GATED = [
     Case("llama", *MIDDLE),
     Case("qwen3", *MIDDLE),
@@ -387,8 +442,14 @@ if pytest is not None:
         found = gated(case)
         assert all(sound(row, gate, case.k) for gate, row in found.items()), found
 
-    def test_propose_waits_for_nothing_and_allocates_nothing():
-        seen = watched(Case("llama", *MIDDLE))
+    def test_steps_of_every_width_replay_a_full_graph():
+        found = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
+        assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
+        assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
+
+    @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}])
+    def test_propose_waits_for_nothing_and_allocates_nothing(spec):
+        seen = watched(Case("llama", *MIDDLE, spec=spec))
         assert seen["rounds"] > 10
         assert seen["allocations"] == 0
 
@@ -399,6 +460,7 @@ def main() -> int:
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
+    options.add_argument("--lengths", action="store_true", help="only draft lengths by load, request and acceptance")
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
     if chosen.near_ties:
@@ -406,6 +468,8 @@ def main() -> int:
         return 0
     if chosen.gates:
         return report_gates(chosen.only, chosen.out)
+    if chosen.lengths:
+        return report_lengths(chosen.only, chosen.tensor_parallel, chosen.out)
     return report_cases(chosen.only, chosen.tensor_parallel, chosen.out)
 
 
@@ -417,10 +481,25 @@ def save(file: Path, found: dict[str, Any]) -> None:
 def report_cases(only: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
     waits = watched(Case("llama", *MIDDLE)) if not shared and not only else None
+    return report_each(cases(**shared), only, out, not (waits or {}).get("allocations"), propose=waits)
+
+
+def report_lengths(only: str, tensor_parallel: int, out: Path) -> int:
+    shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
+    widths, waits = {}, {}
+    if not shared and not only:
+        widths = replayed(Case("llama", *MIDDLE, spec={"length_table": TABLE}))
+        waits = watched(Case("llama", *MIDDLE, spec={"length_table": TABLE, "adaptive_length": True}))
+        print(f"    {widths} {waits}", flush=True)
+    good = not {"NONE 1", "NONE 3", "NONE 6"} & widths.keys() and not waits.get("allocations")
+    return report_each(lengths(**shared), only, out, good, propose=waits, replayed=widths)
+
+
+def report_each(chosen: Iterator[Case], only: str, out: Path, passed: bool, **more: Any) -> int:
+    """Run and report cases. passed: whether what was tried before them did; more: what it found."""
     done: list[Case] = []
     broken: dict[str, str] = {}
-    passed = not (waits or {}).get("allocations")
-    for case in cases(**shared):
+    for case in chosen:
         if only not in case.name:
             continue
         try:
@@ -434,7 +513,7 @@ def report_cases(only: str, tensor_parallel: int, out: Path) -> int:
             counted = f"{case.drafted} drafted, {case.accepted} accepted, {case.preempted} preempted"
             differ = f"{len(case.different)} of {case.compared} differ"
             print(f"{verdict} {case.name}: {counted}, {differ}, {case.seconds} s", flush=True)
-        save(out, {"passed": passed, "propose": waits, "broken": broken, "cases": [asdict(each) for each in done]})
+        save(out, {"passed": passed, **more, "broken": broken, "cases": [asdict(each) for each in done]})
     return 0 if passed else 1
 
 

@@ -52,7 +52,8 @@ def table(found: list[Row], groups: list[Row]) -> list[str]:
         living = [row for row in here if row["verdict"] not in (KILLED, TIMEOUT)]
         known = sum(explanation(row, groups) is not None for row in living)
         unreached = sum(row["verdict"] == UNREACHED for row in living)
-        cells = (f"`{name.removeprefix('selfspec_cli/')}`", len(here), f"{before} ({percent(before, len(here))})",
+        file = f"`{name.removeprefix('selfspec_cli/')}`"
+        cells = (file, len(here), f"{before} ({percent(before, len(here))})",
                  f"{len(killed)} ({percent(len(killed), len(here))})", known, len(living) - known, unreached)  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines

@@ -19,6 +19,7 @@ from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
+from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.weights import gemv, lowbit
 
@@ -49,7 +50,7 @@ def begin(state: DraftState, lengths: list[int], sampled=None, rejected=None, st
     batch = SimpleNamespace(seq_lens=torch.tensor(lengths, dtype=torch.int32), num_reqs=n)
     sampled = torch.tensor(sampled or [1] * n, dtype=torch.int32)
     rejected = torch.tensor(rejected or [0] * n, dtype=torch.int32)
-    v2_kernels.begin_round(state, batch, steps, (sampled, rejected, 100 + torch.arange(rows)))
+    begin_round(state, batch, steps, (sampled, rejected, 100 + torch.arange(rows)))
 
 
 def sharp_and_flat(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -254,7 +255,9 @@ def test_steps_of_no_round_leave_everything_alone():
     kept = {name: value.clone() for name, value in vars(state).items() if isinstance(value, torch.Tensor)}
     for _ in range(2 * K):  # more steps than a draft has places
         end_step()(state, sharp_and_flat(ROWS))
-    changed = [name for name, value in kept.items() if not torch.equal(value, getattr(state, name))]
+    changed = [
+        name for name, value in kept.items() if not value.equal(getattr(state, name)) and not value.isnan().all()
+    ]
     assert changed == ["step"]
     begin(state, [10])
     assert int(state.step) == 0

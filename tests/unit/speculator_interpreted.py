@@ -23,6 +23,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
 from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
@@ -165,13 +166,13 @@ def propose(speculator, requests, **more):
 
 @pytest.mark.parametrize("steps", [1, 2, 3, K])
 def test_the_graph_of_k_steps_is_replayed_for_fewer(drafting, steps):
-    propose(drafting, 2, num_speculative_tokens=steps)
-    assert drafting.state.lengths.tolist() == [steps, steps, 0]
+    propose(drafting, 1, num_speculative_tokens=steps)
+    assert drafting.state.lengths.tolist() == [steps, 0, 0]
     assert drafting.counters.snapshot()["steps"] == steps
     assert len(drafting.decode_cudagraph_manager.replayed) == 1
 
 
-def test_zero_drafts_launch_nothing(drafting):
+def test_zero_drafts_launch_no_draft_step(drafting):
     assert (propose(drafting, 3, num_speculative_tokens=0) == -1).all()
     assert drafting.counters.snapshot()["steps"] == 0
     assert not drafting.decode_cudagraph_manager.replayed
@@ -190,8 +191,71 @@ def test_a_live_draft_length_holds_beside_it(drafting):
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [1, 1, 0]
     drafting.draft_length = 3
-    propose(drafting, 2)  # a runner that names no number means k
-    assert drafting.state.lengths.tolist() == [3, 3, 0]
+    propose(drafting, 1)  # a runner that names no number means k
+    assert drafting.state.lengths.tolist() == [3, 1, 0]  # the other request was not in this round
+
+
+def test_the_table_holds_whatever_the_runner_asks_for(drafting):
+    propose(drafting, 2, num_speculative_tokens=K)
+    assert drafting.state.lengths.tolist() == [2, 2, 0]
+    propose(drafting, 3, num_speculative_tokens=K)
+    assert drafting.state.lengths.tolist() == [0, 0, 0]
+
+
+def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(drafting):
+    propose(drafting, 2, num_speculative_tokens=2)
+    propose(drafting, 2, num_speculative_tokens=0)
+    assert drafting.state.lengths.tolist() == [0, 0, 0]
+    assert not drafting.state.row_steps.any()
+    launched = drafting.state.step.fill_(9)  # the next ones launch nothing, and the next draft begins anew
+    propose(drafting, 2, num_speculative_tokens=0)
+    assert int(launched) == 9
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert drafting.state.lengths.tolist() == [2, 2, 0]
+
+
+# ---- what requests ask for -------------------------------------------------------------------------------------------
+
+
+def asking(**extra):
+    return SimpleNamespace(extra_args={f"selfspec_{key}": value for key, value in extra.items()})
+
+
+def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
+    class Runner:
+        speculator, req_states = drafting, SimpleNamespace(req_id_to_index={"a": 2, "b": 0, "old": 1})
+
+        def add_requests(self, output):
+            self.added = True
+
+    runner, new = Runner(), [("a", asking(k=1)), ("b", asking(k=0))]
+    drafting.state.lengths.fill_(4)  # of requests that were there before
+    output = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id=n, sampling_params=p) for n, p in new])
+    tell_speculator(Runner.add_requests)(runner, output)
+    assert runner.added
+    assert drafting.state.lengths.tolist() == [0, 4, 0]
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert drafting.state.lengths.tolist() == [0, 2, 0]
+    drafting.add_requests([0], [None])
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert drafting.state.lengths.tolist() == [2, 2, 0]
+
+
+def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
+    speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
+    speculator.add_requests([0, 1], [asking(threshold=0.5), asking()])
+    limits = speculator.state.allowances.own_limits.tolist()
+    assert limits[0] == 0.5
+    assert limits[1] != limits[1]
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "_copy_request_inputs", lambda *arguments, **more: None)
+        patch.setattr(v2, "begin_round", lambda state, batch, steps, verdict, own_limits: told.append(own_limits))
+        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
+        speculator.gate.set("margin", 0.2)
+        speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
+    assert told == [True, False]
+    assert speculator.state.allowances.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):

@@ -30,6 +30,7 @@ from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
 from selfspec_cli.stages import exits, measure, search, tune
 from selfspec_cli.stages.budget import Budget
+from selfspec_cli.stages.loads import every_width
 
 OPENING = 30.0  # seconds until an engine is there
 
@@ -119,9 +120,9 @@ def lab(tmp_path, monkeypatch):
     work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
-    def run(minutes=500.0, trials=12, chosen=cfgs):
-        budget = Budget(minutes, trials, clock)
-        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=tmp_path / "conf", model_words=["model=m"])
+    def run(minutes=500.0, trials=12, chosen=cfgs, loads=()):
+        budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
+        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"])
 
     return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
 
@@ -148,6 +149,27 @@ def test_the_choice_is_written_and_composes(lab, monkeypatch):
     assert written["overrides"] == result.overrides
     assert written["overrides"][0] == "model=m"
     assert f"layer={result.choice.cfg.layer}" in written["overrides"]
+
+
+def test_a_table_of_lengths_by_load_is_measured_for_the_choice_and_written(lab):
+    without = lab.run(trials=6)
+    engines = len(lab.opened)
+    result = lab.run(trials=6, loads=[1, 4])
+    assert [load.requests for load in result.loads] == [1, 4]
+    # A survey, finalists' engines, and one more on which the loads are measured.
+    assert lab.opened[-1].cfg.length_table == every_width(result.choice.cfg.k)
+    assert len(lab.opened) > engines
+    words = [word for word in result.overrides if word.startswith("length_table=")]
+    assert words == [f"length_table={result.choice.cfg.length_table}"]
+    assert not any(word.startswith("length_table=") for word in without.overrides)
+    assert {row["requests"] for row in tune.document(result)["loads"]} == {1, 4}
+    assert not result.warnings
+
+
+def test_loads_for_which_there_was_no_time_are_named(lab):
+    result = lab.run(minutes=4.0, trials=6, loads=[1, 4, 64])
+    assert len(result.loads) < 3
+    assert any("no time was left for" in warning for warning in result.warnings)
 
 
 def test_it_goes_on_where_it_stopped(lab):

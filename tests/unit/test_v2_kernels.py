@@ -29,6 +29,10 @@ def test_the_kernels_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "kernels_interpreted.py"), TRITON_INTERPRET="1")
 
 
+def test_how_much_is_drafted_in_tritons_interpreter():
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "begin_interpreted.py"), TRITON_INTERPRET="1")
+
+
 def test_the_speculator_in_tritons_interpreter():
     pytest.importorskip("vllm")
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
@@ -53,7 +57,8 @@ from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
 TYPES = {
     "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "step_ptr": "*i64",
-    "round_limit": "*i32", "draft_tokens": "*i64", "confidences": "*fp32", "lengths": "*i32", "logged": "*fp32",
+    "row_steps": "*i32", "row_limits": "*fp32", "draft_tokens": "*i64", "confidences": "*fp32",
+    "lengths": "*i32", "logged": "*fp32",
     "requests": "*i64", "idx_mapping": "*i64", "input_ids": "*i32", "positions": "*i64", "seq_lens": "*i32",
     "sample_positions": "*i64", "gate_feature": "*i32", "gate_rule": "*fp32", "going": "*i32", "counts": "*i64",
     "max_model_len": "i32",
@@ -64,6 +69,35 @@ source = ASTSource(fn=_end_step, signature=signature, constexprs=constants)
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 print(len(device_features()), ptx.count("bar.sync"))
 """
+
+
+BEGIN = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.v2.begin import _begin_round
+
+TYPES = dict.fromkeys(_begin_round.arg_names, "*i32")
+TYPES |= dict.fromkeys(("positions", "sample_positions", "idx_mapping", "requests", "draft_tokens", "step", "counts",
+                        "last_sampled"), "*i64")
+TYPES |= dict.fromkeys(("confidences", "row_limits", "cell_limits", "own_limits", "rises", "falls", "rates", "usual"),
+                       "*fp32")
+TYPES |= dict.fromkeys(("num_reqs", "max_num_reqs", "max_model_len", "steps", "number_of_cells"), "i32")
+TYPES |= dict.fromkeys(("weight", "usual_weight"), "fp32")
+for rungs, limits in ((0, False), (4, True)):
+    constants = {"K": 5, "ROWS": 512, "RUNGS": rungs, "LIMITS": limits}
+    signature = {name: "constexpr" if name in constants else TYPES[name] for name in _begin_round.arg_names}
+    source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
+    print("estimated" if rungs else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
+
+
+def test_the_kernel_that_begins_a_round_compiles_for_cuda():
+    """With the estimate of acceptance compiled from the plain functions, and without."""
+    words = run("-c", BEGIN).split()
+    assert words[::2] == ["fixed", "estimated"]
+    assert int(words[3]) > int(words[1])
 
 
 def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction():

@@ -47,14 +47,16 @@ class Rule:
     direction: Direction
     threshold: float
 
-    def is_open(self, statistic: Tensor) -> Tensor:
+    def is_open(self, statistic: Tensor, threshold: Tensor | None = None) -> Tensor:
         """Which requests keep drafting: statistic of `feature`, any shape -> bool of that shape.
 
+        threshold: one for each request, of the same shape; None: the rule's for all.
         NaN closes the gate, because every comparison with NaN is false; a rule without a feature is always open.
         """
         if self.feature is None:
             return statistic.new_ones(statistic.shape).bool()
-        return statistic >= self.threshold if self.direction == "at_least" else statistic <= self.threshold
+        limit = self.threshold if threshold is None else threshold
+        return statistic >= limit if self.direction == "at_least" else statistic <= limit
 
 
 def unit_interval(vocab_size: int) -> tuple[float, float]:

@@ -12,6 +12,7 @@ after two steps is verified with two draft tokens, not with k.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
@@ -75,6 +77,7 @@ class _EarlyExit(DraftModelProposer):
         assert settings is not None
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
+        self.lengths = DraftLengths(settings)
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
         self.counters = DraftCounters(settings.k)
         self.recorder: DraftRecorder | None = None  # only while a record is wanted
@@ -94,7 +97,7 @@ class _EarlyExit(DraftModelProposer):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the layers that draft from the target as they are, without adapters; loads nothing but the exit head."""
+        """Takes the layers that draft from the target, without adapters; loads nothing but the exit head."""
         self._shares_weights.off()
         target_model, wanted = without_adapters(target_model), self.settings
         fitted = fitted_for(wanted, target_model, self.vllm_config)
@@ -175,6 +178,7 @@ class _EarlyExit(DraftModelProposer):
         """
         began = time.perf_counter()
         batch = self.runner.input_batch
+        self.lengths.verdict(batch.req_ids, self._sampled, self._verified)
         if self.recorder is not None:
             self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
@@ -183,6 +187,7 @@ class _EarlyExit(DraftModelProposer):
         state = self._start(batch, limit)
         if state is None:
             return proposals
+        limit = state.steps
         probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
@@ -213,11 +218,14 @@ class _EarlyExit(DraftModelProposer):
 
         Most steps close nothing: indexing every tensor of the round then costs as much as the gate itself.
         """
-        useful = state.positions < self._last_useful if steps >= state.room else None
-        if open_ is None and useful is None:
+        masks = [] if open_ is None else [open_]
+        if steps >= state.room:
+            masks.append(state.positions < self._last_useful)
+        if state.lengths is not None:
+            masks.append(state.lengths > steps)
+        if not masks:
             return True
-        going = useful if open_ is None else open_ if useful is None else open_ & useful
-        assert going is not None
+        going = functools.reduce(torch.logical_and, masks)
         left = going.tolist()
         if any(left) and not all(left):
             state.keep(going)
@@ -243,14 +251,25 @@ class _EarlyExit(DraftModelProposer):
         return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
 
     def _start(self, batch: Any, limit: int) -> Round | None:
-        """The round's first state: requests that sampled a token and have room for another."""
+        """The round's first state: requests that sampled a token, may draft and have room for another."""
         rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
-        if not rows:
+        names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
+        allowed = self.lengths.allowances(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
+        kept = [place for place, allowance in enumerate(allowed) if allowance.k]
+        if not kept:
             return None
-        index = torch.tensor(rows)
-        last = torch.from_numpy(batch.num_tokens_no_spec)[index].long() - 1  # position of the token just sampled
+        allowed = [allowed[place] for place in kept]
+        index = torch.tensor([rows[place] for place in kept])
+        last = torch.tensor([ends[place] - 1 for place in kept])  # position of the token just sampled
         tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
-        state = Round(index, tokens, last, room=self._last_useful - int(last.max()))
+        lengths = [min(allowance.k, limit) for allowance in allowed]
+        state = Round(index, tokens, last, self._last_useful - int(last.max()), max(lengths))
+        if min(lengths) < state.steps:
+            state.lengths = torch.tensor(lengths)
+        thresholds = [allowance.threshold for allowance in allowed]
+        # They are for the gate that the engine was started with.
+        if any(one is not None for one in thresholds) and self.gate.kind == self.settings.gate.kind:
+            state.limits = torch.tensor([self.gate.limit(one) for one in thresholds])
         if state.room <= 0:
             state.keep(last < self._last_useful)
         if not len(state.rows):

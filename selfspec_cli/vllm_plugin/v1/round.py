@@ -26,14 +26,18 @@ class Round:
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int64 [n]
     room: int  # steps after which the first request may stand at the end of the model's context
+    steps: int = 0  # most that any request takes
+    lengths: Tensor | None = None  # int64 [n], most steps of each request; None: all take as many as there are
+    limits: Tensor | None = None  # float32 [n], what each gate compares with; None: all with the gate's own
     previous: Tensor | None = None  # float32 [n], the gate's statistic at the step before, where it is cumulative
     ahead: Ahead | None = None  # None until the next step asks for it
 
     def keep(self, mask: Tensor) -> None:
         """Drop the requests whose gate is closed: they cost no further draft work."""
         self.rows, self.tokens, self.positions = self.rows[mask], self.tokens[mask], self.positions[mask]
-        if self.previous is not None:
-            self.previous = self.previous[mask]
+        for name in ("lengths", "limits", "previous"):
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, values[mask])
         self.ahead = None
 
 

@@ -1,4 +1,4 @@
-"""What the V2 draft loop does on the device between two forward passes: begin a round, end a step, count.
+"""What the V2 draft loop does on the device between two forward passes: end a step, count. begin.py begins a round.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
 statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
@@ -18,76 +18,10 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 # Places of the counters, in `DraftState.counts`; the two histograms follow.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
-
-
-@triton.jit(do_not_specialize=["num_reqs", "steps"])
-def _begin_round(
-    input_ids,
-    positions,
-    seq_lens,
-    query_start_loc,
-    sample_positions,
-    idx_mapping,
-    requests,
-    draft_tokens,
-    confidences,
-    lengths,
-    step,
-    limit,
-    round_limit,
-    active,
-    going,
-    counts,
-    target_seq_lens,
-    num_sampled,
-    num_rejected,
-    last_sampled,
-    num_reqs,
-    max_num_reqs,
-    max_model_len,
-    steps,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program for all rows; those past the batch are padding that does no attention work."""
-    row = tl.arange(0, ROWS)
-    inside, real = row < max_num_reqs, row < num_reqs
-    tl.store(query_start_loc + row, tl.minimum(row, num_reqs), mask=row <= max_num_reqs)
-    request = tl.load(idx_mapping + row, mask=real, other=-1)
-    real = real & (request >= 0)
-    sampled = tl.load(num_sampled + row, mask=real, other=0)
-    # Tokens that the target has keys and values for: also the position of the token sampled after them.
-    known = tl.load(target_seq_lens + row, mask=real, other=0) - tl.load(num_rejected + row, mask=real, other=0)
-    most = tl.minimum(tl.load(limit), steps)
-    # A request inside its prefill sampled nothing, and one at the end of the model has no place for a draft.
-    drafts = real & (sampled > 0) & (known < tl.where(most > 0, max_model_len - 1, 0))
-    token = tl.load(last_sampled + request, mask=drafts, other=0)
-    position = tl.where(drafts, known, 0)
-    tl.store(input_ids + row, token.to(tl.int32), mask=inside)
-    tl.store(positions + row, position.to(tl.int64), mask=inside)
-    tl.store(sample_positions + row, position.to(tl.int64), mask=inside)
-    tl.store(seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
-    tl.store(requests + row, tl.where(drafts, request, -1), mask=inside)
-    # -1: no slot, no attention, no sampling.
-    tl.store(idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
-    for place in tl.static_range(K):
-        tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
-        tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
-    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
-    count = tl.sum(drafts.to(tl.int32), axis=0)
-    tl.store(step, 0)
-    tl.store(round_limit, most)
-    tl.store(active, count)
-    tl.store(going, 0)
-    if count > 0:
-        tl.store(counts + ROUNDS, tl.load(counts + ROUNDS) + 1)
-        _count_step(counts, count, K)
 
 
 @triton.jit
@@ -97,42 +31,6 @@ def _count_step(counts, rows, K: tl.constexpr):
     tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
     place = counts + TOTALS + K + 1 + rows
     tl.store(place, tl.load(place) + 1)
-
-
-def begin_round(state: DraftState, batch: InputBatch, steps: int, verdict: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Inputs of the first draft step, from what the verify pass left on the device.
-
-    verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
-    Rows that do not draft get the request -1. Every row starts without a drafted token.
-    """
-    rows, k = state.draft_tokens.shape
-    buffers = state.buffers
-    _begin_round[(1,)](
-        buffers.input_ids,
-        buffers.positions,
-        buffers.seq_lens,
-        buffers.query_start_loc,
-        state.sample_positions,
-        state.idx_mapping,
-        state.requests,
-        state.draft_tokens,
-        state.confidences,
-        state.lengths,
-        state.step,
-        state.limit,
-        state.round_limit,
-        state.active,
-        state.going,
-        state.counts,
-        batch.seq_lens,
-        *verdict,
-        batch.num_reqs,
-        rows,
-        state.max_model_len,
-        steps,
-        K=k,
-        ROWS=triton.next_power_of_2(rows + 1),
-    )
 
 
 @triton.jit
@@ -170,7 +68,8 @@ def _end_step(
     blocks,
     vocab_ids,
     step_ptr,
-    round_limit,
+    row_steps,
+    row_limits,
     draft_tokens,
     confidences,
     lengths,
@@ -229,7 +128,8 @@ def _end_step(
         )
         tl.store(row_statistics + columns, values, mask=columns < WIDTH)
         # ---- the gate
-        feature, sign, threshold = tl.load(gate_feature), tl.load(gate_rule), tl.load(gate_rule + 1)
+        feature, sign, own = tl.load(gate_feature), tl.load(gate_rule), tl.load(row_limits + row)
+        threshold = tl.where(own == own, own, tl.load(gate_rule + 1))  # NaN: the request has none of its own
         value = tl.sum(tl.where(columns == feature, values, 0.0), axis=0)
         passes = (feature < 0) | (sign * value >= sign * threshold)
         # ---- the token, and the step after
@@ -247,7 +147,7 @@ def _end_step(
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
             tl.atomic_add(counts + NAN_LOGITS, 1)
         # A token drafted at the model's last place could not be followed by the verifier's own.
-        if good & passes & (step + 1 < tl.load(round_limit)) & (position < max_model_len - 1):
+        if good & passes & (step + 1 < tl.load(row_steps + row)) & (position < max_model_len - 1):
             tl.store(input_ids + row, token.to(tl.int32))
             tl.store(positions + row, position)
             tl.store(sample_positions + row, position)
@@ -306,7 +206,8 @@ class EndStep:
             self.blocks,
             self.indices if self.vocab_ids is None else self.vocab_ids,
             state.step,
-            state.round_limit,
+            state.row_steps,
+            state.row_limits,
             state.draft_tokens,
             state.confidences,
             state.lengths,

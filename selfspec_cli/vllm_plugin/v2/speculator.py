@@ -13,6 +13,7 @@ is a graph of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +25,23 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+)
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
-from selfspec_cli.vllm_plugin.v2.kernels import EndStep, begin_round
+from selfspec_cli.vllm_plugin.v2.begin import begin_round
+from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
+from selfspec_cli.vllm_plugin.v2.widths import widths
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
@@ -81,9 +88,12 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len,
+            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len, settings.table,
+            settings.ladder,
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
+        self._set_limits_by_load()
+        self._resting = False  # whether the last round drafted nothing, and what it was told is taken in
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self._loop: device_loop.DeviceLoop | None = None
         self._capturing = False
@@ -95,7 +105,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     # ---- loading ----------------------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Takes the layers that draft from the target as they are, without adapters; loads nothing but the exit head."""
+        """Takes the layers that draft from the target, without adapters; loads nothing but the exit head."""
         target_model, wanted = without_adapters(target_model), self.settings
         self._target = target_model
         fitted = fitted_for(wanted, target_model, self.vllm_config)
@@ -146,6 +156,20 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._warm = True  # compiled code is for the view that the engine was started with; this one runs eagerly
         self._find_groups()
 
+    def _set_limits_by_load(self) -> None:
+        limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
+        self.state.allowances.cell_limits.copy_(torch.tensor(limits))
+
+    def _limit(self, threshold: float | None) -> float:
+        """What the gate compares with under a threshold; NaN: the gate's own."""
+        return math.nan if threshold is None else self.gate.limit(threshold)
+
+    def add_requests(self, slots: list[int], parameters: list[Any]) -> None:
+        """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None."""
+        own = [own_settings(one, self.settings) for one in parameters]
+        self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own])
+        self.state.lengths[self.state.allowances.upload(slots, torch.int64)] = 0
+
     @property
     def draft_length(self) -> int:
         """Most tokens drafted a round. Reading it waits for the device."""
@@ -175,6 +199,13 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         assert self.decode_cudagraph_manager is not None
         self._prepare_loop()
         self._capturing = True
+        if self._length_is_captured:
+            manager = self.decode_cudagraph_manager
+            manager._capture_descs = {
+                mode: [SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
+                       for one in descriptors for width in widths(self.settings) if width]
+                for mode, descriptors in manager._capture_descs.items()
+            }  # fmt: skip
         self.decode_cudagraph_manager.capture(
             self._recorded,
             self.model_state,
@@ -183,18 +214,17 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self.attn_groups,
             self.kv_cache_config,
             progress_bar_desc="Capturing the draft loop",
-            specialize_spec_tokens=self._length_is_captured,
         )
         self._capturing = False
 
     @property
     def _length_is_captured(self) -> bool:
-        """Whether a graph is for one draft length, so that vLLM's schedule of lengths by batch size needs one each.
+        """Whether a graph is for one draft length, so that each width of a verify pass needs one.
 
         A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
         """
-        scheduled = self.speculative_config.uses_dynamic_speculative_decoding()
-        return scheduled and self._loop is None and self.supports_decode_metadata_update
+        several = len(widths(self.settings)) > 2  # more than k and 0
+        return several and self._loop is None and self.supports_decode_metadata_update
 
     def _recorded(self, *arguments: Any, **more: Any) -> None:
         """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
@@ -248,12 +278,16 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if self.recorder is not None and not dummy_run:
             self.recorder.verdict(input_batch, num_sampled, self.state)
         self._compile(input_batch.num_tokens_after_padding)
+        verdict = (num_sampled, num_rejected, last_sampled)
         if not steps:
+            if not (self._resting or dummy_run):
+                self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
+                self._resting = True
             return self.draft_tokens[:num_reqs].fill_(-1)
+        self._resting = False
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
-        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        begin_round(self.state, input_batch, steps, (num_sampled, num_rejected, last_sampled))
+        self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
         batch, _ = dispatch_cg_and_sync_dp(
             self.decode_cudagraph_manager,
             num_reqs,
@@ -273,6 +307,19 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         else:
             self._run_step_by_step(num_reqs, steps, batch, upper_bound, skip_attention)
         return self.draft_tokens[:num_reqs]
+
+    def _begin(
+        self,
+        batch: InputBatch,
+        steps: int,
+        verdict: tuple[Tensor, Tensor, Tensor],
+        temperature: Tensor,
+        seeds: Tensor,
+        dummy_run: bool = False,
+    ) -> None:
+        self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        # Thresholds of the table and of requests are for the gate that the engine was started with.
+        begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 
     def _compile(self, num_tokens: int) -> None:
         """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import HISTOGRAMS, Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
+from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
+from selfspec_cli.vllm_plugin.v2.allowances import Allowances
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -30,12 +33,14 @@ class DraftState:
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
     draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
     token was drafted from, whichever token that was, 0 where nothing was drafted: what vLLM's adaptive verification
-    ranks by).
+    ranks by), row_steps (int32, most drafts of each this round), row_limits (float32, what the gate compares with in
+    each, NaN for the gate's own).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
-    Scalars: step, limit (most drafts a round), round_limit (this round's), active and going (rows in this step, rows
-    that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64. features:
-    names of the statistics.
+    allowances: what decides how much a request may draft.
+    Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
+    this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
+    features: names of the statistics.
     """
 
     buffers: InputBuffers
@@ -46,6 +51,8 @@ class DraftState:
     confidences: Tensor
     lengths: Tensor
     statistics: Tensor
+    row_steps: Tensor
+    row_limits: Tensor
     step: Tensor
     limit: Tensor
     round_limit: Tensor
@@ -56,6 +63,7 @@ class DraftState:
     counts: Tensor
     max_model_len: int
     features: tuple[str, ...]
+    allowances: Allowances
 
     @classmethod
     def around(
@@ -67,8 +75,13 @@ class DraftState:
         confidences: Tensor,
         step: Tensor,
         max_model_len: int,
+        table: LengthTable | None = None,
+        ladder: Ladder | None = None,
     ) -> DraftState:
-        """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open."""
+        """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
+
+        table, ladder: lengths by load and by acceptance; None: k for all.
+        """
         rows, k = draft_tokens.shape
         device, features = draft_tokens.device, device_features()
 
@@ -84,6 +97,8 @@ class DraftState:
             confidences,
             zeros(rows),
             zeros(rows, k, len(features), dtype=torch.float32),
+            zeros(rows),
+            zeros(rows, dtype=torch.float32).fill_(math.nan),
             step,
             zeros(1).fill_(k),
             zeros(1),
@@ -94,6 +109,7 @@ class DraftState:
             zeros(len(COUNTED) + k + 1 + rows + 1, dtype=torch.int64),
             max_model_len,
             features,
+            Allowances.of(table or LengthTable.fixed(k), ladder, rows, device),
         )
 
     def forget(self) -> None:
@@ -122,8 +138,7 @@ class DeviceGate(LiveGate):
         """As `LiveGate.set`; takes effect in the next round, and needs no recapture."""
         super().set(kind, threshold, calibration)
         rule = self.rule
-        sign = 1.0 if rule.direction == "at_least" else -1.0
-        limit = rule.threshold if math.isfinite(rule.threshold) else math.copysign(torch.finfo().max, rule.threshold)
+        sign, limit = 1.0 if rule.direction == "at_least" else -1.0, self.limit(None)
         self._state.gate_feature.fill_(-1 if rule.feature is None else self._state.features.index(rule.feature))
         self._state.gate_rule.copy_(torch.tensor([sign, limit]))
 

@@ -1,0 +1,29 @@
+"""A running estimate of how much is accepted, as arithmetic alone: the one definition, for every runner.
+
+These functions take Python's numbers (the CPU), tensors, and the numbers of a Triton kernel: v2/begin.py compiles them
+from here for the device. That is why their parameters have no types.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+
+def trials(accepted, drafted):
+    """How many tokens a verify pass judged: those that stood, and the first that did not; none behind it."""
+    return accepted + (accepted < drafted)
+
+
+def updated(rate, accepted, judged, weight):
+    """The estimate of a token's acceptance after `accepted` of `judged` tokens stood; of none, it stays."""
+    return (rate + weight * accepted) / (1.0 + weight * judged)
+
+
+def reached(count, rate, threshold):
+    """`count`, and one more where the estimate has come up to a threshold."""
+    return count + (rate >= threshold)
+
+
+def clamped(value, low, high):
+    """`value`, or the end of low..high that is nearest."""
+    return value + (low - value) * (value < low) + (high - value) * (value > high)

@@ -1,0 +1,147 @@
+"""How many tokens to draft by load: a table over the number of running requests and a request's context. No torch.
+
+As users write it: "33:3 129:0 129@8192:2/0.4" drafts the full length up to 32 running requests, 3 tokens from 33 on,
+and none from 129 on, but 2 behind a gate of threshold 0.4 for a request of 8192 tokens of context or more. vLLM's own
+`num_speculative_tokens_per_batch_size` is read too; it knows no contexts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Integral
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+KEY, VLLM_KEY = "length_table", "num_speculative_tokens_per_batch_size"
+FORM = "REQUESTS[@CONTEXT]:K[/THRESHOLD][*COST], entries apart by spaces, such as 33:3 129:0 129@8192:2/0.4"
+_ENTRY = re.compile(r"(\d+)(?:@(\d+))?:(\d+)(?:/([^/*]+))?(?:\*([^/*]+))?")
+LARGEST = 2**31 - 1
+"""Of a number of requests or tokens: the table lies in 32-bit numbers on the device."""
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """An entry: from so many running requests and so many tokens of context on, draft at most k tokens a round.
+
+    threshold: of the gate there, None for the engine's. cost: what a round of k drafts takes there beyond a plain
+    decoding step, in plain steps (so many tokens must be accepted a round for it to pay); None where nobody measured.
+    """
+
+    requests: int
+    context: int
+    k: int
+    threshold: float | None = None
+    cost: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.requests}@{self.context}" if self.context else f"{self.requests}"
+        threshold = "" if self.threshold is None else f"/{self.threshold:.6g}"
+        return f"{where}:{self.k}{threshold}" + ("" if self.cost is None else f"*{self.cost:.6g}")
+
+
+@dataclass(frozen=True)
+class LengthTable:
+    """Entries in the order of their loads, and of their contexts within one load; the first is for any batch.
+
+    Every load has an entry for any context, so the entry in force is the last one that is reached.
+    """
+
+    cells: tuple[Cell, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.cells))
+
+    def at(self, requests: int, context: int = 0) -> Cell:
+        """The entry in force for a request with `context` tokens in a batch of `requests`."""
+        return next(cell for cell in reversed(self.cells) if cell.requests <= requests and cell.context <= context)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every draft length in the table, the longest first."""
+        return tuple(sorted({cell.k for cell in self.cells}, reverse=True))
+
+    @property
+    def by_context(self) -> bool:
+        """Whether requests of one batch may have different lengths."""
+        return any(cell.context for cell in self.cells)
+
+    @classmethod
+    def fixed(cls, k: int) -> LengthTable:
+        """One length for every load."""
+        return cls((Cell(1, 0, k),))
+
+    @classmethod
+    def parse(cls, text: str, k: int) -> LengthTable:
+        """The table that a user wrote, for an engine that drafts at most `k` tokens. Raises SettingsError."""
+        if not isinstance(text, str):
+            raise SettingsError(f"{KEY} = {text!r} must be text, not {type(text).__name__}; it is written {FORM}")
+        cells = [_cell(word, text) for word in text.split()]
+        if not cells:
+            raise SettingsError(f"{KEY} = {text!r} has no entry; it is written {FORM}")
+        return cls(_ordered(cells, k, f"{KEY} = {text!r}"))
+
+    @classmethod
+    def from_vllm(cls, ranges: object, k: int) -> LengthTable:
+        """The table that vLLM's list of (first, last, k) means: between two ranges and beyond the last one the length
+        before goes on. Lengths beyond `k` are cut, as vLLM cuts them. Raises SettingsError."""
+        if not isinstance(ranges, (list, tuple)) or not ranges:
+            raise SettingsError(
+                f"{VLLM_KEY} = {ranges!r} must be a list of [first batch size, last batch size, tokens]"
+            )
+        for entry in ranges:
+            whole = isinstance(entry, (list, tuple)) and len(entry) == 3
+            if not whole or any(isinstance(number, bool) or not isinstance(number, Integral) for number in entry):
+                raise SettingsError(f"{VLLM_KEY}: entry {entry!r} must be [first batch size, last batch size, tokens]")
+        rows = sorted((int(first), int(last), int(length)) for first, last, length in ranges)
+        before = 0
+        for first, last, length in rows:
+            if not before < first <= last or length < 0 or (before == 0 and first != 1):
+                wrong = f"wrong: {[first, last, length]}"
+                raise SettingsError(f"{VLLM_KEY} = {ranges!r}: ranges begin at 1, do not overlap, and end at or after "
+                                    f"their beginning, and no length is negative; {wrong}")  # fmt: skip
+            before = last
+        return cls(_ordered([Cell(first, 0, min(length, k)) for first, _, length in rows], k, VLLM_KEY))
+
+
+def _cell(word: str, text: str) -> Cell:
+    found = _ENTRY.fullmatch(word)
+    if found is None:
+        raise SettingsError(f"{KEY} = {text!r}: {word!r} is no entry; it is written {FORM}")
+    requests, context, k, threshold, cost = found.groups()
+    return Cell(int(requests), int(context or 0), int(k), _number(threshold, word), _number(cost, word, least=0.0))
+
+
+def _number(text: str | None, word: str, least: float = -math.inf) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= least):
+        allowed = "a number" if least == -math.inf else f"a number of {least:g} or more"
+        raise SettingsError(f"{KEY}: {text!r} in the entry {word!r} must be {allowed}")
+    return value
+
+
+def _ordered(cells: Iterable[Cell], k: int, what: str) -> tuple[Cell, ...]:
+    """The entries in order, beginning with one for any batch, which is the full length where the user wrote none."""
+    found: dict[tuple[int, int], Cell] = {}
+    for cell in cells:
+        if not 1 <= cell.requests <= LARGEST or cell.context > LARGEST:
+            raise SettingsError(f"{what}: {str(cell)!r} is out of range; allowed: 1 to {LARGEST} requests, and a "
+                                f"context of 0 to {LARGEST} tokens")  # fmt: skip
+        if cell.k > k:
+            raise SettingsError(f"{what}: {str(cell)!r} drafts more than the engine's k; allowed: 0 to {k}")
+        if found.setdefault((cell.requests, cell.context), cell) is not cell:
+            raise SettingsError(f"{what}: two entries are for the same load, {found[cell.requests, cell.context]} and "
+                                f"{cell}; give one of them")  # fmt: skip
+    found.setdefault((1, 0), Cell(1, 0, k))
+    for requests, _ in list(found):
+        if (requests, 0) not in found:
+            raise SettingsError(f"{what}: from {requests} requests on there are entries for long contexts only; add "
+                                f"one for the others, such as {requests}:{k}")  # fmt: skip
+    return tuple(found[place] for place in sorted(found))

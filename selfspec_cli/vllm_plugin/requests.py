@@ -1,0 +1,29 @@
+"""What requests ask of drafting: checked where they come in, and read where they run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+
+def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSettings:
+    """What a running request asked for. Whatever came past the check counts as nothing, and is logged: an error here
+    would end the engine, with every other request in it."""
+    try:
+        return RequestSettings.of(getattr(sampling_params, "extra_args", None), settings)
+    except SettingsError as error:
+        logging.getLogger("vllm.selfspec").warning("a request's own draft settings are ignored: %s", error)
+        return NOTHING
+
+
+def check(extra_args: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a request's own settings that this engine cannot honour; settings: the engine's, in their plain form.
+
+    Raises SettingsError, which is a ValueError: vLLM answers it over HTTP with status 400.
+    """
+    RequestSettings.of(extra_args, ResolvedSettings.from_dict(settings))

@@ -1,0 +1,73 @@
+"""How long each request of a round is drafted for, on vLLM's V1 model runner: the table by load, the request's own
+wishes, and its acceptance so far. Everything is on the host there, so this is plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, RequestEstimate
+from selfspec_cli.early_exit.estimate import trials, updated
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.requests import own_settings
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a request may draft in a round. k: tokens; threshold: of the gate, None for the gate's own."""
+
+    k: int
+    threshold: float | None
+
+
+class DraftLengths:
+    """Says before each round how much each request may draft, and hears after it what was accepted."""
+
+    def __init__(self, settings: ResolvedSettings) -> None:
+        self.table = settings.table
+        self._settings, self._ladder = settings, settings.ladder
+        self._own: dict[str, tuple[Any, RequestSettings]] = {}  # with the parameters that they were read from
+        self._estimates: dict[str, RequestEstimate] = {}
+        self._usual = 1.0  # the acceptance with which a request begins
+
+    def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
+        """A verify pass is over. sampled: tokens of each request; verified: drafts of each that it looked at."""
+        if self._ladder is None or verified is None:
+            return
+        for name, tokens, drafted in zip(names, sampled, verified, strict=False):
+            if drafted and tokens:
+                judged = trials(len(tokens) - 1, drafted)
+                self._usual = updated(self._usual, len(tokens) - 1, judged, USUAL_WEIGHT)
+                if name in self._estimates:
+                    self._estimates[name].verdict(len(tokens) - 1, drafted)
+
+    def allowances(
+        self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
+    ) -> list[Allowance]:
+        """For each of the requests `names`, of a batch of `load`. contexts: tokens of each whose keys are known.
+
+        requests: all that the runner has, by name, each with `sampling_params`; others are forgotten.
+        """
+        if len(self._own) > 2 * len(requests) + 16:
+            for name in self._own.keys() - requests.keys():
+                self._own.pop(name)
+                self._estimates.pop(name, None)
+        return [self._allowance(name, requests, load, context) for name, context in zip(names, contexts, strict=True)]
+
+    def _allowance(self, name: str, requests: Mapping[str, Any], load: int, context: int) -> Allowance:
+        cell = self.table.at(load, context)
+        parameters = requests[name].sampling_params
+        read_from, own = self._own.get(name, (None, NOTHING))
+        if read_from is not parameters:  # a new request, also under an old name
+            own = own_settings(parameters, self._settings)
+            self._own[name] = parameters, own
+            self._estimates.pop(name, None)
+        k = cell.k if own.k is None else min(cell.k, own.k)
+        if k and self._ladder is not None:
+            if name not in self._estimates:
+                self._estimates[name] = RequestEstimate.beginning(self._ladder, self._usual)
+            k = min(k, self._estimates[name].length())
+        return Allowance(k, cell.threshold if own.threshold is None else own.threshold)

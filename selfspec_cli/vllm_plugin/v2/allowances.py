@@ -1,0 +1,80 @@
+"""What decides on the device how much each request drafts in a round: the table of lengths by load, what the request
+itself asked for, and how much of its drafts is accepted. begin.py reads it when a round begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.acceptance import Ladder
+from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
+from selfspec_cli.early_exit.request_settings import RequestSettings
+
+
+@dataclass
+class Allowances:
+    """Tensors on the device.
+
+    cells: int32 [cells, 3], requests, context and length of each entry of the table in its order; cell_limits: float32
+    [cells], what the gate compares with there, NaN for the gate's own.
+    own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
+    ladder: int32 [rungs], empty where acceptance does not count; rises, falls: float32 [rungs].
+    rates, rungs: float32 and int32 [requests], each request's estimated acceptance and rung (1 is the first; whether
+    anything is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
+    """
+
+    cells: Tensor
+    cell_limits: Tensor
+    own_lengths: Tensor
+    own_limits: Tensor
+    ladder: Tensor
+    rises: Tensor
+    falls: Tensor
+    rates: Tensor
+    rungs: Tensor
+    usual: Tensor
+
+    @classmethod
+    def of(
+        cls, table: LengthTable, ladder: Ladder | None, requests: int, device: torch.device | None = None
+    ) -> Allowances:
+        """For a table, and a ladder where acceptance counts; requests: slots for them. No gate has limits here yet."""
+
+        def floats(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        def integers(values: Sequence[object]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            integers([(cell.requests, cell.context, cell.k) for cell in table.cells]),
+            floats([math.nan] * len(table.cells)),
+            integers([LARGEST] * requests),
+            floats([math.nan] * requests),
+            integers(ladder.lengths if ladder else ()),
+            floats(ladder.rises if ladder else ()),
+            floats(ladder.falls if ladder else ()),
+            floats([1.0] * requests),
+            integers([max(len(ladder.lengths) if ladder else 1, 1)] * requests),
+            floats([1.0]),
+        )
+
+    def add(self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float]) -> None:
+        """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own."""
+        index = self.upload(slots, torch.int64)
+        lengths = [LARGEST if one.k is None else one.k for one in own]
+        self.own_lengths[index] = self.upload(lengths, torch.int32)
+        self.own_limits[index] = self.upload(limits, torch.float32)
+        self.rates[index] = self.usual.expand(len(slots))
+        self.rungs[index] = max(len(self.ladder), 1)
+
+    def upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device, without waiting for the device."""
+        on_gpu = self.rates.is_cuda
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=on_gpu).to(
+            self.rates.device, non_blocking=True
+        )

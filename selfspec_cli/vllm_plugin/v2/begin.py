@@ -1,0 +1,226 @@
+"""How a round of the V2 draft loop begins on the device: what the verify pass left becomes the first draft step's
+inputs, and each request learns how much it may draft."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec_cli.early_exit import acceptance, estimate
+from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+
+def _on_device(function: Any) -> Any:
+    """A plain function of arithmetic as device code. Triton wants its own language among what the function can see."""
+    return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
+
+
+_trials, _updated = _on_device(estimate.trials), _on_device(estimate.updated)
+_reached, _clamped = _on_device(estimate.reached), _on_device(estimate.clamped)
+
+
+@triton.jit
+def _by_acceptance(
+    request,
+    sampled,
+    drafted,
+    real,
+    ladder,
+    rises,
+    falls,
+    rates,
+    rungs,
+    usual,
+    weight,
+    usual_weight,
+    RUNGS: tl.constexpr,
+):
+    """Every row's estimate after the verdict on its last draft, and the length that it leads to."""
+    judged = real & (sampled > 0) & (drafted > 0)
+    accepted = tl.where(judged, tl.minimum(sampled - 1, drafted), 0)
+    tried = tl.where(judged, _trials(accepted, drafted), 0)
+    rate = _updated(tl.load(rates + request, mask=real, other=0.0), accepted, tried, weight)
+    rung = tl.load(rungs + request, mask=real, other=1)
+    low, high = tl.full(rung.shape, 0, tl.int32), tl.full(rung.shape, 0, tl.int32)
+    for step in tl.static_range(RUNGS):
+        low = _reached(low, rate, tl.load(rises + step))
+        high = _reached(high, rate, tl.load(falls + step))
+    rung = tl.maximum(_clamped(rung, low, high), 1)
+    tl.store(rates + request, rate, mask=judged)
+    tl.store(rungs + request, rung, mask=judged)
+    stood, all_tried = tl.sum(accepted, axis=0), tl.sum(tried, axis=0)
+    tl.store(usual, _updated(tl.load(usual), stood, all_tried, usual_weight))
+    return tl.load(ladder + rung - 1, mask=real, other=0)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells"])
+def _begin_round(
+    input_ids,
+    positions,
+    seq_lens,
+    query_start_loc,
+    sample_positions,
+    idx_mapping,
+    requests,
+    draft_tokens,
+    confidences,
+    lengths,
+    row_steps,
+    row_limits,
+    step,
+    limit,
+    round_limit,
+    active,
+    going,
+    counts,
+    cells,
+    cell_limits,
+    own_lengths,
+    own_limits,
+    ladder,
+    rises,
+    falls,
+    rates,
+    rungs,
+    usual,
+    target_seq_lens,
+    num_sampled,
+    num_rejected,
+    last_sampled,
+    num_reqs,
+    max_num_reqs,
+    max_model_len,
+    steps,
+    number_of_cells,
+    weight,
+    usual_weight,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUNGS: tl.constexpr,
+    LIMITS: tl.constexpr,
+):
+    """One program for all rows; those past the batch are padding that does no attention work."""
+    row = tl.arange(0, ROWS)
+    inside, real = row < max_num_reqs, row < num_reqs
+    tl.store(query_start_loc + row, tl.minimum(row, num_reqs), mask=row <= max_num_reqs)
+    request = tl.load(idx_mapping + row, mask=real, other=-1)
+    real = real & (request >= 0)
+    sampled = tl.load(num_sampled + row, mask=real, other=0)
+    # Tokens that the target has keys and values for: also the position of the token sampled after them.
+    known = tl.load(target_seq_lens + row, mask=real, other=0) - tl.load(num_rejected + row, mask=real, other=0)
+    # ---- how much each row may draft
+    allowed, own = tl.full((ROWS,), 0, tl.int32), tl.full((ROWS,), float("nan"), tl.float32)
+    for cell in range(number_of_cells):  # the last one that is reached is in force
+        there = (tl.load(cells + 3 * cell) <= num_reqs) & (known >= tl.load(cells + 3 * cell + 1))
+        allowed = tl.where(there, tl.load(cells + 3 * cell + 2), allowed)
+        own = tl.where(there, tl.load(cell_limits + cell), own)
+    if LIMITS:
+        asked = tl.load(own_limits + request, mask=real, other=float("nan"))
+        tl.store(row_limits + row, tl.where(asked == asked, asked, own), mask=inside)
+    else:
+        tl.store(row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
+    allowed = tl.minimum(allowed, tl.load(own_lengths + request, mask=real, other=0))
+    allowed = tl.minimum(allowed, tl.minimum(tl.load(limit), steps))
+    if RUNGS > 0:
+        drafted = tl.load(lengths + request, mask=real, other=0)
+        by_acceptance = _by_acceptance(
+            request, sampled, drafted, real, ladder, rises, falls, rates, rungs, usual, weight, usual_weight, RUNGS
+        )
+        allowed = tl.minimum(allowed, by_acceptance)
+    # A request inside its prefill sampled nothing, and one at the end of the model has no place for a draft.
+    drafts = real & (sampled > 0) & (known < max_model_len - 1) & (allowed > 0)
+    allowed = tl.where(drafts, allowed, 0)
+    tl.store(row_steps + row, allowed, mask=inside)
+    # ---- the first step's inputs
+    token = tl.load(last_sampled + request, mask=drafts, other=0)
+    position = tl.where(drafts, known, 0)
+    tl.store(input_ids + row, token.to(tl.int32), mask=inside)
+    tl.store(positions + row, position.to(tl.int64), mask=inside)
+    tl.store(sample_positions + row, position.to(tl.int64), mask=inside)
+    tl.store(seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
+    tl.store(requests + row, tl.where(drafts, request, -1), mask=inside)
+    # -1: no slot, no attention, no sampling.
+    tl.store(idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
+    for place in tl.static_range(K):
+        tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
+        tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
+    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+    count = tl.sum(drafts.to(tl.int32), axis=0)
+    tl.store(step, 0)
+    tl.store(round_limit, tl.max(allowed, axis=0))
+    tl.store(active, count)
+    tl.store(going, 0)
+    if count > 0:
+        tl.store(counts + ROUNDS, tl.load(counts + ROUNDS) + 1)
+        _count_step(counts, count, K)
+
+
+def begin_round(
+    state: DraftState,
+    batch: InputBatch,
+    steps: int,
+    verdict: tuple[Tensor, Tensor, Tensor],
+    own_limits: bool = True,
+) -> None:
+    """Inputs of the first draft step, from what the verify pass left on the device.
+
+    verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
+    own_limits: whether thresholds of the table and of requests count, which are for the gate that they were given for.
+    Rows that do not draft get the request -1. Every row starts without a drafted token.
+    """
+    rows, k = state.draft_tokens.shape
+    buffers, allowed = state.buffers, state.allowances
+    _begin_round[(1,)](
+        buffers.input_ids,
+        buffers.positions,
+        buffers.seq_lens,
+        buffers.query_start_loc,
+        state.sample_positions,
+        state.idx_mapping,
+        state.requests,
+        state.draft_tokens,
+        state.confidences,
+        state.lengths,
+        state.row_steps,
+        state.row_limits,
+        state.step,
+        state.limit,
+        state.round_limit,
+        state.active,
+        state.going,
+        state.counts,
+        allowed.cells,
+        allowed.cell_limits,
+        allowed.own_lengths,
+        allowed.own_limits,
+        allowed.ladder,
+        allowed.rises,
+        allowed.falls,
+        allowed.rates,
+        allowed.rungs,
+        allowed.usual,
+        batch.seq_lens,
+        *verdict,
+        batch.num_reqs,
+        rows,
+        state.max_model_len,
+        steps,
+        len(allowed.cells),
+        acceptance.WEIGHT,
+        acceptance.USUAL_WEIGHT,
+        K=k,
+        ROWS=triton.next_power_of_2(rows + 1),
+        RUNGS=len(allowed.ladder),
+        LIMITS=own_limits,
+    )

@@ -1,0 +1,22 @@
+"""New requests of vLLM's V2 model runner, made known to the speculator before it first drafts for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
+    """Replacement for `GPUModelRunner.add_requests`."""
+
+    @functools.wraps(original)
+    def add_requests(self: Any, scheduler_output: Any) -> None:
+        original(self, scheduler_output)
+        tell = getattr(self.speculator, "add_requests", None)  # vLLM's own speculators have none
+        new = scheduler_output.scheduled_new_reqs
+        if tell is not None and new:
+            slots = self.req_states.req_id_to_index
+            tell([slots[one.req_id] for one in new], [one.sampling_params for one in new])
+
+    return add_requests

@@ -1,0 +1,119 @@
+"""How many places for drafts the scheduler plans for each request of the next verify pass, on vLLM's V2 model runner.
+
+The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many places, for
+the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on the
+device (begin.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and by
+its own wish, and not at all where nobody may, or where what was accepted lately does not pay for drafting. Steps
+without places are vLLM's plain decode steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from selfspec_cli.early_exit.acceptance import BatchSwitch
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.requests import own_settings
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+Method = Callable[..., Any]
+
+
+def widths(settings: ResolvedSettings) -> tuple[int, ...]:
+    """Places for drafts that a verify pass may have a request, the most first: decode graphs are captured for these."""
+    return tuple(sorted({settings.k, *settings.table.lengths, 0}, reverse=True))
+
+
+class WidthPlanner:
+    """Plans for one scheduler."""
+
+    def __init__(self, settings: ResolvedSettings) -> None:
+        self.k, self.widths = settings.k, widths(settings)
+        self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
+        self._settings, self._table = settings, settings.table
+        self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
+
+    def width(self, output: Any, requests: Mapping[str, Any]) -> int:
+        """Places a request in the step after `output`, which was just scheduled.
+
+        output: vLLM's SchedulerOutput. requests: the scheduler's, by name, not advanced by this step yet.
+        """
+        for new in output.scheduled_new_reqs:
+            own = own_settings(new.sampling_params, self._settings)
+            if own.k is not None:
+                self._own[new.req_id] = own
+        for name in output.finished_req_ids:
+            self._own.pop(name, None)
+        scheduled = output.num_scheduled_tokens
+        wanted = self._longest(scheduled, requests)
+        width = min(width for width in self.widths if width >= wanted)
+        if self.switch is not None:
+            self.switch.forget(output.finished_req_ids)
+            if width and not self.switch.open(scheduled.keys(), width, self._table.at(len(scheduled)).cost):
+                return 0
+        return width
+
+    def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> int:
+        """The most that any scheduled request may draft after its step."""
+        load = len(scheduled)
+        if not (self._table.by_context or self._own):
+            return self._table.at(load).k
+        longest = 0
+        for name, tokens in scheduled.items():
+            request = requests[name]
+            context = request.num_computed_tokens + tokens
+            if context < request.num_tokens:
+                continue  # inside its prefill, where nothing is drafted
+            own = self._own.get(name, NOTHING).k
+            length = self._table.at(load, context).k
+            longest = max(longest, length if own is None else min(length, own))
+            if longest == self.k:
+                break
+        return longest
+
+
+_planners: WeakKeyDictionary[Any, WidthPlanner | None] = WeakKeyDictionary()
+
+
+def planner_of(scheduler: Any) -> WidthPlanner | None:
+    """The planner of a scheduler; None without early exit, and for the V1 runner, whose drafts are there in time."""
+    if scheduler not in _planners:
+        settings = settings_of(scheduler.vllm_config) if scheduler.use_v2_model_runner else None
+        _planners[scheduler] = None if settings is None or not settings.verify else WidthPlanner(settings)
+    return _planners[scheduler]
+
+
+def plan_drafts(original: Method) -> Method:
+    """Replacement for `Scheduler._update_after_schedule`, after which the asynchronous scheduler hands out places."""
+
+    @functools.wraps(original)
+    def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
+        planner = planner_of(self)
+        if planner is not None and scheduler_output.num_scheduled_tokens:
+            width = planner.width(scheduler_output, self.requests)
+            scheduler_output.num_spec_tokens_to_schedule = width
+            # A new request of one token is padded to k places to keep a step's shape; with this list it is not.
+            most = self.scheduler_config.max_num_seqs
+            self.dynamic_sd_lookup = None if width == planner.k else [width] * (most + 1)
+        original(self, scheduler_output)
+
+    return _update_after_schedule
+
+
+def hear_verdicts(original: Method) -> Method:
+    """Replacement for `Scheduler.make_spec_decoding_stats`, which is called for each request that had drafts."""
+
+    @functools.wraps(original)
+    def make_spec_decoding_stats(
+        self: Any, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        planner = planner_of(self)
+        if planner is not None and planner.switch is not None and num_draft_tokens:
+            planner.switch.verdict(kwargs["request_id"], num_accepted_tokens)
+        return original(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    return make_spec_decoding_stats

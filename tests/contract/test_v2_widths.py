@@ -1,0 +1,230 @@
+"""How wide the V2 scheduler plans its verify passes, and the decode graphs there are for it; starts no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+K = 4
+
+
+def settings(**spec):
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": K, **spec}, 24)
+
+
+def planner(**spec):
+    from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner
+
+    return WidthPlanner(settings(**spec))
+
+
+def step(requests, new=(), finished=(), tokens=1):
+    """A step over requests by name: context before it, length with what is known of the prompt, own k."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=asked)) for name, asked in new
+        ],
+        finished_req_ids=set(finished),
+        num_scheduled_tokens=dict.fromkeys(requests, tokens),
+        num_spec_tokens_to_schedule=K,
+    )
+
+
+def running(**contexts):
+    return {name: SimpleNamespace(num_computed_tokens=context, num_tokens=context + 1)
+            for name, context in contexts.items()}  # fmt: skip
+
+
+def test_the_width_is_the_tables_at_the_number_of_requests():
+    plan = planner(length_table="3:2 5:0")
+    assert plan.widths == (4, 2, 0)
+    for load, width in ((1, 4), (2, 4), (3, 2), (4, 2), (5, 0), (9, 0)):
+        requests = running(**{f"r{number}": 10 for number in range(load)})
+        assert plan.width(step(requests), requests) == width
+
+
+def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
+    plan = planner(length_table="1:2 1@100:0 1@200:4")
+    for contexts, width in (((10, 150), 2), ((150, 150), 0), ((150, 250), 4), ((98, 99), 2)):
+        requests = running(**{f"r{number}": context for number, context in enumerate(contexts)})
+        assert plan.width(step(requests), requests) == width
+
+
+def test_a_request_inside_its_prefill_wants_nothing():
+    plan = planner(length_table="1:4 1@100:0")
+    requests = running(old=500) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
+    assert plan.width(step(requests, tokens=32), requests) == 0
+    assert plan.width(step(requests, tokens=64), requests) == 4
+
+
+def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_takes_the_next_width():
+    plan = planner(length_table="100:2")
+    requests = running(a=10, b=10)
+    off = {"selfspec_k": 0}
+    assert plan.width(step(requests, new=[("a", off), ("b", off)]), requests) == 0
+    requests |= running(c=10)
+    assert plan.width(step(requests, new=[("c", {"selfspec_k": 1})]), requests) == 2
+    requests |= running(d=10)
+    assert plan.width(step(requests, new=[("d", None)]), requests) == 4
+    del requests["c"], requests["d"]
+    assert plan.width(step(requests, finished=["c", "d"]), requests) == 0
+    assert set(plan._own) == {"a", "b"}
+
+
+def test_a_wish_that_came_past_the_check_counts_for_nothing(caplog):
+    plan, requests = planner(), running(a=10)
+    assert plan.width(step(requests, new=[("a", {"selfspec_k": 99})]), requests) == K
+
+
+def test_without_acceptance_nothing_is_planned():
+    plan, requests = planner(adaptive_length=True), running(a=10, b=10)
+    planned = []
+    for _ in range(100):
+        planned.append(plan.width(step(requests), requests))
+        if planned[-1]:
+            for name in requests:
+                plan.switch.verdict(name, 0)
+    assert planned[0] == K
+    assert planned.count(0) > 75
+
+
+# ---- what the scheduler does with it ---------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Stands for vLLM's: its method hands out as many places as the output says."""
+
+    use_v2_model_runner = True
+
+    def __init__(self, **spec):
+        from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+
+        config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
+        self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None)
+        self.scheduler_config = SimpleNamespace(max_num_seqs=8)
+        self.requests, self.dynamic_sd_lookup, self.handed = running(a=10), None, []
+
+    def _update_after_schedule(self, scheduler_output):
+        self.handed.append(scheduler_output.num_spec_tokens_to_schedule)
+
+    def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens, num_invalid, request_id):
+        return request_id
+
+
+def advance(scheduler, **more):
+    from selfspec_cli.vllm_plugin.v2.widths import plan_drafts
+
+    plan_drafts(Scheduler._update_after_schedule)(scheduler, step(scheduler.requests, **more))
+    return scheduler.handed[-1]
+
+
+def test_the_scheduler_hands_out_what_was_planned_and_pads_new_requests_only_to_the_full_width():
+    scheduler = Scheduler(length_table="2:0")
+    assert advance(scheduler) == K
+    assert scheduler.dynamic_sd_lookup is None
+    scheduler.requests |= running(b=10)
+    assert advance(scheduler) == 0
+    assert scheduler.dynamic_sd_lookup == [0] * 9
+    scheduler.requests.pop("b")
+    assert advance(scheduler, finished=["b"]) == K
+    assert scheduler.dynamic_sd_lookup is None
+
+
+def test_other_schedulers_are_left_alone():
+    scheduler = Scheduler()
+    scheduler.use_v2_model_runner = False
+    assert advance(scheduler) == K
+    plain = Scheduler()
+    plain.vllm_config = SimpleNamespace(speculative_config=None, additional_config=None)
+    assert advance(plain) == K
+
+
+def test_verdicts_reach_the_planner_of_their_scheduler():
+    from selfspec_cli.vllm_plugin.v2.widths import hear_verdicts, planner_of
+
+    one, other = Scheduler(adaptive_length=True), Scheduler(adaptive_length=True)
+    hear = hear_verdicts(Scheduler.make_spec_decoding_stats)
+    assert hear(one, None, num_draft_tokens=4, num_accepted_tokens=3, num_invalid=None, request_id="a") == "a"
+    assert planner_of(one).switch._gained.keys() == {"a"}
+    assert not planner_of(other).switch._gained
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def manager(spec, **more):
+    """vLLM's manager with our widths, as far as it plans its captures."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+    from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
+
+    kind = with_every_width(ModelCudaGraphManager)
+    made = kind.__new__(kind)
+    speculative = None
+    if spec is not None:
+        values = {SETTINGS_KEY: settings(**spec).to_dict(), "uses_dynamic_speculative_decoding": lambda: False}
+        speculative = SimpleNamespace(**values)
+    made.vllm_config = SimpleNamespace(
+        speculative_config=speculative, additional_config=None, num_speculative_tokens=K,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )  # fmt: skip
+    made.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=[1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40], max_cudagraph_capture_size=40
+    )
+    made.max_num_reqs, made.decode_query_len, made.varlen_decode, made.ubatch_runner = 8, K + 1, False, None
+    made.cudagraph_mode, made.lora_capture_cases = CUDAGraphMode.FULL_AND_PIECEWISE, [0]
+    made._lora_dispatch_map, made._max_lora_case = {}, 0
+    made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
+    for name, value in more.items():
+        setattr(made, name, value)
+    made._init_candidates()
+    return made
+
+
+def graph_of(manager, requests, drafts):
+    found = manager.dispatch(requests, requests * (1 + drafts), 1 + drafts, 0)
+    return found.cg_mode.name, found.num_tokens, found.uniform_token_count
+
+
+@pytest.mark.parametrize("requests", [1, 3, 8])
+def test_a_step_without_drafts_replays_the_graph_that_plain_vllm_would(requests):
+    plain = manager(None, decode_query_len=1)
+    drafting = manager({"length_table": "4:2"})
+    assert graph_of(drafting, requests, 0) == graph_of(plain, requests, 0)
+    assert graph_of(drafting, requests, 0)[0] == "FULL"
+
+
+def test_there_is_a_full_graph_for_every_width_and_for_no_other():
+    drafting = manager({"length_table": "4:2"})
+    for requests in range(1, 9):
+        for width in (4, 2, 0):
+            mode, tokens, uniform = graph_of(drafting, requests, width)
+            assert (mode, uniform) == ("FULL", width + 1)
+            assert tokens >= requests * (width + 1)
+        assert graph_of(drafting, requests, 3)[0] == "PIECEWISE"
+
+
+def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others():
+    from vllm.config.compilation import CUDAGraphMode
+
+    found = manager({})._capture_descs[CUDAGraphMode.FULL]
+    assert [one.num_tokens for one in found] == sorted((one.num_tokens for one in found), reverse=True)
+    assert {one.uniform_token_count for one in found} == {K + 1, 1}
+    assert len(found) == len(set(found))
+
+
+def test_engines_without_early_exit_and_graphs_for_any_mix_are_left_alone():
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    for made in (manager(None), manager({}, varlen_decode=True)):
+        candidates, captured = made._candidates, made._capture_descs
+        made._candidates, made._capture_descs = {}, {}
+        ModelCudaGraphManager._init_candidates(made)
+        assert (candidates, captured) == (made._candidates, made._capture_descs)

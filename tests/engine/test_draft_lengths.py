@@ -1,0 +1,124 @@
+"""Draft lengths by load, by context, by request and by acceptance: followed in every round, and lossless."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB
+
+pytestmark = pytest.mark.engine
+
+K = 6
+VLLMS = [[1, 2, K], [3, 4, 2], [5, 8, 0]]  # vLLM's way to write a table
+TABLE = "1:6 1@120:1 3:3 3@60:0 3@110:6 6:2/0.6"
+PROMPTS = ragged_prompts(16, VOCAB, seed=4)
+ASKED: list[dict[str, Any] | None] = [
+    None,
+    {"selfspec_k": 0},
+    {"selfspec_k": 1},
+    {"selfspec_threshold": 0.0, "mine": 1},
+]
+
+
+def asked(number: int) -> dict[str, Any]:
+    return ASKED[number % 4] or {}
+
+
+def parameters(own: bool) -> list[Any]:
+    """The batch shrinks towards the end. own: requests ask for something of their own, by turns."""
+    return [greedy(24 + 6 * number, **({"extra_args": asked(number) or None} if own else {}))
+            for number in range(len(PROMPTS))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir) -> list[list[int]]:
+    with live(model_dir("llama")) as engine:
+        return tokens(engine.generate(PROMPTS, parameters(own=False)))
+
+
+Seen = list[tuple[int, int, str, int]]
+
+
+def watch(engine: Live) -> Seen:
+    """Every request of every round from now on: requests in the batch, its context, its name, its drafts."""
+    seen: Seen = []
+
+    def begin(worker: Any) -> None:
+        drafter = worker.model_runner.drafter
+        propose = drafter.propose
+
+        def watched(num_speculative_tokens: int, **arguments: Any) -> list[list[int]]:
+            batch = drafter.runner.input_batch
+            contexts = (batch.num_tokens_no_spec[: batch.num_reqs] - 1).tolist()
+            drafts = propose(num_speculative_tokens, **arguments)
+            sampled = drafter._sampled
+            seen.extend((len(drafts), context, name, len(draft)) for context, name, draft, one
+                        in zip(contexts, batch.req_ids, drafts, sampled, strict=False) if one)  # fmt: skip
+            return drafts
+
+        drafter.propose = watched
+
+    engine.llm.collective_rpc(begin)
+    return seen
+
+
+def test_vllms_list_of_lengths_by_batch_size_is_followed(model_dir, plain):
+    spec = layer_skip(LAYERS // 2, K, num_speculative_tokens_per_batch_size=VLLMS)
+    with live(model_dir("llama"), spec) as engine:
+        seen = watch(engine)
+        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
+        engine.counts().require_both_verdicts()
+    lengths = {load: {drafted for size, _, _, drafted in seen if size == load} for load in (1, 2, 3, 4, 5, 8)}
+    assert lengths == {1: {K}, 2: {K}, 3: {2}, 4: {2}, 5: {0}, 8: {0}}
+
+
+def test_load_context_and_requests_own_wishes_together_while_requests_are_preempted(model_dir, plain):
+    """Two dozen blocks for eight requests: some are thrown out and computed again."""
+    spec = layer_skip(LAYERS // 2, K, length_table=TABLE, gate="maxp", tau=0.3)
+    with live(model_dir("llama"), spec, kv_cache_memory_bytes=24 * 2**16, max_model_len=384) as engine:
+        seen = watch(engine)
+        outputs = engine.generate(PROMPTS, parameters(own=True))
+        assert not differing(tokens(outputs), plain)
+        engine.counts().require_both_verdicts()
+        (preempted,) = (m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        table = engine.llm.collective_rpc(lambda worker: worker.model_runner.drafter.lengths.table)[0]
+    assert preempted > 0
+    first = min(int(output.request_id) for output in outputs)
+    number = {name: int(name.split("-")[0]) - first for _, _, name, _ in seen}
+    kinds = set()
+    for load, context, name, drafted in seen:
+        cell, own = table.at(load, context), asked(number[name])
+        most = min(cell.k, own.get("selfspec_k", K))
+        assert drafted <= most, (load, context, name)
+        kinds.add((cell.k, own.get("selfspec_k"), "selfspec_threshold" in own, drafted == most))
+        if "selfspec_threshold" in own:
+            assert drafted == most  # its gate never closes
+    assert {0, 1, 2, 3, 6} <= {k for k, *_ in kinds}
+    assert (2, None, False, False) in kinds  # the table's own threshold closed a gate
+    assert {drafted for *_, name, drafted in seen if asked(number[name]).get("selfspec_k") == 0} == {0}
+
+
+def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
+    """An exit after one layer is hardly ever right: with a dear draft, most rounds go without."""
+    spec = layer_skip(1, K, adaptive_length=True, draft_cost=0.6)
+    with live(model_dir("llama"), spec) as engine:
+        seen = watch(engine)
+        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
+        engine.counts().require_both_verdicts()
+    lengths = [drafted for *_, drafted in seen]
+    assert max(lengths[:40]) == K
+    assert lengths[200:].count(0) > 0.6 * len(lengths[200:])
+
+
+def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
+    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
+        for wrong, message in (
+            ({"selfspec_k": K + 1}, f"selfspec_k = {K + 1} is out of range; allowed: whole numbers from 0"),
+            ({"selfspec_threshold": 0.5}, "gate 'none' has no threshold"),
+            ({"selfspec_length": 2}, "did you mean"),
+        ):
+            with pytest.raises(ValueError, match=message.split(";")[0]):
+                engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], greedy(8, extra_args=wrong), use_tqdm=False)
+        assert not differing(tokens(engine.generate(PROMPTS[:3], parameters(own=False)[:3])), plain[:3])

@@ -1,0 +1,162 @@
+"""How much each request may draft, as the device decides it, against the plain functions. Run as kernels_interpreted.py
+is, by test_v2_kernels.py."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels_interpreted import DEVICE, MAX_LEN, begin, end_step, sharp_and_flat
+
+from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, WEIGHT, Ladder
+from selfspec_cli.early_exit.estimate import trials, updated
+from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.vllm_plugin.v2.begin import begin_round
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+
+ROWS, K = 6, 5
+TABLE = LengthTable.parse("1:4 1@30:1 3:2 3@20:0 3@40:5 5:0", K)
+
+
+def new_state(table: LengthTable | None = None, ladder: Ladder | None = None) -> DraftState:
+    buffers = SimpleNamespace(
+        input_ids=torch.zeros(ROWS, dtype=torch.int32),
+        positions=torch.zeros(ROWS, dtype=torch.int64),
+        seq_lens=torch.zeros(ROWS, dtype=torch.int32),
+        query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
+    )
+    mapping, tokens = torch.full((ROWS,), -1), torch.zeros(ROWS, K, dtype=torch.int64)
+    places, confidences = torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS, K)
+    return DraftState.around(buffers, mapping, places, tokens, confidences, torch.tensor(0), MAX_LEN, table, ladder)
+
+
+def drafted(state: DraftState, requests: int) -> list[int]:
+    """Run the loop as the device does, and say how many tokens each row drafted."""
+    end = end_step(rows=ROWS)
+    while int(state.active):
+        end(state, sharp_and_flat(ROWS))
+    return state.lengths[torch.arange(ROWS - 1, ROWS - 1 - requests, -1)].tolist()
+
+
+@pytest.mark.parametrize("requests", range(1, ROWS + 1))
+def test_the_table_decides_by_load_and_by_each_requests_context(requests):
+    contexts = [10, 19, 20, 30, 39, 40][:requests]
+    state = new_state(TABLE)
+    begin(state, contexts, steps=K)
+    wanted = [TABLE.at(requests, context).k for context in contexts]
+    assert state.row_steps[:requests].tolist() == wanted
+    assert int(state.active) == sum(length > 0 for length in wanted)
+    assert drafted(state, requests) == wanted
+
+
+def test_the_widths_of_the_verify_pass_and_of_the_live_engine_hold_beside_the_table():
+    state = new_state(LengthTable.parse("1:4", K))
+    begin(state, [10, 10], steps=3)
+    assert state.row_steps[:2].tolist() == [3, 3]
+    state.limit.fill_(2)
+    begin(state, [10, 10], steps=3)
+    assert drafted(state, 2) == [2, 2]
+
+
+def test_a_requests_own_length_holds_beside_the_table_until_another_takes_its_slot():
+    state = new_state(LengthTable.parse("1:4", K))
+    own = [RequestSettings(0), RequestSettings(2), RequestSettings(5), NOTHING]
+    state.allowances.add([5, 4, 3, 2], own, [math.nan] * 4)
+    assert state.allowances.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
+    begin(state, [10] * 4, steps=K)
+    assert state.requests.tolist() == [-1, 4, 3, 2, -1, -1]
+    assert drafted(state, 4) == [0, 2, 4, 4]
+    state.allowances.add([5], [NOTHING], [math.nan])
+    begin(state, [10] * 4, steps=K)
+    assert drafted(state, 4) == [4, 2, 4, 4]
+
+
+def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_the_gates_own():
+    state = new_state(LengthTable.parse("1:5 1@20:5/0.9", K))
+    gate = DeviceGate(state, "maxp", 0.0, None)
+    state.allowances.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.9)]))
+    state.allowances.add([4, 2], [NOTHING, NOTHING], [0.99, 0.0])
+    logits = torch.zeros(ROWS, 2100)
+    logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95
+    for own_limits, wanted in ((True, [5, 1, 5, 5, 5]), (False, [5] * 5)):
+        batch = SimpleNamespace(seq_lens=torch.tensor([10, 10, 20, 20, 20], dtype=torch.int32), num_reqs=5)
+        state.idx_mapping[:5] = torch.tensor([5, 4, 3, 2, 1])
+        one, none = torch.ones(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+        begin_round(state, batch, K, (one, none, torch.arange(ROWS)), own_limits)
+        end = end_step(rows=ROWS)
+        while int(state.active):
+            end(state, logits)
+        assert state.lengths[[5, 4, 3, 2, 1]].tolist() == wanted
+    state.allowances.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.97)]))
+    begin(state, [10, 10, 20, 20, 20], steps=K)
+    end(state, logits)
+    assert (state.buffers.seq_lens > 0).tolist() == [True, False, False, True, False, False]
+
+
+def test_a_round_in_which_rows_end_by_their_own_length_is_not_ended_by_the_gate():
+    state = new_state(LengthTable.parse("1:4 1@20:1", K))
+    begin(state, [10, 30], steps=K)
+    assert drafted(state, 2) == [4, 1]
+    counted = state.snapshot()
+    assert (counted["gate_ended"], counted["steps"], counted["drafted"]) == (0, 4, 5)
+
+
+# ---- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def test_the_estimate_and_its_rungs_are_the_plain_functions():
+    ladder, draw = Ladder.of(K, 0.25), random.Random(0)
+    state = new_state(None, ladder)
+    rates, rungs, usual = [1.0] * ROWS, [len(ladder.lengths)] * ROWS, 1.0
+    likely = [0.0, 0.3, 0.6, 0.9, 1.0]
+    seen = set()
+    for _ in range(60):
+        before = [int(length) for length in state.lengths.flip(0)[: len(likely)]]
+        stood = []
+        for length, rate in zip(before, likely, strict=True):
+            stood.append(next((n for n in range(length) if draw.random() >= rate), length))
+        begin(state, [10] * len(likely), sampled=[1 + n for n in stood], steps=K)
+        judged = [trials(n, length) if length else 0 for n, length in zip(stood, before, strict=True)]
+        usual = updated(usual, sum(stood), sum(judged), USUAL_WEIGHT)
+        for row, (accepted, tried) in enumerate(zip(stood, judged, strict=True)):
+            rates[row] = updated(rates[row], accepted, tried, WEIGHT)
+            if tried:
+                rungs[row] = max(ladder.rung(rates[row], rungs[row]), 1)
+        flip = torch.arange(ROWS - 1, -1, -1)
+        torch.testing.assert_close(state.allowances.rates[flip], torch.tensor(rates), atol=1e-5, rtol=1e-5)
+        assert state.allowances.rungs[flip].tolist() == rungs
+        assert float(state.allowances.usual) == pytest.approx(usual, abs=1e-5)
+        wanted = [ladder.length(rung) for rung in rungs[: len(likely)]]
+        assert state.row_steps[: len(likely)].tolist() == wanted
+        seen |= set(wanted)
+        state.lengths[flip[: len(likely)]] = torch.tensor(wanted, dtype=torch.int32)  # the loop's own work
+        assert state.lengths.device.type == DEVICE
+    assert rungs[0] == 1
+    assert rungs[4] == len(ladder.lengths)
+    assert len(seen) > 2
+
+
+def test_a_new_request_begins_with_what_is_usual():
+    ladder = Ladder.of(K, 0.25)
+    state = new_state(None, ladder)
+    state.allowances.usual.fill_(0.5)
+    state.allowances.rates.fill_(0.1)
+    state.allowances.rungs.fill_(1)
+    state.allowances.add([3, 0], [NOTHING, NOTHING], [math.nan, math.nan])
+    torch.testing.assert_close(state.allowances.rates, torch.tensor([0.5, 0.1, 0.1, 0.5, 0.1, 0.1]))
+    assert state.allowances.rungs.tolist() == [len(ladder.lengths), 1, 1] * 2
+
+
+def test_requests_inside_their_prefill_and_rounds_without_drafts_teach_nothing():
+    state = new_state(None, Ladder.of(K, 0.25))
+    state.lengths.fill_(3)
+    begin(state, [10, 10], sampled=[0, 4], steps=0)
+    assert state.allowances.rates[5] == 1.0
+    assert not state.row_steps.any()
+    assert state.lengths[[5, 4]].tolist() == [0, 0]
+    begin(state, [10, 10], steps=K)  # the verdict on drafts that were not made
+    assert state.allowances.rates[[5, 4]].tolist() == [1.0, 1.0]

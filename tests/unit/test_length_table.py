@@ -1,0 +1,116 @@
+"""The table of draft lengths by load: what is read, what is refused, and which entry is in force."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.length_table import Cell, LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+
+def lengths(table: LengthTable, *places: tuple[int, int]) -> list[int]:
+    return [table.at(*place).k for place in places]
+
+
+def test_the_last_entry_that_is_reached_is_in_force():
+    table = LengthTable.parse("33:3 129:0 129@8192:2/0.4", 5)
+    assert lengths(table, (1, 0), (32, 10**6), (33, 0), (128, 9000), (129, 8191), (129, 8192), (4000, 10**6)) == \
+        [5, 5, 3, 3, 0, 2, 2]  # fmt: skip
+    assert table.at(200, 9000).threshold == 0.4
+    assert table.at(200, 0).threshold is None
+    assert table.lengths == (5, 3, 2, 0)
+    assert table.by_context
+
+
+def test_the_order_of_writing_does_not_matter_and_its_own_spelling_reads_back_equal():
+    table = LengthTable.parse(" 129@8192:2/0.40 129:0*0.5\n33:3", 5)
+    assert str(table) == "1:5 33:3 129:0*0.5 129@8192:2/0.4"
+    assert LengthTable.parse(str(table), 5) == table
+    assert table.at(129).cost == 0.5
+
+
+def test_an_entry_for_any_batch_may_be_shorter_than_k():
+    assert lengths(LengthTable.parse("1:2 4:0", 5), (1, 0), (3, 0), (4, 0)) == [2, 2, 0]
+
+
+def test_a_context_alone_switches_off():
+    assert lengths(LengthTable.parse("1@4096:0", 5), (1, 4095), (1, 4096), (64, 0)) == [5, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no entry"),
+        ("33", "'33' is no entry; it is written REQUESTS"),
+        ("33:3,64:0", "'33:3,64:0' is no entry"),
+        ("a:3", "is no entry"),
+        ("33:-1", "is no entry"),
+        ("0:3", "allowed: 1 to"),
+        ("33:6", "drafts more than the engine's k; allowed: 0 to 5"),
+        ("33:3 33:2", "two entries are for the same load, 33:3 and 33:2"),
+        ("33@100:3", "add one for the others, such as 33:5"),
+        ("33:3/x", "'x' in the entry '33:3/x' must be a number"),
+        ("33:3/nan", "must be a number"),
+        ("33:3*-1", "must be a number of 0 or more"),
+        (f"{2**31}:3", "out of range"),
+        (7, "must be text, not int"),
+    ],
+)
+def test_what_is_no_table_is_refused(text, message):
+    with pytest.raises(SettingsError) as error:
+        LengthTable.parse(text, 5)
+    assert message in str(error.value)
+
+
+def test_vllms_list_means_the_same():
+    table = LengthTable.from_vllm([[5, 8, 0], [1, 2, 9], [3, 3, 2]], 6)
+    assert lengths(table, *((n, 0) for n in range(1, 10))) == [6, 6, 2, 2, 0, 0, 0, 0, 0]
+
+
+def test_vllms_own_lookup_agrees():
+    utils = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils")
+    ranges = [[1, 4, 5], [9, 16, 2], [20, 20, 0]]
+    theirs = utils.build_dynamic_sd_schedule_lookup(ranges, vllm_max_batch_size=40, vllm_num_speculative_tokens=4)
+    assert theirs[1:] == lengths(LengthTable.from_vllm(ranges, 4), *((n, 0) for n in range(1, 41)))
+
+
+@pytest.mark.parametrize("ranges", [[], "x", [[1, 2]], [[2, 3, 1]], [[1, 3, 1], [3, 4, 1]], [[3, 1, 1]], [[1, 2, -1]],
+                                    [[1, 2, True]], [[1.5, 2, 3]]])  # fmt: skip
+def test_what_is_no_list_of_vllms_is_refused(ranges):
+    with pytest.raises(SettingsError, match="num_speculative_tokens_per_batch_size"):
+        LengthTable.from_vllm(ranges, 5)
+
+
+# ---- in a speculative_config -----------------------------------------------------------------------------------------
+
+
+def resolved(**spec) -> ResolvedSettings:
+    keys = ("num_speculative_tokens_per_batch_size",)
+    spec = {"method": "layer_skip", "num_speculative_tokens": 5, **spec}
+    return ResolvedSettings.from_user(spec, 24, passthrough=keys)
+
+
+def test_both_ways_of_writing_give_one_table_that_travels():
+    ours = resolved(length_table="3:2 5:0")
+    theirs = resolved(num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 2], [5, 8, 0]])
+    assert ours.table == theirs.table
+    assert ResolvedSettings.from_dict(ours.to_dict()) == ours
+    assert resolved().table.cells == (Cell(1, 0, 5),)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"length_table": "3:9"}, "allowed: 0 to 5"),
+        ({"length_table": [[1, 2]]}, "must be text"),
+        ({"length_table": "3:2", "num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, "mean the same setting"),
+        ({"length_table": "3:2/0.4"}, "gate 'none' has no threshold"),
+        ({"length_table": "3:2/1.4", "gate": "maxp"}, "out of range for gate 'maxp'; allowed: from 0 to 1"),
+        ({"length_table": "3:2", "method": "skip"}, "not used by method 'skip'"),
+    ],
+)
+def test_a_table_that_cannot_be_followed_is_refused(spec, message):
+    with pytest.raises(SettingsError) as error:
+        resolved(**spec)
+    assert message in str(error.value)

@@ -1,0 +1,49 @@
+"""What a request may ask of drafting, and how it is told that it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+
+def settings(**spec):
+    return ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 5, **spec}, 24)
+
+
+def test_a_length_and_a_threshold():
+    asked = {"selfspec_k": 2, "selfspec_threshold": 0.7, "session_id": "somebody else's"}
+    assert RequestSettings.of(asked, settings(gate="maxp")) == RequestSettings(2, 0.7)
+    assert RequestSettings.of({"selfspec_k": 0}, settings()) == RequestSettings(0)
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"session_id": 3}, {"selfspec_k": None}])
+def test_nothing_asked(nothing):
+    assert RequestSettings.of(nothing, settings()) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"selfspec_k": 6}, "selfspec_k = 6 is out of range; allowed: whole numbers from 0 (no drafts)"),
+        ({"selfspec_k": -1}, "allowed: whole numbers from 0"),
+        ({"selfspec_k": "3"}, "selfspec_k = '3' is out of range"),
+        ({"selfspec_k": True}, "selfspec_k = True"),
+        ({"selfspec_k": 1.5}, "selfspec_k = 1.5"),
+        ({"selfspec_K": 2}, "did you mean 'selfspec_k'?"),
+        ({"selfspec_gate": "maxp"}, "request setting 'selfspec_gate' is not known; allowed: selfspec_k"),
+        ({"selfspec_threshold": 0.4}, "gate 'none' has no threshold"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(asked, message):
+    with pytest.raises(SettingsError) as error:
+        RequestSettings.of(asked, settings())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("value", [1.5, "0.4", float("nan")])
+def test_a_threshold_is_checked_against_the_engines_gate(value):
+    with pytest.raises(SettingsError, match="selfspec_threshold"):
+        RequestSettings.of({"selfspec_threshold": value}, settings(gate="maxp"))

@@ -62,8 +62,8 @@ LIMIT = 560  # seconds for one shape
 
 def words(name: str, folder: Path, results: Path, options: argparse.Namespace) -> list[str]:
     """The command line of one shape."""
-    fixed = [f"model={folder}", f"model.name={name}", "model.dtype=bfloat16", "engine=h100", f"layer={LAYERS // 2}",
-             "k=4", "engine.kv_cache_gib=1", "engine.max_num_seqs=64", f"results_dir={results}"]  # fmt: skip
+    fixed = [f"model={folder}", f"model.name={name}", "model.dtype=bfloat16", "engine=h100", "k=4"]
+    fixed += [f"layer={LAYERS // 2}", "engine.kv_cache_gib=1", "engine.max_num_seqs=64", f"results_dir={results}"]
     fixed += ["engine.extra.skip_tokenizer_init=true"] if name == "llama_small_vocab" else []
     fixed += ["--batch-invariant"] if options.batch_invariant else []
     fixed += ["--plant", options.plant] if options.plant else []

@@ -25,7 +25,7 @@ from selfspec_cli.stages.verify.arm import Wanted
 
 pytestmark = pytest.mark.engine
 
-SMALL = cases.Size(requests=9, tokens=(16, 24, 32), batch=4, gates=1, samples=256)
+SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192)
 LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
 NEEDED = ("preempted", "gate")  # beside mixed and cache
 
@@ -47,8 +47,8 @@ def folder(tmp_path_factory):
 def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What a run finds with nothing planted ("clean": every case; "again": another seed), and with each fault."""
     cfg = config(folder, tmp_path_factory.mktemp("results"))
-    asked = {"clean": Wanted(SMALL), "again": Wanted(SMALL, only=NEEDED)}
-    asked |= {kind: Wanted(replace(SMALL, gates=1), only=NEEDED, plant=kind) for kind in LIVE}
+    asked = {"clean": Wanted(SMALL), "again": Wanted(SMALL, only=NEEDED, brief=True)}
+    asked |= {kind: Wanted(SMALL, only=NEEDED, plant=kind, brief=True) for kind in LIVE}
     settings = run.engine_config(cfg, Wanted(SMALL))
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
@@ -65,7 +65,7 @@ def test_a_right_engine_is_lossless(documents, name, report):
     assert (found["verdict"], found["suspect"]) == ("lossless", None), found
     assert 0 < found["accepted"] < found["drafted"]
     assert all(proof["caught"] for proof in found["proof"].values())
-    assert set(found["proof"]) == set(verdict.PLANTED_FOR_PROOF)
+    assert set(found["proof"]) == (set(verdict.PLANTED_FOR_PROOF) if name == "clean" else set())
 
 
 def test_the_cases_are_what_they_say(documents):

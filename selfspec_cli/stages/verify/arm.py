@@ -30,7 +30,7 @@ class Wanted:
 
     only: groups of cases, empty for all. tolerance: None is that of the dtype. plant: a fault that stays in the arm's
     engine for the whole run, or EVERY for runs without and with each of them. probabilistic: drafts are drawn, not the
-    likeliest tokens. repeat: runs on one engine.
+    likeliest tokens. repeat: runs on one engine. brief: nothing is planted for proof, and one way to sample is enough.
     """
 
     size: Size = cases.QUICK
@@ -41,13 +41,14 @@ class Wanted:
     plant: str | None = None
     probabilistic: bool = False
     repeat: int = 1
+    brief: bool = False
 
     @property
     def settings(self) -> list[str]:
         """The ways to sample."""
         if not self.size.samples:
             return []
-        return list(sampling.SETTINGS if self.thorough else sampling.QUICK)
+        return list(sampling.SETTINGS if self.thorough else sampling.QUICK)[: 1 if self.brief else None]
 
 
 @dataclass
@@ -103,13 +104,14 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
         facts = replace(facts, gates=_gates(engine, cases.requests(facts, wanted.size)))
     arm = Arm(seed, facts, claimed=_claimed(cfg), cases=_chosen(cases.all_cases(facts, wanted.size), cfg, wanted))
     _restore(engine, cfg)
-    engine.call("early_exit_plant", "accept_one_more")
-    asking.forget_prefixes(engine)
-    arm.proof = asking.answers(engine, arm.proof_requests(wanted.size), batch=4)
-    if wanted.size.samples:
-        engine.call("early_exit_plant", "biased_sampler")
-        arm.biased = draw(engine, arm, wanted, "temperature 1", 900)
-    engine.call("early_exit_mend")
+    if not wanted.brief:
+        engine.call("early_exit_plant", "accept_one_more")
+        asking.forget_prefixes(engine)
+        arm.proof = asking.answers(engine, arm.proof_requests(wanted.size), batch=4)
+        if wanted.size.samples:
+            engine.call("early_exit_plant", "biased_sampler")
+            arm.biased = draw(engine, arm, wanted, sampling.QUICK[0], 900)
+        engine.call("early_exit_mend")
     if wanted.plant is not None and wanted.plant != FOREIGN_HEAD:  # a head is loaded with the engine
         engine.call("early_exit_plant", wanted.plant)
     if cfg.verification == "adaptive" or wanted.plant == "look_ahead":

@@ -130,7 +130,7 @@ def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
     if wanted.plant != EVERY:
         return [(seed, wanted) for seed in seeds]
     clean = [(seed, replace(wanted, plant=None)) for seed in seeds]
-    return clean + [(cfg.seed, replace(wanted, plant=kind, only=TELLING)) for kind in verdict.KINDS]
+    return clean + [(cfg.seed, replace(wanted, plant=kind, only=TELLING, brief=True)) for kind in verdict.KINDS]
 
 
 def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:

@@ -412,7 +412,8 @@ def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
 
 
 def test_what_tuning_writes_names_lengths_by_load_and_by_acceptance(elsewhere):
-    cfg = one("layer=6", "k=4", "gate=maxp", "threshold=0.3", "length_table=1:4*0.31 8:2/0.4*0.6 8@4096:0", "adaptive_length=true",
+    cfg = one("layer=6", "k=4", "gate=maxp", "threshold=0.3", "length_table=1:4*0.31 8:2/0.4*0.6 8@4096:0",
+              "adaptive_length=true",
               "draft_cost=0.25")  # fmt: skip
     assert cfg.length_table == "1:4*0.31 8:2/0.4*0.6 8@4096:0"
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")

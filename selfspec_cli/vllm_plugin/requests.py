@@ -24,6 +24,11 @@ def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSet
 def check(extra_args: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse a request's own settings that this engine cannot honour; settings: the engine's, in their plain form.
 
-    Raises SettingsError, which is a ValueError: vLLM answers it over HTTP with status 400.
+    Raises VLLMValidationError, a ValueError, which vLLM answers over HTTP with status 400.
     """
-    RequestSettings.of(extra_args, ResolvedSettings.from_dict(settings))
+    try:
+        RequestSettings.of(extra_args, ResolvedSettings.from_dict(settings))
+    except SettingsError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from error

@@ -53,8 +53,9 @@ def table(found: list[Row], groups: list[Row]) -> list[str]:
         known = sum(explanation(row, groups) is not None for row in living)
         unreached = sum(row["verdict"] == UNREACHED for row in living)
         file = f"`{name.removeprefix('selfspec_cli/')}`"
-        cells = (file, len(here), f"{before} ({percent(before, len(here))})",
-                 f"{len(killed)} ({percent(len(killed), len(here))})", known, len(living) - known, unreached)  # fmt: skip
+        dead = f"{len(killed)} ({percent(len(killed), len(here))})"
+        old = f"{before} ({percent(before, len(here))})"
+        cells = (file, len(here), old, dead, known, len(living) - known, unreached)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

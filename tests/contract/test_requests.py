@@ -1,0 +1,57 @@
+"""What a request asks of drafting is checked where vLLM checks its other parameters, and refused as they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+
+def verify(extra_args, **spec):
+    """vLLM's own check of a request's parameters, with ours behind it, in an engine of this speculative_config."""
+    from vllm import SamplingParams
+
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, check_requests
+
+    asked = []
+    settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
+    engine = SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
+    check_requests(lambda self, *arguments: asked.append(self))(
+        SamplingParams(extra_args=extra_args), SimpleNamespace(), engine, None, None
+    )
+    assert asked, "vLLM's own check comes first"
+
+
+@pytest.mark.parametrize("fine", [None, {}, {"theirs": 1}, {"selfspec_k": 0}, {"selfspec_k": 4, "theirs": [1]}])
+def test_what_can_be_had_passes(fine):
+    verify(fine)
+
+
+def test_what_cannot_be_had_is_answered_with_status_400():
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    with pytest.raises(ValueError, match="selfspec_k = 9 is out of range") as error:
+        verify({"selfspec_k": 9})
+    answer = create_error_response(error.value)
+    assert answer.error.code == 400
+    assert answer.error.param == "vllm_xargs"
+    assert "allowed: whole numbers from 0 (no drafts) to the engine's k, 4" in answer.error.message
+
+
+def test_a_threshold_is_checked_against_the_engines_gate():
+    verify({"selfspec_threshold": 0.5}, gate="maxp")
+    with pytest.raises(ValueError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
+        verify({"selfspec_threshold": 7}, gate="maxp")
+
+
+def test_an_engine_without_early_exit_reads_nothing():
+    from vllm import SamplingParams
+
+    from selfspec_cli.vllm_plugin.hooks import check_requests
+
+    check = check_requests(lambda self, *arguments: "vLLM's answer")
+    for plain in (None, SimpleNamespace(method="ngram")):
+        assert check(SamplingParams(extra_args={"selfspec_k": "x"}), None, plain, None, None) == "vLLM's answer"

@@ -89,7 +89,7 @@ def set_gate(engine: Engine, gate: GateSetting) -> None:
 
 
 def _state(engine: Engine) -> tuple[VerifyCounts | None, int, int]:
-    return engine.verified(), asking.metric(engine, "num_preemptions"), asking.metric(engine, "prefix_cache_hits")
+    return engine.verify_counts(), asking.metric(engine, "num_preemptions"), asking.metric(engine, "prefix_cache_hits")
 
 
 def _between(engine: Engine, case: Case, drafting: bool) -> Callable[[int], None] | None:

@@ -174,12 +174,11 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
-    """Write a document among the findings of its arm, where reports look for it; one of a planted fault says nothing of
-    the arm and goes to verify/. Returns the document with its `file`."""
+    """Write a document to `results`/verify, where reports look for the verdict of an arm; one of a planted fault says
+    so in its name. Returns the document with its `file`."""
     run_id = new_run_id()
-    file = results / quality.FOLDER / f"{quality.VERDICT}-{document['arm_key']}-{run_id}.json"
-    if document["planted"] not in (None, EVERY):
-        file = results / "verify" / f"planted-{document['planted']}-{run_id}.json"
+    name = document["arm_key"] if document["planted"] in (None, EVERY) else f"planted-{document['planted']}"
+    file = results / quality.VERDICTS / f"{name}-{run_id}.json"
     with written(file) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document | {"file": str(file)}

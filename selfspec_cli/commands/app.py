@@ -23,7 +23,7 @@ from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder as results_folder
-from selfspec_cli.report.static import Format
+from selfspec_cli.report.formats import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.terminal import kept_apart

@@ -11,7 +11,7 @@ from selfspec_cli.commands import deploying
 from selfspec_cli.commands.screen import emit, rows_document, say, warn
 from selfspec_cli.report import compare as comparing
 from selfspec_cli.report import compared, make, sources, static
-from selfspec_cli.report.static import Format
+from selfspec_cli.report.formats import Format
 
 
 def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool) -> None:

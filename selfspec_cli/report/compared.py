@@ -13,8 +13,8 @@ from rich.text import Text
 
 from selfspec_cli.report import static
 from selfspec_cli.report.compare import FASTER, SLOWER, Comparison, Pair
+from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import times
-from selfspec_cli.report.static import Format
 
 HEAD = ("arm", "A tok/s", "B tok/s", "B over A", "B is", "A speedup", "B speedup", "speedups", "A accept", "B accept")
 MOST_VALUES = 4  # of a setting that differs, on one side

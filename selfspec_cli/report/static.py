@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from typing import Any
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import Record
 from selfspec_cli.report import details
+from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import groups, label, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import cells, columns, filled
-
-
-class Format(StrEnum):
-    """What `selfspec report --format` writes; html is the page, the others go to stdout."""
-
-    html = "html"
-    md = "md"
-    csv = "csv"
-    latex = "latex"
-    json = "json"
 
 
 def text(found: Sources, form: Format) -> str:

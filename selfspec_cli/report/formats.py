@@ -1,0 +1,15 @@
+"""The formats of a report, apart from what writes them: the command line names them before anything is drawn."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Format(StrEnum):
+    """What `selfspec report --format` writes; html is the page, the others go to stdout."""
+
+    html = "html"
+    md = "md"
+    csv = "csv"
+    latex = "latex"
+    json = "json"

@@ -6,6 +6,7 @@ compat.py         which names of vLLM are replaced, and why (data)
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing
+refusals.py       what early exit cannot do, refused by name before an engine starts
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
 trunk.py          the layers that draft as a module of their own: shared weights, no copy unless asked for
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
-from selfspec_cli.vllm_plugin import compile_cache, versions
+from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
 from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
 
 if TYPE_CHECKING:
@@ -72,18 +71,19 @@ def understand_layer_skip(original: Original) -> Original:
                 raise SettingsError(f"draft_weights = {spec['draft_weights']!r} is for early exit; method "
                                     f"{spec.get('method')!r} has no use for it; allowed with: layer_skip")  # fmt: skip
             return original(self, target_model_config, target_parallel_config)
-        _refuse_engine(self)
+        refusals.refuse_engine(self)
         _refuse_keys(spec)
         settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
         if settings.verify:
-            _refuse_runner()
-            _refuse_model(target_model_config)
-            _refuse_adapters(self, target_model_config)
-            _refuse_gate(settings)
+            refusals.refuse_runner()
+            refusals.refuse_model(target_model_config)
+            refusals.refuse_adapters(self, target_model_config)
+            refusals.refuse_gate(settings)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
             require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
+            refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
         from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
 
         compile_cache.keep_on_cpu()
@@ -101,7 +101,7 @@ def understand_layer_skip(original: Original) -> Original:
         args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
         config = original(args, _overrides_reach_the_draft(target_model_config), target_parallel_config)
         assert config is not None
-        _refuse_misread(config, target_model_config)
+        refusals.refuse_misread(config, target_model_config)
         config.target_model_config = target_model_config
         # vLLM 0.33 shortens the target's context to that of a draft whose own config allows less.
         config.draft_model_config.max_model_len = target_model_config.max_model_len
@@ -156,113 +156,6 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
                 f"{key} = {value!r} has no meaning for method {spec['method']!r}, whose draft is the target "
                 f"itself: leave it out; of vLLM's own keys allowed: {', '.join(used) or 'none'}"
             )
-
-
-def require_runner(device: str, v2: bool | None) -> None:
-    """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
-
-    v2: whether it is the V2 runner; None where vLLM chooses.
-    """
-    needed = "V2" if device == "cuda" else "V1"
-    if v2 is not None and v2 != (needed == "V2"):
-        raise SettingsError(
-            f"early exit on {device} needs vLLM's {needed} model runner; unset VLLM_USE_V2_MODEL_RUNNER={int(v2)}"
-        )
-
-
-def _refuse_runner() -> None:
-    from vllm import envs
-    from vllm.platforms import current_platform
-
-    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER)
-
-
-NO_TARGETS = {
-    "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
-    "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
-    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
-    "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
-    "is_diffusion": "it makes several tokens at once, and none of them after the other",
-}
-"""Property of vLLM's ModelConfig that early exit cannot have -> why."""
-
-
-def _refuse_model(target: ModelConfig) -> None:
-    """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
-    recurrent state it would have moved on for good."""
-    if target.runner_type != "generate":
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit: vLLM runs it as a {target.runner_type} model, "
-            "which generates no tokens; leave the speculative_config out"
-        )
-    for name, reason in NO_TARGETS.items():
-        if getattr(target, name):
-            raise SettingsError(
-                f"model {target.model} is not supported with early exit: {reason}; allowed: decoders of attention "
-                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
-                "method 'ngram'"
-            )
-
-
-def _refuse_adapters(args: EngineArgs, target: ModelConfig) -> None:
-    """Drafts leave adapters out (weights/adapters.py), which cannot be done with those of experts."""
-    if args.enable_lora and target.is_moe:
-        raise SettingsError(
-            "enable_lora = True is not supported with early exit for a mixture of experts: vLLM applies the adapters "
-            "inside the experts' kernels, for the tokens of the verify pass; allowed: False, with the adapter merged "
-            "into the model's weights"
-        )
-
-
-ONE_ONLY = {
-    "pipeline_parallel_size": (
-        "draft and target share every layer, so all layers must be on one worker",
-        "tensor_parallel_size splits the model over GPUs instead",
-    ),
-    "data_parallel_size": (
-        "ranks would draft different numbers of steps and wait for each other",
-        "start one server for each GPU, or each group of tensor_parallel_size GPUs, instead",
-    ),
-    "prefill_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
-    "decode_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
-}
-"""Argument of an engine of which early exit takes 1 only -> why, and what to do instead."""
-
-
-def _refuse_gate(settings: ResolvedSettings) -> None:
-    """A gate of another package may have no expression for CUDA; before the model is loaded is the time to say so."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cuda():
-        require_device(GATES[settings.gate.kind].rule(settings.threshold, settings.calibration))
-
-
-def _refuse_engine(args: EngineArgs) -> None:
-    """What no runner of ours can do is refused before anything starts, with what to do instead."""
-    for name, (reason, instead) in ONE_ONLY.items():
-        value = getattr(args, name)
-        if value > 1:
-            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
-    if args.watermark_config is not None:
-        raise SettingsError(
-            "watermark_config is not supported with early exit: drafts would be drawn without the watermark; serve "
-            "watermarked text without a speculative_config"
-        )
-    if args.offload_group_size or args.offload_backend == "prefetch":
-        raise SettingsError(
-            f"offload_group_size = {args.offload_group_size} (weights fetched while layers run) is not supported with "
-            "early exit: layers share buffers, which are right only if every pass runs all layers; allowed: "
-            "cpu_offload_gb"
-        )
-
-
-def _refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
-    """vLLM guesses a draft's method from the model's name and type, whatever method it was given."""
-    if config.method != "draft_model":
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit: as a draft, vLLM takes it for one of method "
-            f"{config.method!r} by its name or its type; link the model to a folder of another name and give that"
-        )
 
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: ModelConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
-from selfspec_cli.vllm_plugin import spec_config
+from selfspec_cli.vllm_plugin import refusals, spec_config
 
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried on a GPU"
@@ -40,26 +40,26 @@ class Row:
 
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
 
-ONES = dict.fromkeys(spec_config.ONE_ONLY, 1)
+ONES = dict.fromkeys(refusals.ONE_ONLY, 1)
 PLAIN = ONES | {"watermark_config": None, "offload_group_size": 0, "offload_backend": "uva", "enable_lora": False}
 """Arguments of vLLM's EngineArgs that early exit looks at, as they are by default."""
 
 
 def engine(**changes: Any) -> Callable[[], Any]:
-    return lambda: spec_config._refuse_engine(SimpleNamespace(**PLAIN | changes))
+    return lambda: refusals.refuse_engine(SimpleNamespace(**PLAIN | changes))
 
 
 def target(name: str, value: Any = True) -> Callable[[], Any]:
-    facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(spec_config.NO_TARGETS, False), name: value}
-    return lambda: spec_config._refuse_model(SimpleNamespace(**facts))
+    facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(refusals.NO_TARGETS, False), name: value}
+    return lambda: refusals.refuse_model(SimpleNamespace(**facts))
 
 
 def adapters_of_experts() -> Any:
-    spec_config._refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
+    refusals.refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
 
 
 def misread() -> Any:
-    spec_config._refuse_misread(SimpleNamespace(method="eagle"), SimpleNamespace(model="eagle-like"))
+    refusals.refuse_misread(SimpleNamespace(method="eagle"), SimpleNamespace(model="eagle-like"))
 
 
 def weights(kind: str, **facts: Any) -> Callable[[], Any]:
@@ -71,7 +71,7 @@ def unused_key() -> Any:
 
 
 def runner(device: str, v2: bool) -> Callable[[], Any]:
-    return lambda: spec_config.require_runner(device, v2)
+    return lambda: refusals.require_runner(device, v2)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -165,7 +165,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
             WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
-            "engine/test_length_by_batch.py::test_the_draft_length_follows_the_batch_size"),
+            "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
+        Row("draft length by load, by context and by request", YES, "",
+            "engine/test_draft_lengths.py::"
+            "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted"),
+        Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
+            "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets"),
         Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "
             "only if every pass runs all layers", refusal=engine(offload_group_size=4), instead="cpu_offload_gb"),
         Row("keys of a speculative_config that are for other methods", REFUSED, "they would change nothing",
@@ -181,6 +186,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
             TWO + "test_two_ranks_draft_on_their_shares"),
         Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
             COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
+        Row("copies fitted to data (draft_weights_path)", YES, "",
+            "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets"),
+        Row("copies fitted to data, with tensor parallelism", REFUSED, "the file holds whole weights",
+            refusal=lambda: refusals.refuse_fitted_copies("a file", 2), instead="copies that are made at load"),
         Row("copies with expert parallelism", REFUSED, "", gpu="-",
             refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
         Row("copies of quantised weights", REFUSED, "", WORKS_WITH + "test_copies_of_quantised_weights_are_refused",

@@ -15,7 +15,7 @@ from compatibility import BY_VLLM, ONES, PLAIN, REFUSED, ROWS, YES, page
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin import spec_config
+from selfspec_cli.vllm_plugin import refusals
 
 pytestmark = pytest.mark.contract
 
@@ -51,22 +51,23 @@ def test_a_row_says_what_tried_it(row):
 
 def test_every_refusal_of_ours_has_a_row():
     """Each function that refuses, each argument of which early exit takes 1 only, each property of a model."""
-    names = {name for name in vars(spec_config) if name.startswith("_refuse_")}
+    functions = {name for name in vars(refusals) if name.startswith("refuse_")}
     covered = {
-        "_refuse_engine": set(spec_config.ONE_ONLY) | {"watermark_config", "offload_group_size"},
-        "_refuse_model": set(spec_config.NO_TARGETS),
+        "refuse_engine": set(refusals.ONE_ONLY) | {"watermark_config", "offload_group_size"},
+        "refuse_model": set(refusals.NO_TARGETS),
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
-    assert names == {*covered, "_refuse_adapters", "_refuse_keys", "_refuse_misread", "_refuse_runner", "_refuse_gate"}
+    others = {"refuse_adapters", "refuse_fitted_copies", "refuse_misread", "refuse_runner", "refuse_gate"}
+    assert functions == {*covered, *others}, "a new refusal wants a row"
     said = "\n".join(_message(row) for row in OURS)
-    for name in covered["_refuse_engine"]:
+    for name in covered["refuse_engine"]:
         assert f"{name} =" in said or f"{name} is" in said, name
-    raises = inspect.getsource(spec_config._refuse_engine).count("raise SettingsError")
+    raises = inspect.getsource(refusals.refuse_engine).count("raise SettingsError")
     assert raises == 3, "a new refusal of engine arguments wants a row"
-    for reason in spec_config.NO_TARGETS.values():
+    for reason in refusals.NO_TARGETS.values():
         assert reason in said
     phrases = ("enable_lora = True", "takes it for one of method", "as a pooling model", "has no meaning for method",
-               "model runner")  # fmt: skip
+               "model runner", "draft_weights_path is")  # fmt: skip
     for phrase in phrases:
         assert phrase in said
 
@@ -77,9 +78,9 @@ def test_every_kind_of_draft_weights_has_a_row():
 
 
 def test_arguments_that_early_exit_takes_are_taken():
-    spec_config._refuse_engine(SimpleNamespace(**PLAIN))
-    spec_config._refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=False))
-    spec_config._refuse_adapters(SimpleNamespace(enable_lora=False), SimpleNamespace(is_moe=True))
+    refusals.refuse_engine(SimpleNamespace(**PLAIN))
+    refusals.refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=False))
+    refusals.refuse_adapters(SimpleNamespace(enable_lora=False), SimpleNamespace(is_moe=True))
 
 
 def test_the_arguments_that_are_refused_are_vllms_own():

@@ -32,7 +32,8 @@ from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
+from selfspec_cli.vllm_plugin.refusals import require_runner
+from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round

@@ -33,8 +33,9 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
-from selfspec_cli.vllm_plugin.spec_config import require_runner, settings_of
+from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.v2.begin import begin_round

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import FittedWeights
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.refusals import refuse_fitted_copies
 from selfspec_cli.vllm_plugin.weights.copied import copied, on_copies
 from selfspec_cli.vllm_plugin.weights.replace import Make
 
@@ -31,12 +31,7 @@ def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmC
     """
     if settings.draft_weights_path is None:
         return None
-    shards = vllm_config.parallel_config.tensor_parallel_size
-    if shards > 1:
-        raise SettingsError(
-            f"draft_weights_path is not supported with tensor_parallel_size = {shards}: the file holds whole weights; "
-            "allowed: copies that are made at load, without draft_weights_path"
-        )
+    refuse_fitted_copies(settings.draft_weights_path, vllm_config.parallel_config.tensor_parallel_size)
     from selfspec_cli.vllm_plugin.exit_head import fingerprint
 
     path, kind = settings.draft_weights_path, settings.draft_weights

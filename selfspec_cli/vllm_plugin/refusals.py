@@ -1,0 +1,133 @@
+"""What early exit cannot do is refused by name before an engine starts, with what to do instead.
+
+Each function raises SettingsError. docs/compatibility.md has a row for every one (tests/contract/compatibility.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES, require_device
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def require_runner(device: str, v2: bool | None) -> None:
+    """Raises SettingsError for a model runner of vLLM's without early exit on such a device ("cpu", "cuda", ...).
+
+    v2: whether it is the V2 runner; None where vLLM chooses.
+    """
+    needed = "V2" if device == "cuda" else "V1"
+    if v2 is not None and v2 != (needed == "V2"):
+        raise SettingsError(
+            f"early exit on {device} needs vLLM's {needed} model runner; unset VLLM_USE_V2_MODEL_RUNNER={int(v2)}"
+        )
+
+
+def refuse_runner() -> None:
+    """The runner that the environment asks for; one that vLLM falls back to is refused when the worker starts."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+NO_TARGETS = {
+    "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
+    "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
+    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
+    "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
+    "is_diffusion": "it makes several tokens at once, and none of them after the other",
+}
+"""Property of vLLM's ModelConfig that early exit cannot have -> why."""
+
+
+def refuse_model(target: ModelConfig) -> None:
+    """What a draft would spoil or get wrong. A rejected draft leaves nothing behind in a KV cache that is ever read; a
+    recurrent state it would have moved on for good."""
+    if target.runner_type != "generate":
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: vLLM runs it as a {target.runner_type} model, "
+            "which generates no tokens; leave the speculative_config out"
+        )
+    for name, reason in NO_TARGETS.items():
+        if getattr(target, name):
+            raise SettingsError(
+                f"model {target.model} is not supported with early exit: {reason}; allowed: decoders of attention "
+                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
+                "method 'ngram'"
+            )
+
+
+def refuse_adapters(args: EngineArgs, target: ModelConfig) -> None:
+    """Drafts leave adapters out (weights/adapters.py), which cannot be done with those of experts."""
+    if args.enable_lora and target.is_moe:
+        raise SettingsError(
+            "enable_lora = True is not supported with early exit for a mixture of experts: vLLM applies the adapters "
+            "inside the experts' kernels, for the tokens of the verify pass; allowed: False, with the adapter merged "
+            "into the model's weights"
+        )
+
+
+ONE_ONLY = {
+    "pipeline_parallel_size": (
+        "draft and target share every layer, so all layers must be on one worker",
+        "tensor_parallel_size splits the model over GPUs instead",
+    ),
+    "data_parallel_size": (
+        "ranks would draft different numbers of steps and wait for each other",
+        "start one server for each GPU, or each group of tensor_parallel_size GPUs, instead",
+    ),
+    "prefill_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
+    "decode_context_parallel_size": ("a draft step's attention is not split over ranks", "use tensor_parallel_size"),
+}
+"""Argument of an engine of which early exit takes 1 only -> why, and what to do instead."""
+
+
+def refuse_gate(settings: ResolvedSettings) -> None:
+    """A gate of another package may have no expression for CUDA; before the model is loaded is the time to say so."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        require_device(GATES[settings.gate.kind].rule(settings.threshold, settings.calibration))
+
+
+def refuse_engine(args: EngineArgs) -> None:
+    """What no runner of ours can do is refused before anything starts, with what to do instead."""
+    for name, (reason, instead) in ONE_ONLY.items():
+        value = getattr(args, name)
+        if value > 1:
+            raise SettingsError(f"{name} = {value} is not supported with early exit ({reason}); allowed: 1; {instead}")
+    if args.watermark_config is not None:
+        raise SettingsError(
+            "watermark_config is not supported with early exit: drafts would be drawn without the watermark; serve "
+            "watermarked text without a speculative_config"
+        )
+    if args.offload_group_size or args.offload_backend == "prefetch":
+        raise SettingsError(
+            f"offload_group_size = {args.offload_group_size} (weights fetched while layers run) is not supported with "
+            "early exit: layers share buffers, which are right only if every pass runs all layers; allowed: "
+            "cpu_offload_gb"
+        )
+
+
+def refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
+    """vLLM guesses a draft's method from the model's name and type, whatever method it was given."""
+    if config.method != "draft_model":
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit: as a draft, vLLM takes it for one of method "
+            f"{config.method!r} by its name or its type; link the model to a folder of another name and give that"
+        )
+
+
+def refuse_fitted_copies(path: str | None, shards: int) -> None:
+    """Copies that were made from data are whole weights. Raises SettingsError for several tensor-parallel ranks."""
+    if path is not None and shards > 1:
+        raise SettingsError(
+            f"draft_weights_path is not supported with tensor_parallel_size = {shards}: the file holds whole weights; "
+            "allowed: copies that are made at load, without draft_weights_path"
+        )

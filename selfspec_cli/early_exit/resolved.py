@@ -135,7 +135,8 @@ class ResolvedSettings(DraftSettings):
         check_skipped(self.skipped, self.layer)
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.draft_cost is None:
-            self.draft_cost = (self.layer + 1) / num_layers  # the head counts as a layer
+            # The head counts as a layer.
+            self.draft_cost = (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
         self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))

@@ -24,7 +24,7 @@ def own_settings(sampling_params: Any, settings: ResolvedSettings) -> RequestSet
 def check(extra_args: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse a request's own settings that this engine cannot honour; settings: the engine's, in their plain form.
 
-    Raises VLLMValidationError, a ValueError, which vLLM answers over HTTP with status 400.
+    Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400.
     """
     try:
         RequestSettings.of(extra_args, ResolvedSettings.from_dict(settings))

@@ -32,8 +32,9 @@ def test_what_can_be_had_passes(fine):
 
 def test_what_cannot_be_had_is_answered_with_status_400():
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(ValueError, match="selfspec_k = 9 is out of range") as error:
+    with pytest.raises(VLLMValidationError, match="selfspec_k = 9 is out of range") as error:
         verify({"selfspec_k": 9})
     answer = create_error_response(error.value)
     assert answer.error.code == 400
@@ -42,8 +43,10 @@ def test_what_cannot_be_had_is_answered_with_status_400():
 
 
 def test_a_threshold_is_checked_against_the_engines_gate():
+    from vllm.exceptions import VLLMValidationError
+
     verify({"selfspec_threshold": 0.5}, gate="maxp")
-    with pytest.raises(ValueError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
+    with pytest.raises(VLLMValidationError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
         verify({"selfspec_threshold": 7}, gate="maxp")
 
 

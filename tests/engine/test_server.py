@@ -183,6 +183,21 @@ def test_several_answers_to_one_prompt(server):
     assert [one.text for one in again.choices] == [one.text for one in found.choices]
 
 
+def test_a_request_may_opt_out_of_drafts_and_a_wrong_wish_is_refused(server, plain):
+    drafted = server.metric("spec_decode_num_draft_tokens_total")
+    found = server.ask("no drafts", prompt=PROMPT, extra_body={"vllm_xargs": {"selfspec_k": 0}})
+    assert found.choices[0].text == plain
+    assert server.metric("spec_decode_num_draft_tokens_total") == drafted
+    limits = "from 0 (no drafts) to the engine's k, 4"
+    for wrong, said in ({"selfspec_k": 5}, limits), ({"selfspec_K": 1}, "did you mean"):
+        with pytest.raises(openai.BadRequestError) as error:
+            server.ask("a wrong wish", prompt=PROMPT, extra_body={"vllm_xargs": wrong})
+        assert error.value.status_code == 400
+        assert said in str(error.value)
+    found = server.ask("one draft at most", prompt=PROMPT, extra_body={"vllm_xargs": {"selfspec_k": 1}})
+    assert found.choices[0].text == plain
+
+
 def test_a_stop_string_ends_the_text_before_it(server, plain):
     stop = plain[len(plain) // 2 :][:4]
     found = server.ask("a stop string", prompt=PROMPT, stop=[stop]).choices[0]

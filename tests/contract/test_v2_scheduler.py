@@ -1,0 +1,191 @@
+"""vLLM's own scheduler with our plan of widths, beside a model runner of arithmetic whose answers come a step late.
+
+What only the V2 runner does is here without a GPU: places are planned before drafts exist, the batch changes between
+the two, requests are preempted, and the widths of successive steps differ.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+K, MOST, BLOCK, LEN = 4, 8, 16, 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=LEN,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def make(folder, monkeypatch):
+    """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from selfspec_cli.vllm_plugin import compat, register
+
+    register()
+    compat.apply("scheduler")
+
+    def scheduler(asynchronous=True, blocks=1000, **spec):
+        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        config = EngineArgs(
+            str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=MOST, max_model_len=LEN,
+            max_num_batched_tokens=64, block_size=BLOCK, speculative_config=spec, enable_prefix_caching=False,
+        ).create_engine_config()  # fmt: skip
+        config.scheduler_config.async_scheduling = asynchronous
+        config.cache_config.num_gpu_blocks = blocks
+        group = KVCacheGroupSpec(
+            ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        )
+        kind = AsyncScheduler if asynchronous else Scheduler
+        with monkeypatch.context() as patch:
+            patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
+            return kind(
+                vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
+                kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
+            )  # fmt: skip
+
+    return scheduler
+
+
+class Runner:
+    """Stands for the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
+
+    made: what each request drafted for its next step, within the width that the scheduler announced. lengths: of each
+    step without prefills, the number of requests and the places that they had.
+    """
+
+    def __init__(self, rate, asked):
+        self.draw, self.rate, self.asked = random.Random(0), rate, asked
+        self.known, self.made, self.lengths = {}, {}, []
+
+    def step(self, output):
+        for new in output.scheduled_new_reqs:  # resumed requests come as new ones, with all of their tokens
+            self.known[new.req_id] = [new.num_computed_tokens, len(new.prefill_token_ids)]
+            self.made[new.req_id] = 0
+        names = list(output.num_scheduled_tokens)
+        sampled, decoding = [], []
+        for name, tokens in output.num_scheduled_tokens.items():
+            places = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            computed, length = self.known[name]
+            assert tokens > places or computed + tokens - places <= length
+            decoding.append((computed + 1, tokens - places) == (length, 1))
+            self.known[name][0] = computed = computed + tokens - places
+            if computed < length:
+                sampled.append([])
+                continue
+            drafts = min(places, self.made[name])
+            stood = next((n for n in range(drafts) if self.draw.random() >= self.rate), drafts)
+            sampled.append([7] * (1 + stood))
+            self.known[name] = [computed + stood, computed + stood + 1]
+            width = output.num_spec_tokens_to_schedule
+            self.made[name] = min(width, self.asked.get(name, K))
+        if all(decoding):
+            places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
+            self.lengths.append((len(names), places))
+        return SimpleNamespace(
+            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={},
+            pooler_output=None, num_nans_in_logits=None, kv_connector_output=None, ec_connector_output=None,
+            cudagraph_stats=None, req_id_to_index={name: place for place, name in enumerate(names)},
+            aux_output_connector_output=None,
+        )  # fmt: skip
+
+
+def serve(scheduler, requests, rate=0.7, late=1):
+    """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests join while others run."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    asked = {name: extra["selfspec_k"] for name, _, _, extra in requests if extra and "selfspec_k" in extra}
+    runner, waiting, pending, done = Runner(rate, asked), deque(requests), deque(), {}
+    live = {}
+    for turn in range(5000):
+        if waiting and turn % 3 == 0:
+            name, prompt, most, extra = waiting.popleft()
+            parameters = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=extra, temperature=0)
+            live[name] = Request(name, [5] * prompt, parameters, None)
+            scheduler.add_request(live[name])
+        output = scheduler.schedule()
+        pending.append((output, runner.step(output) if output.num_scheduled_tokens else None))
+        if not scheduler.scheduler_config.async_scheduling and output.num_scheduled_tokens:
+            width = output.num_spec_tokens_to_schedule
+            names = list(output.num_scheduled_tokens)
+            told = SimpleNamespace(req_ids=names, draft_token_ids=[[-1] * width for _ in names])
+        while len(pending) > (late if scheduler.scheduler_config.async_scheduling else 0):
+            output, answer = pending.popleft()
+            if answer is not None:
+                scheduler.update_from_output(output, answer)
+                if not scheduler.scheduler_config.async_scheduling:
+                    scheduler.update_draft_token_ids(told)
+        done |= {name: len(one.output_token_ids) for name, one in live.items() if one.is_finished()}
+        if not waiting and len(done) == len(requests):
+            return runner, done
+    statuses = {name: (RequestStatus(one.status).name, one.num_output_tokens) for name, one in live.items()}
+    raise AssertionError(f"requests that never end: {statuses}")
+
+
+def crowd(count=24, extra=lambda number: None):
+    draw = random.Random(1)
+    return [(f"r{number}", draw.randrange(1, 90), draw.randrange(20, 100), extra(number)) for number in range(count)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
+@pytest.mark.parametrize("spec", [
+    {},
+    {"length_table": "1:4 3:2 5:0"},
+    {"length_table": "1:4 1@60:1 4:0 4@80:4"},
+    {"length_table": "1:4 6:2", "adaptive_length": True, "draft_cost": 0.2},
+], ids=str)  # fmt: skip
+def test_every_request_gets_all_of_its_tokens_while_widths_change(make, asynchronous, blocks, spec):
+    requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
+    scheduler = make(asynchronous, blocks, **spec)
+    runner, done = serve(scheduler, requests)
+    assert done == {name: most for name, _, most, _ in requests}
+    seen = {width for _, widths in runner.lengths for width in widths}
+    assert seen <= {K, 2, 1, 0} and K in seen
+    assert scheduler.requests == {}
+
+
+def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
+    requests = [(f"r{number}", 20, 60 + 12 * number, None) for number in range(6)]
+    runner, _ = serve(make(length_table="1:4 3:2 5:0"), requests)
+    wanted = {1: K, 2: K, 3: 2, 4: 2, 5: 0, 6: 0}
+    steady = [(load, widths) for load, widths in runner.lengths if widths == {wanted[load]}]
+    assert len(steady) > 0.8 * len(runner.lengths)
+    assert {load for load, _ in steady} == {1, 2, 3, 4, 5, 6}
+
+
+def test_where_all_opt_out_every_step_is_plain(make):
+    requests = crowd(8, extra=lambda number: {"selfspec_k": 0})
+    runner, done = serve(make(), requests)
+    assert done == {name: most for name, _, most, _ in requests}
+    assert {width for _, widths in runner.lengths for width in widths} == {0}
+
+
+def test_without_acceptance_steps_become_plain_and_with_it_they_are_not(make):
+    requests = [(f"r{number}", 20, 150, None) for number in range(4)]
+    runner, _ = serve(make(adaptive_length=True, draft_cost=0.3), requests, rate=0.0)
+    plain = [widths == {0} for _, widths in runner.lengths]
+    assert not plain[0]
+    assert sum(plain[40:]) > 0.9 * len(plain[40:])
+    runner, _ = serve(make(adaptive_length=True, draft_cost=0.3), requests, rate=0.9)
+    assert not any(widths == {0} for load, widths in runner.lengths if load == 4)

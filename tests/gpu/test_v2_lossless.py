@@ -185,6 +185,7 @@ def cases(**engine: Any) -> Iterator[Case]:
             for kind in ("int8", "int4"):
                 yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
+    yield from views(**engine)
     yield from lengths(**engine)
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
@@ -193,6 +194,17 @@ def cases(**engine: Any) -> Iterator[Case]:
     for more in ({}, COMPILED):
         yield Case("qwen3_moe", *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
     yield Case("deepseek_v2", *MIDDLE, engine={**engine})
+
+
+def views(**engine: Any) -> Iterator[Case]:
+    """Drafts without some of the layers, alone and with all that they combine with."""
+    for model in ("llama", "qwen3"):
+        for more in ({}, COMPILED, {"enforce_eager": True}):
+            yield Case(model, LAYERS, 4, engine={**engine, **more}, spec={"skip_layers": "1,4-5"})
+        yield Case(model, LAYERS, 4, engine={**engine, **COMPILED}, spec={"skip_layers": "2", "draft_weights": "int4"})
+        yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "0", "gate": "maxp", "tau": 0.2})
+    for model in ("mixtral", "deepseek_v2"):
+        yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "2"})
 
 
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Moments:
     """Sums of x^T x of every linear layer in the decoder's layers, and of what enters the lm_head.
 
-    tokens: how many each sum is of. Raises SettingsError for a mixture of experts and on a compiled engine.
+    tokens: how many each sum is of. Raises SettingsError for a mixture of experts, on tensor-parallel ranks and on a
+    compiled engine.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: VllmConfig) -> None:
@@ -38,6 +39,9 @@ class Moments:
             raise SettingsError("mixture-of-experts layers have no copies, so none can be fitted")
         if not vllm_config.model_config.enforce_eager:
             raise SettingsError("activations are collected on an eager engine only; allowed: enforce_eager = True")
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            raise SettingsError("copies are fitted on one device: each rank would see a share of the weights; allowed: "
+                                "tensor_parallel_size = 1")  # fmt: skip
         self.model, self.vllm_config, self.tokens = model, vllm_config, 0
         self.modules: dict[str, Any] = {
             f"layers.{i}.{name}": part

@@ -20,7 +20,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 # Tests that start engines: a file stays in one process, which keeps what its tests share.
 BY_FILE := -n $(JOBS) --dist loadfile
 TIMES := $(VENV)/.times
-MUTANTS ?= costs gates settings vocabulary weights v1 heads v2
+MUTANTS ?= costs gates settings v1 lengths vocabulary weights heads v2
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took.
 define timed

@@ -117,11 +117,12 @@ def test_who_leaves_takes_the_statistic_of_the_step_before_along():
 
     state = Round(torch.tensor([4, 5, 6]), torch.tensor([1, 2, 3]).int(), torch.tensor([7, 8, 9]), room=9)
     state.keep(torch.tensor([True, True, False]))
-    assert state.previous is None
-    state.previous = torch.tensor([0.5, 0.25])
+    assert state.previous is state.lengths is state.limits is None
+    state.previous, state.lengths, state.limits = torch.tensor([[0.5, 0.25], [3, 1], [0.7, 0.1]])
     state.keep(torch.tensor([False, True]))
     assert (state.rows.tolist(), state.tokens.tolist(), state.positions.tolist()) == ([5], [2], [8])
-    assert state.previous.tolist() == [0.25]
+    assert (state.previous.tolist(), state.lengths.tolist()) == ([0.25], [1])
+    assert state.limits.tolist() == pytest.approx([0.1])
 
 
 class Sevens:

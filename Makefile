@@ -1,6 +1,7 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
 # make quick  lint, and the unit and contract tests that take no seconds each: two minutes on two cores
 # make test   install, lint, and run every test that this machine can run; says how long each part took
+# make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
@@ -19,6 +20,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 # Tests that start engines: a file stays in one process, which keeps what its tests share.
 BY_FILE := -n $(JOBS) --dist loadfile
 TIMES := $(VENV)/.times
+MUTANTS ?= costs gates settings v1 lengths vocabulary weights heads v2
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took.
 define timed
@@ -26,7 +28,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test lint fresh install wheel clean
+.PHONY: demo quick quick-lint quick-tests test mutants lint fresh install wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -51,6 +53,11 @@ test: $(INSTALLED)
 	$(call timed,gpu,$(PYTEST) tests/gpu)
 	$(call timed,engine,$(PYTEST) tests/engine $(BY_FILE) --durations=20)
 	$(summary)
+
+# Takes up where it was stopped; a suite that is done costs its tests once. Lets everything else on the machine go first.
+mutants: $(INSTALLED)
+	for suite in $(MUTANTS); do OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python tests/mutation/run.py $$suite || exit 1; done
+	$(BIN)/python tests/mutation/report.py
 
 lint: $(INSTALLED)
 	$(LINT)

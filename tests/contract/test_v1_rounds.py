@@ -83,6 +83,48 @@ def test_steps_past_the_end_of_the_block_table_are_not_looked_up():
     assert ahead.groups[0][1][:2, 0].tolist() == [2 * 4 + 2, 2 * 4 + 3]
 
 
+def test_attention_is_told_of_one_query_token_for_each_request_that_is_left():
+    """Every field by itself, and as many rows of vLLM's table as the batch has requests."""
+    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+
+    asked, built = [], []
+
+    class Builder:
+        def build(self, prefix, common):
+            built.append((prefix, common))
+            return common
+
+    group = SimpleNamespace(get_metadata_builder=Builder)
+    blocks = torch.arange(12).int().view(3, 4)
+    vllms = SimpleNamespace(block_size=4, get_device_tensor=lambda requests: (asked.append(requests), blocks)[1])
+    state = Round(torch.tensor([0, 2]), torch.zeros(2).int(), torch.tensor([5, 2]), room=9)
+    ahead = Ahead.of(state, 3, [vllms], 3)
+    assert asked == [3]
+    for step in range(3):
+        metadata, slots = ahead.metadata([(group, ["layer"])], torch.arange(8).int())
+        prefix, common = built.pop()
+        assert prefix == 0 and metadata == {"layer": common}
+        assert (common.num_reqs, common.num_actual_tokens, common.max_query_len) == (2, 2, 1)
+        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 1, 2]
+        assert common.seq_lens.tolist() == common.seq_lens_cpu_upper_bound.tolist() == [6 + step, 3 + step]
+        assert common.max_seq_len == 6 + step
+        assert common.slot_mapping.tolist() == slots["layer"].tolist()
+        assert (common.slot_mapping.dtype, common.seq_lens.dtype) == (torch.int64, torch.int32)
+
+
+def test_who_leaves_takes_the_statistic_of_the_step_before_along():
+    from selfspec_cli.vllm_plugin.v1.round import Round
+
+    state = Round(torch.tensor([4, 5, 6]), torch.tensor([1, 2, 3]).int(), torch.tensor([7, 8, 9]), room=9)
+    state.keep(torch.tensor([True, True, False]))
+    assert state.previous is state.lengths is state.limits is None
+    state.previous, state.lengths, state.limits = torch.tensor([[0.5, 0.25], [3, 1], [0.7, 0.1]])
+    state.keep(torch.tensor([False, True]))
+    assert (state.rows.tolist(), state.tokens.tolist(), state.positions.tolist()) == ([5], [2], [8])
+    assert (state.previous.tolist(), state.lengths.tolist()) == ([0.25], [1])
+    assert state.limits.tolist() == pytest.approx([0.1])
+
+
 class Sevens:
     """A head over three tokens that likes the middle one."""
 

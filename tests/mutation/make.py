@@ -23,13 +23,14 @@ OUTSIDE = (cst.BaseNumber, cst.BinaryOperation, cst.UnaryOperation, cst.BooleanO
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault. line: of the original. was, now: the statement before and after."""
+    """A fault. line: of the original. was, now: the lines before and after. at_import: it is in no function."""
 
     module: str
     function: str
     line: int
     was: str
     now: str
+    at_import: bool
     source: str  # of the whole module
 
 
@@ -40,7 +41,7 @@ class Visitor(MutationVisitor):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.found: list[tuple[Any, int, str]] = []  # mutation, line, function
+        self.found: list[tuple[Any, int, str, bool]] = []  # mutation, line, function, in no function
         self._inside: list[str] = []
         self._functions = 0
 
@@ -58,7 +59,7 @@ class Visitor(MutationVisitor):
         for mutation in self.mutations[before:]:
             line = self.get_metadata(PositionProvider, mutation.original_node).start.line
             if self._wanted(mutation):
-                self.found.append((mutation, line, ".".join(self._inside)))
+                self.found.append((mutation, line, ".".join(self._inside), not self._functions))
         return visit_children
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
@@ -82,13 +83,13 @@ def mutants_of(path: Path, root: Path) -> Iterator[Mutant]:
     module = wrapper.visit(visitor)
     original = code.splitlines()
     seen = set()
-    for mutation, line, function in visitor.found:
+    for mutation, line, function, at_import in visitor.found:
         source = deep_replace(module, mutation.original_node, mutation.mutated_node).code
         if source == code or source in seen:
             continue
         seen.add(source)
         was, now = _changed(original, source.splitlines())
-        yield Mutant(str(path.relative_to(root)), function, line, was, now, source)
+        yield Mutant(str(path.relative_to(root)), function, line, was, now, at_import, source)
 
 
 def _changed(old: list[str], new: list[str]) -> tuple[str, str]:

@@ -135,7 +135,7 @@ class Session:
                     continue
                 verdict, by = self._verdict(mutant, path, functions, reach)
                 tally[verdict] += 1
-                row = {key: value for key, value in asdict(mutant).items() if key != "source"}
+                row = {key: value for key, value in asdict(mutant).items() if key not in ("source", "at_import")}
                 row |= {"verdict": verdict, "by": by, "newer": "::" in by and self.newer(by)}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
@@ -152,9 +152,9 @@ class Session:
             compiled = compile(mutant.source, str(path), "exec", dont_inherit=True)
         except SyntaxError:
             return KILLED, "no Python"
-        tests, at_import = reach.tests(mutant.line)
-        if at_import:
-            tests = reach.of_the_module
+        tests = reach.tests(mutant.line)
+        at_import = mutant.at_import or tests == {""}
+        tests = (reach.of_the_module if at_import else tests) - {""}
         if not tests:
             return UNREACHED, ""
         names = sorted(tests, key=lambda name: (self.newer(name), self.seconds[name]))
@@ -212,12 +212,11 @@ class _Reach:
         spans = [(node.lineno, node.end_lineno or node.lineno) for node in statements if isinstance(node, ast.stmt)]
         self.spans = sorted(spans, key=lambda span: span[1] - span[0])
 
-    def tests(self, line: int) -> tuple[set[str], bool]:
-        """Those that reach the innermost statement around a line, and whether it only ran at import."""
+    def tests(self, line: int) -> set[str]:
+        """Those that reach the innermost statement around a line; "" stands for the import."""
         first, last = next((first, last) for first, last in self.spans if first <= line <= last)
         lines = {line, first} | (set(range(first, last + 1)) if last - first < 12 else set())
-        names = {name for at in lines for name in self.contexts.get(at, ())}
-        return names - {""}, names == {""}
+        return {name for at in lines for name in self.contexts.get(at, ())}
 
 
 def _exchange(path: Path, functions: list[FunctionType], compiled: CodeType) -> None:

@@ -1,7 +1,7 @@
 """What the property tests share: how hypothesis searches, and made-up logs, costs and calibrations.
 
-The same examples every time, so that a failure is one for everybody. SELFSPEC_FULL=1 searches at random, and longer;
-SELFSPEC_EXAMPLES says how many there are (mutation testing takes few).
+The same examples every time, so that a failure is one for everybody. SELFSPEC_EXAMPLES=search searches at random, and
+longer; SELFSPEC_EXAMPLES=few, which mutation testing uses, asks only whether there is a failure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from selfspec_cli.early_exit.calibration import Calibration
@@ -17,10 +17,10 @@ from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES, features
 
-EXAMPLES = int(os.environ.get("SELFSPEC_EXAMPLES", "50"))
-settings.register_profile("same", max_examples=EXAMPLES, derandomize=True, database=None, deadline=None)
+settings.register_profile("same", max_examples=50, derandomize=True, database=None, deadline=None)
 settings.register_profile("search", max_examples=2000, database=None, deadline=None)
-settings.load_profile("search" if os.environ.get("SELFSPEC_FULL") == "1" else "same")
+settings.register_profile("few", settings.get_profile("same"), max_examples=10, phases=[Phase.explicit, Phase.generate])
+settings.load_profile(os.environ.get("SELFSPEC_EXAMPLES", "same"))
 
 rates = st.floats(0, 1)
 times = st.floats(1e-6, 1e3)

@@ -112,9 +112,11 @@ def test_rounds_that_determine_nothing(rounds):
         cm.fit_step_times(8.0, rounds, 0.1)
 
 
-def test_rounds_of_noise_are_refused_when_they_are_fitted():
+@pytest.mark.parametrize("seconds", [(1.0, 20.0, 21.0), (0.0, 0.0, 0.0)])
+def test_rounds_of_noise_are_refused_when_they_are_fitted(seconds):
+    rounds = [(layer, k, time) for (layer, k), time in zip([(2, 2), (2, 6), (12, 6)], seconds, strict=True)]
     with pytest.raises(ValueError, match="too noisy"):
-        cm.fit_step_times(8.0, [(2, 2, 1.0), (2, 6, 20.0), (12, 6, 21.0)], 0.1)
+        cm.fit_step_times(8.0, rounds, 0.1 if any(seconds) else 0.0)
 
 
 @pytest.mark.parametrize("start", [0.0, 0.6])
@@ -205,6 +207,8 @@ def test_a_line_through_noise_leaves_something_for_the_verify_pass(own):
     assert (faster.verify, faster.draft) == (8.5, 0.0)
     edge = cm.fit_costs([(1, 1.0, None, 1), (4, 4.0, None, 1)], 2.0)  # a line through nothing
     assert (edge.verify, edge.draft) == pytest.approx((2.0, 0.2))
+    told = cm.fit_costs([(1, 1.5, 0.5, 1), (4, 4.5, 0.5, 1)], 2.0)
+    assert (told.verify, told.verify_token) == (2.5, 0.0)
 
 
 def test_rounds_at_one_exit_are_refused_in_these_words():

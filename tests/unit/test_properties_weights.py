@@ -13,8 +13,9 @@ from hypothesis.extra.numpy import arrays
 from properties import settings as _profile  # noqa: F401 (loads the profile)
 
 from selfspec_cli.early_exit.draft_vocab import count_tokens, load_counts, read_ids, save_counts, spread_ids, tag_of
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, fp8, integers
-from selfspec_cli.early_exit.draft_weights.integers import GROUP, PARTS, _packed, _unpacked
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, fp8
+from selfspec_cli.early_exit.draft_weights import integers as integer_weights
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, PARTS, _packed, integers
 from selfspec_cli.early_exit.head_module import most_frequent_ids
 from selfspec_cli.early_exit.heads.base import HeadError
 
@@ -41,7 +42,7 @@ def test_integers_come_back_from_their_words(width, data):
     shape = (data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3)), GROUP)
     q = torch.from_numpy(data.draw(arrays(np.int32, shape, elements=st.integers(-top, top - 1))))
     packed = _packed(q, width)
-    assert _unpacked(packed, width).equal(q)
+    assert integers(packed, width).equal(q)
     words = {"words": shape[0] * shape[1] * GROUP // PARTS * (2 if width == 8 else 1)}
     words |= {"more": words["words"]} if width in (5, 6) else {}
     assert {name: tensor.numel() for name, tensor in packed.items()} == words
@@ -81,7 +82,7 @@ def test_how_many_rows_are_copied_at_once_changes_nothing(name, weight):
     kind = DRAFT_WEIGHTS[name]
     whole = kind.quantise(weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integers, "CHUNK", weight.shape[1])
+        patch.setattr(integer_weights, "CHUNK", weight.shape[1])
         patch.setattr(fp8, "CHUNK", 1)
         for tensor, other in zip(kind.quantise(weight).values(), whole.values(), strict=True):
             assert tensor.view(torch.uint8).equal(other.view(torch.uint8))

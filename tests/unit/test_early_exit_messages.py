@@ -1,0 +1,215 @@
+"""What is said of settings that cannot be honoured, word for word: a message that says less helps nobody."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
+from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.gates import GATES, device_features, require_device
+from selfspec_cli.early_exit.gates.base import Rule
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import OPTIONS, USER_KEYS, DraftSettings, GateConfig
+from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number, warnings_for
+
+MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
+KEYS = ", ".join(USER_KEYS)
+TAU = "adaedl, calibrated, margin, maxp, survival"
+LONG = ("because each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
+        "that length is never accepted often enough to pay for itself")  # fmt: skip
+
+
+def said(call, *arguments):
+    """The text of the SettingsError."""
+    with pytest.raises(SettingsError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"layer_skp": 3},
+         f"speculative_config key 'layer_skp' is not known; allowed: {KEYS}; did you mean 'layer_skip'?"),
+        ({"layer_skip": 12}, "layer_skip = 12 is out of range; allowed: 1 to 11 (the model has 12 layers)"),
+        ({"layer_skip": True},
+         "layer_skip = True must be an integer, not bool; allowed: 1 to 11 (the model has 12 layers)"),
+        ({"num_speculative_tokens": 0}, f"num_speculative_tokens = 0 is out of range; allowed: from 1 to 256, {LONG}"),
+        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens = 2.0 must be an integer, not float"),
+        ({"gate": "maxp", "tau": 1.5}, "tau = 1.5 is out of range for gate 'maxp'; allowed: from 0 to 1"),
+        ({"gate": "varH", "tau_v": -1}, "tau_v = -1 is out of range for gate 'varH'; allowed: at least 0"),
+        ({"gate": "maxp", "tau": "0.5"}, "tau = '0.5' must be a finite number"),
+        ({"gate": "varH", "tau": 0.5}, "tau = 0.5 is not used by gate 'varH', which takes tau_v or threshold; gates "
+         f"that use tau: {TAU}"),
+        ({"gate": "entropy", "tau": 1}, "tau = 1 is not used by gate 'entropy', which takes threshold; gates that use "
+         f"tau: {TAU}"),
+        ({"tau": 0.5}, f"tau = 0.5 is given but gate 'none' has no threshold; gates that use tau: {TAU}"),
+        ({"threshold": 0.5}, "threshold = 0.5 is given but gate 'none' has no threshold; gates that use threshold: "
+         "adaedl, calibrated, entropy, margin, maxp, survival, varH"),
+        ({"gate": "maxp", "tau": 0.5, "tau_v": 1.0, "threshold": 0.5},
+         "tau and tau_v and threshold are thresholds of one gate; give one of them"),
+        ({"lsq_head_path": "a", "head_path": "b"},
+         "head_path = 'b' and lsq_head_path = 'a' mean the same setting; give one"),
+        ({"head_path": ""}, "head_path = '' must be text, a path or words"),
+        ({"method": "skip", "gate": "maxp"},
+         "gate 'maxp' is not used by method 'skip', which drafts nothing; allowed: none"),
+        ({"method": "skip", "draft_weights": "fp8"},
+         "draft_weights 'fp8' is not used by method 'skip', which drafts nothing; allowed: shared"),
+        ({"gate": "calibrated"},
+         "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts"),
+        ({"gate": "maxp", "calibration": MAP},
+         "calibration is given but gate 'maxp' does not use it; gates that do: calibrated"),
+    ],
+)  # fmt: skip
+def test_of_a_users_words(spec, text):
+    assert said(ResolvedSettings.from_user, spec, 12) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"layer": None}, "draft setting 'layer' is missing"),
+        ({"k": None}, "draft setting 'k' is missing"),
+        ({"k": 257}, f"k = 257 is out of range; allowed: from 1 to 256, {LONG}"),
+        ({"lyer": 1}, f"draft setting 'lyer' is not known; allowed: {', '.join(OPTIONS)}; did you mean 'layer'?"),
+        ({"head": {"bias": 1}}, "head.bias = 1 must be true or false"),
+        ({"head": {"rank": 0}}, "head.rank = 0 is out of range; allowed: 1 or more"),
+        ({"head": {"rank": True}}, "head.rank = True must be an integer, not bool"),
+        ({"acceptance_length": 0.5}, "acceptance_length = 0.5 is out of range; allowed: 1 or more"),
+        ({"vocab": 3}, "vocab = 3 must be text, a path or words"),
+        ({"verification": "some"}, "verification 'some' is not known; allowed: full, adaptive"),
+    ],
+)  # fmt: skip
+def test_of_settings_in_json(change, text):
+    assert said(ResolvedSettings.from_dict, {**ResolvedSettings(layer=3, k=5).to_dict(), **change}) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"knots": 3}, "calibration key 'knots' is not known; allowed: feature, xs, ps"),
+        ({"xs_": 3}, "calibration key 'xs_' is not known; allowed: feature, xs, ps; did you mean 'xs'?"),
+        ({"feature": None},
+         "calibration feature None is not known; allowed: adaedl, entropy, margin, maxp, survival, varH"),
+        ({"feature": "calibrated"}, "calibration feature 'calibrated' is not known; allowed: adaedl, entropy, margin, "
+         "maxp, survival, varH; did you mean 'adaedl'?"),
+        ({"xs": [0.5, 0.5]}, "calibration xs must ascend strictly: (0.5, 0.5)"),
+        ({"ps": [0.9, 0.2]}, "calibration ps over 'margin' must be rising: (0.9, 0.2)"),
+        ({"feature": "entropy"}, "calibration ps over 'entropy' must be falling: (0.2, 0.9)"),
+        ({"ps": [-0.1, 1.0]}, "calibration ps must lie between 0 and 1: (-0.1, 1.0)"),
+        ({"ps": [0.2]}, "calibration needs as many xs as ps, at least one; given 2 and 1"),
+        ({"xs": [], "ps": []}, "calibration needs as many xs as ps, at least one; given 0 and 0"),
+        ({"xs": "ab"}, "calibration xs = 'ab' must be a list of finite numbers"),
+        ({"ps": [0.1, True]}, "calibration ps = [0.1, True] must be a list of finite numbers"),
+        ({"ps": [0.1, math.inf]}, "calibration ps = [0.1, inf] must be a list of finite numbers"),
+    ],
+)  # fmt: skip
+def test_of_maps(change, text):
+    assert said(calibration_from_dict, {**MAP, **change}) == text
+
+
+def test_probabilities_of_a_map_may_be_0_and_1_and_a_map_of_one_knot_may_be_anywhere():
+    assert calibration_from_dict({**MAP, "ps": [0, 1]}) == Calibration("margin", (0.0, 0.5), (0.0, 1.0))
+    assert calibration_from_dict({"feature": "varH", "xs": (3,), "ps": (1,)}).ps == (1.0,)
+    level = calibration_from_dict({**MAP, "ps": [0.5, 0.5]})
+    assert level.to_dict() == {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("gate", "threshold", "text"),
+    [
+        ("maxp", 0.0, "with tau = 0 never closes (the largest draft probability lies between 0 and 1): it is the same "
+         "as gate 'none'"),
+        ("maxp", 1.0, "with tau = 1 never opens but for ties by rounding (the largest draft probability lies between 0 "
+         "and 1): drafts end after their first step"),
+        ("maxp", 1.5, "with tau = 1.5 never opens (the largest draft probability lies between 0 and 1): every draft "
+         "ends after its first step"),
+        ("varH", 1e6, "with tau_v = 1e+06 never closes (the varentropy in squared nats lies between 0 and 12.9): it is "
+         "the same as gate 'none'"),
+        ("entropy", -1.0, "with threshold = -1 never opens (the entropy in nats lies between 0 and 6.91): every draft "
+         "ends after its first step"),
+    ],
+)  # fmt: skip
+def test_of_a_threshold_that_decides_nothing(gate, threshold, text):
+    settings = DraftSettings(gate=GateConfig(gate), threshold=threshold)
+    assert warnings_for(settings, 1000) == [f"gate {gate!r} {text}"]
+    assert warnings_for(DraftSettings(), 1000) == []
+    assert warnings_for(DraftSettings(gate=GateConfig("calibrated", "a file"))) == []  # the file is to say
+
+
+def test_of_numbers_and_thresholds_on_a_live_engine():
+    assert said(number, 10**400, "tau").startswith("tau = 1000")
+    assert said(number, math.nan, "x") == "x = nan must be a finite number"
+    assert said(number, True, "x") == "x = True must be a finite number"
+    assert said(check_threshold, "none", 0.5, "tau_v") == (
+        "tau_v = 0.5 is given but gate 'none' has no threshold; gates that use tau_v: varH"
+    )
+    assert said(check_threshold, "maxp", 2) == "threshold = 2 is out of range for gate 'maxp'; allowed: from 0 to 1"
+    assert said(check_threshold, None, 2).startswith("gate 'None' is not known; allowed: none, adaedl")
+    assert (check_threshold("maxp", 0), check_threshold("maxp", 1), check_threshold("varH", None)) == (0.0, 1.0, 5.0)
+
+
+def test_of_words():
+    assert closest("b", ["a", "c"]) == "value 'b' is not known; allowed: a, c"
+    assert closest("MAX", ["maxp", "varH"]) == "value 'MAX' is not known; allowed: maxp, varH; did you mean 'maxp'?"
+    assert closest("x", ["maxp"], meant="varH") == "value 'x' is not known; allowed: maxp; did you mean 'varH'?"
+    assert closest("abxx", ["abyy"]).endswith("did you mean 'abyy'?")  # half of the letters are the same
+    assert "did you mean" not in closest("abxxx", ["abyyy"])
+
+
+def test_of_gates():
+    refused = "gate 'maxp': its device expression "
+    assert said(lambda: replace(GATES["maxp"], device="b + a + tl.exp(1)")) == (
+        f"{refused}'b + a + tl.exp(1)' uses a, b; allowed: confidence, second, entropy, varentropy, logit, logsumexp, "
+        "previous, tl"
+    )
+    assert said(lambda: replace(GATES["maxp"], device="1 +")).startswith(f"{refused}'1 +' is no expression: ")
+    assert said(lambda: replace(GATES["maxp"], device="x = 1")).startswith(f"{refused}'x = 1' is no expression: ")
+    assert said(lambda: replace(GATES["maxp"], device="previous")) == (
+        f"{refused[:-1]} uses previous, so it must be made cumulative=True"
+    )
+    assert said(lambda: replace(GATES["maxp"], key="taw")) == (
+        "gate 'maxp': threshold key 'taw' is not known; allowed: tau, tau_v, threshold; did you mean 'tau'?"
+    )
+    assert said(GATES["calibrated"].rule) == "gate 'calibrated' needs a calibration, as fitted from logged drafts"
+    assert said(require_device, Rule("mine", "at_least", 0.5)) == (
+        f"gate 'mine' has no device expression, so it runs on the CPU only; allowed on CUDA: none, "
+        f"{', '.join(device_features())}"
+    )
+    require_device(Rule("maxp", "at_least", 0.5))
+    require_device(Rule(None, "at_least", 0.5))
+
+
+def test_of_what_a_calibration_is_fitted_to():
+    values = torch.tensor([0.5, math.nan])
+    assert said(fit_calibration, "maxq", values, values) == (
+        "calibration feature 'maxq' is not known; allowed: adaedl, entropy, margin, maxp, survival, varH; did you mean "
+        "'maxp'?"
+    )
+    unequal = "values [2] and accepted [1] must be equal and 1-D"
+    assert said(fit_calibration, "maxp", values, values[:1]) == unequal
+    square = values.unsqueeze(0)
+    assert said(fit_calibration, "maxp", square, square) == "values [1, 2] and accepted [1, 2] must be equal and 1-D"
+    nothing = said(fit_calibration, "maxp", values[1:], values[1:])
+    assert nothing == "no finite 'maxp' statistic was logged; nothing to calibrate on"
+
+
+@pytest.mark.parametrize(
+    ("about", "text", "inside", "outside"),
+    [
+        ({}, "", [-1e9, 0, 10**400], [math.inf, math.nan]),
+        ({"low": 1}, "1 or more", [1, 2], [0.99]),
+        ({"low": 1, "high": 2}, "from 1 to 2", [1, 1.5, 2], [0.99, 2.01]),
+        ({"above": 0}, "more than 0", [0.1], [0, -1]),
+        ({"above": 0, "high": 1}, "more than 0, up to 1", [0.1, 1], [0, 1.1]),
+        ({"high": 3}, "", [3, -5], [4, 10**400]),
+        ({"limits": "those of the gate", "low": 1}, "those of the gate", [1], [0]),
+    ],
+)
+def test_of_the_range_of_a_setting(about, text, inside, outside):
+    knob = knobs.Knob(help="", **about)
+    assert knob.allowed() == text
+    assert all(map(knob.admits, inside)) and not any(map(knob.admits, outside))

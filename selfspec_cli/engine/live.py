@@ -173,12 +173,12 @@ class Engine:
                 extra_args=None if self._length is None else {request_settings.K: self._length},
             )
 
-        before, own = self.verified(), self._drafting()
+        before, own = self.verify_counts(), self._drafting()
         start = time.perf_counter()
         with interrupts.deferred():
             outputs, requests = self._closed_loop(prompts, parameters, batch, start)
         seconds = time.perf_counter() - start
-        after = self.verified()
+        after = self.verify_counts()
         return Generation(
             outputs=outputs,
             seconds=seconds,
@@ -229,7 +229,7 @@ class Engine:
     def _drafting(self) -> counters.Snapshot | None:
         return self.call("early_exit_counters") if self.cfg.method is Method.layer_skip else None
 
-    def verified(self) -> VerifyCounts | None:
+    def verify_counts(self) -> VerifyCounts | None:
         """vLLM's counters of speculative decoding since the engine started; None for an engine that does not draft."""
         if self.cfg.method not in SPECULATIVE:
             return None

@@ -2,8 +2,8 @@
 
 One finding, one file `results/quality/<kind>-<arm key>-<run>.json`, written once. An arm is a method with its settings
 on one model, engine and machine, whatever the workload (`config.keys.Keys.arm`), so the newest findings of an arm are
-columns of every row that was measured of it. A verdict is a document of `selfspec verify` in the same folder, and names
-an arm, or the key of one point.
+columns of every row that was measured of it. Verdicts are documents of their own, `verify/<key>-<run>.json`, and name
+an arm or the key of one point.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
-FOLDER, FORMAT = "quality", 1
-TEXT, GENERATED, EVAL, VERDICT = "text", "generated", "eval", "verdict"
+FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
+TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats")
 """Columns of a row that say nothing of an arm."""
@@ -139,11 +139,13 @@ def read(results: str | os.PathLike[str]) -> Book:
     names = {item.name for item in fields(Finding)}
     for data in _documents(Path(results) / FOLDER):
         with suppress(TypeError, KeyError):
-            if VERDICT in data and not data.get("planted"):  # not of a run that was to find a planted fault
-                book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
-            elif data["format"] == FORMAT:
+            if data["format"] == FORMAT:
                 finding = Finding(**{name: value for name, value in data.items() if name in names})
                 book.findings[finding.kind, finding.arm_key] = finding
+    for data in _documents(Path(results) / VERDICTS):
+        # Not of a run that was to find one planted fault; with "all" the verdict is that of the clean runs.
+        if "verdict" in data and data.get("planted") in (None, "all"):
+            book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
     return book
 
 

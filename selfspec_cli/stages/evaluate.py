@@ -145,9 +145,9 @@ class _Job:
 
     def arm(self, engine: Engine, planned: Planned) -> None:
         """Evaluate an arm and save its scores."""
-        before = engine.verified()
+        before = engine.verify_counts()
         scores, answers = _evaluate(engine, planned.cfg, self.tasks, self.limit, self.fewshot, self.progress)
-        counts = engine.verified()
+        counts = engine.verify_counts()
         accepted = counts.since(before).accepted if counts is not None and before is not None else None
         if planned is self.base:
             self.known = answers

@@ -72,7 +72,7 @@ class Engine:
     def set_gate(self, kind, threshold, calibration):
         self.gates.append((kind, threshold))
 
-    def verified(self):
+    def verify_counts(self):
         return VerifyCounts(1, 2, len(self.llm.asked), [1]) if self.cfg.method is Method.layer_skip else None
 
     def generate(self, prompts, output_len, *, batch, temperature, seed):

@@ -85,7 +85,7 @@ def test_what_the_loop_drafted_and_what_was_verified_are_not_mixed_up(monkeypatc
     engine.cfg = RunConfig(workload=WORK)
     counts = iter([VerifyCounts(0, 0, 0, [0]), VerifyCounts(10, 50, 20, [20])])
     own = iter([DraftCounters(5).snapshot(), DraftCounters(5).snapshot() | {"drafted": 30}])
-    monkeypatch.setattr(engine, "verified", lambda: next(counts))
+    monkeypatch.setattr(engine, "verify_counts", lambda: next(counts))
     monkeypatch.setattr(engine, "_drafting", lambda: next(own))
     done = engine.generate([[1]] * 3, 6, batch=2)
     assert (done.verified.places, done.drafting["drafted"], done.drafted) == (50, 30, 30)

@@ -107,10 +107,11 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     folder.save_finding(tmp_path, finding(GENERATED, scores_of("greedy", "sampled")))
     score = {"task": "t", "metric": "acc", "value": 0.5, "stderr": 0.05, "samples": 100, "same": 100, "drafted": True}
     folder.save_finding(tmp_path, finding(EVAL, {"scores": [score, score | {"drafted": False, "stderr": None}]}))
+    (tmp_path / "verify").mkdir()
     verdict = {"verdict": "pass", "key": base.key, "cases": ["a", "b"], "time": "2026-11-22T00:00:00+0000"}
     planted = {"verdict": "fault", "planted": "kv_slot", "time": "2026-11-22T00:00:01+0000"}
     for name, document in {"old": {"verdict": "fault", "time": "2026"}, "x": {}, "planted": planted}.items():
-        (tmp_path / "quality" / f"verdict-{base.key}-{name}.json").write_text(json.dumps(verdict | document))
+        (tmp_path / "verify" / f"{base.key}-{name}.json").write_text(json.dumps(verdict | document))
     rows = [tables.row(one) for one in folder.read(tmp_path)[0]]
     assert [row.verdict for row in rows] == ["pass", None, None]
     assert rows[0].verdict_cases == 2

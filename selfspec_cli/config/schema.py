@@ -184,7 +184,7 @@ class RunConfig(DraftSettings):
     repeats: int = knob(5, help="timed repeats", low=3)
     warmup: int = knob(1, help="repeats thrown away first", low=0)
     perplexity_tokens: int = knob(
-        4096, help="held-out text that is scored; 0: perplexity is not measured", unit="tokens", low=0
+        4096, help="held-out text that the baseline and skip are scored on; 0: none", unit="tokens", low=0
     )
     results_dir: str = knob("results", help="folder of rows and runs")
     head_dir: str = knob("ee_head", help="folder of fitted heads and calibrations, one below it for each model")

@@ -143,7 +143,8 @@ def read(results: str | os.PathLike[str]) -> Book:
                 finding = Finding(**{name: value for name, value in data.items() if name in names})
                 book.findings[finding.kind, finding.arm_key] = finding
     for data in _documents(Path(results) / VERDICTS):
-        if "verdict" in data and not data.get("planted"):  # not of a run that was to find a planted fault
+        # Not of a run that was to find one planted fault; with "all" the verdict is that of the clean runs.
+        if "verdict" in data and data.get("planted") in (None, "all"):
             book.verdicts |= {str(data[name]): data for name in ("arm_key", "key") if data.get(name)}
     return book
 

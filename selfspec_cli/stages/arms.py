@@ -13,6 +13,7 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine
+from selfspec_cli.config.digests import layer_in_force
 from selfspec_cli.config.keys import engine_key
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
 from selfspec_cli.early_exit.errors import SettingsError
@@ -134,5 +135,5 @@ def finding(
 
 
 def _columns(planned: Planned) -> dict[str, Any]:
-    columns = tables.identity(planned.cfg)
+    columns = tables.identity(planned.cfg, layer_in_force(planned.cfg))
     return {name: value for name, value in columns.items() if name not in quality.NO_NAMES}

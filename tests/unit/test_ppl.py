@@ -93,7 +93,7 @@ def test_what_arms_generate_is_scored_by_the_plain_model(opened):
     last = opened.engines[-1].llm.asked
     assert last and all(len(ids) == 10 for ids, _ in last)  # prompt and continuation
     # The skip arm's greedy continuations are asked for first, and none of them is the baseline's.
-    expected = [sum(nats(*pair) for pair in itertools.pairwise(ids)) for ids, _ in last[:5]]
+    expected = [sum(nats(*pair) for pair in itertools.pairwise(ids[5:])) for ids, _ in last[:5]]
     assert greedy["scores"]["nats"] == pytest.approx(expected)
     assert greedy["scores"]["tokens"] == [4] * 5
     assert sampled["scores"] != sampled["baseline"]

@@ -91,6 +91,13 @@ SIGNATURES = {
     f"{V2_FOLDER}.block_table:BlockTables.compute_slot_mappings": "idx_mapping query_start_loc positions "
     "num_tokens_padded out",
     "vllm.v1.worker.utils:AttentionGroup.map_to_kernel_block_table": "block_table ubatch_idx",
+    # What `selfspec verify` plants faults around, and asks of an engine.
+    f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
+    f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
+    f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
+    "capacities draft_budget num_steps",
+    "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
     # Both runners, and the driver.
     "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens num_tokens_across_dp "
     "cudagraph_runtime_mode batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
@@ -127,7 +134,12 @@ FIELDS = {
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
-    "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config",
+    "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
+    "long_prefill_token_threshold max_logprobs",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id prefill_token_ids",
+    "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
+    f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
@@ -138,7 +150,8 @@ FIELDS = {
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
-    "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound",
+    "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
+    "logits_indices input_ids positions",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule",
@@ -150,7 +163,10 @@ FIELDS = {
 ATTRIBUTES = {
     V1_PROPOSER: "vllm_config speculative_config max_model_len num_speculative_tokens arange input_ids positions "
     "kv_cache_gid draft_attn_groups use_fp64_gumbel _enable_probabilistic_draft_probs",
-    f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len",
+    f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
+    "compilation_config kv_cache_config",
+    f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
+    "adaptive_verification req_states",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
@@ -161,11 +177,10 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
     "_capture_descs",
-    f"{V2_RUNNER}:GPUModelRunner": "speculator req_states",
     SCHEDULER: "vllm_config scheduler_config requests dynamic_sd_lookup use_v2_model_runner",
     "vllm.v1.request:Request": "num_computed_tokens",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
-    f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings",
+    f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings block_sizes",
     f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",
     f"{MOE}.routed_experts:RoutedExperts": "moe_config quant_method",
     f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "unquantized_backend moe_kernel moe_quant_config",

@@ -75,9 +75,8 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     folder = save_tiny(name, root / name, **SHAPES[name])
     if name != "llama_small_vocab":
         save_tokenizer(folder)
-    places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    environment["PYTHONPATH"] = os.pathsep.join(places)
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": paths}
     try:
         done = subprocess.run(words(name, folder, options.results, options), capture_output=True, text=True,
                               timeout=LIMIT, env=environment, check=False)  # fmt: skip

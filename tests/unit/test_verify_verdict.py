@@ -69,21 +69,24 @@ def test_what_shows_nothing_does_not_pass(found, words):
 
 
 def test_a_case_is_judged_by_its_differences():
-    none = {"unlike_scores": 0, "batch_invariant": False, "plain_differ": 0, "plain_compared": 32, "ours": 32}
-    assert verdict.case_row([], **none)[0] == "lossless"
-    assert verdict.case_row(["near-tie"], **none)[0] == "near-ties only"
-    assert verdict.case_row(["near-tie"], **none | {"batch_invariant": True})[0] == "fault"
-    assert verdict.case_row(["near-tie", "fault"], **none)[0] == "fault"
-    assert verdict.case_row([], **none | {"unlike_scores": 2})[0] == "fault"
+    repeats = {"differ": 0, "near_ties": 0, "compared": 32}
+    assert verdict.case_row([], 32, 0, repeats, False)[0] == "lossless"
+    assert verdict.case_row(["near-tie"], 32, 0, repeats, False)[0] == "near-ties only"
+    assert verdict.case_row(["near-tie"], 32, 0, repeats, True)[0] == "fault"
+    assert verdict.case_row(["near-tie", "fault"], 32, 0, repeats, False)[0] == "fault"
+    assert verdict.case_row([], 32, 2, repeats, False)[0] == "fault"
 
 
 def test_where_plain_vllm_does_not_repeat_itself_that_is_said():
     """gpt-oss in batch-invariant mode: 17 of 32 differ from plain to plain, 22 of 32 from the arm to plain."""
-    told, note = verdict.case_row(["fault"] * 22, 0, True, 17, 32, 32)
+    noisy = {"differ": 17, "near_ties": 0, "compared": 32}
+    told, note = verdict.case_row(["fault"] * 22, 32, 0, noisy, True)
     assert told == "not shown"
     assert "17 of 32" in note
-    assert verdict.case_row(["fault"] * 32, 0, True, 4, 32, 32)[0] == "fault"  # far more than plain from itself
-    assert verdict.case_row(["fault"] * 2, 0, True, 0, 32, 32)[0] == "fault"
+    # Far more than plain from itself, and where plain repeats itself but for near-ties.
+    assert verdict.case_row(["fault"] * 32, 32, 0, noisy | {"differ": 4}, True)[0] == "fault"
+    assert verdict.case_row(["fault"] * 2, 32, 0, noisy | {"differ": 0}, True)[0] == "fault"
+    assert verdict.case_row(["fault"] * 4, 12, 0, {"differ": 5, "near_ties": 5, "compared": 12}, False)[0] == "fault"
 
 
 def test_a_near_tie_is_level_or_turns_when_tokens_come_together():

@@ -133,7 +133,8 @@ def parting(ours: Sequence[int], plain: Sequence[int]) -> int:
 def ask(engine: Engine, found: Sequence[Difference], tolerance: float, most: int = 16) -> None:
     """Ask the plain engine for the gap at some differences, and judge them; what is not asked stays a fault."""
     for difference in found[:most]:
-        if difference.ours is not None and difference.plain is not None:
+        fits = len(difference.prefix) + 2 <= engine.max_model_len
+        if difference.ours is not None and difference.plain is not None and fits:
             ours, plain = (
                 asking.log_probability(engine, difference.prefix, [token])
                 for token in (difference.ours, difference.plain)
@@ -145,7 +146,8 @@ def ask(engine: Engine, found: Sequence[Difference], tolerance: float, most: int
 def ask_together(engine: Engine, found: Sequence[Difference], chunk: int, tolerance: float) -> None:
     """The same of an engine that takes `chunk` tokens a step. What follows a token fills up its chunk."""
     for difference in found:
-        if difference.ours is None or difference.plain is None:
+        fits = len(difference.prefix) + chunk + 1 <= engine.max_model_len
+        if difference.ours is None or difference.plain is None or not fits:
             continue
         # The chunk that holds the last token of the prefix, whose logits decide, is full.
         missing = -len(difference.prefix) % chunk

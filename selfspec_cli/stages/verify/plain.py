@@ -36,9 +36,9 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
             plain_repeats = _repeat_plain(engine, arm, plain if case.name == "mixed" else None, tolerance)
         compared = sum(request.greedy for request in case.requests)
         unlike = greedy.unlike_scores(case.requests, ours.answers, plain.answers, tolerance)
-        noise = plain_repeats or {"differ": 0, "compared": 0}
-        told, note = verdict.case_row([one.kind for one in found], unlike, wanted.batch_invariant, noise["differ"],
-                                      noise["compared"], compared)  # fmt: skip
+        noise = plain_repeats or {"differ": 0, "near_ties": 0, "compared": 0}
+        kinds = [one.kind for one in found]
+        told, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
         note = note or _hollow(case, ours, plain)
         rows.append(_case_row(case, ours, plain, compared, found, told, note))
         level += [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]

@@ -76,18 +76,20 @@ def decide(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def case_row(
-    kinds: Sequence[str], unlike_scores: int, batch_invariant: bool, plain_differ: int, plain_compared: int, ours: int
+    kinds: Sequence[str], compared: int, unlike_scores: int, plain: Mapping[str, int], batch_invariant: bool
 ) -> tuple[str, str | None]:
     """(verdict, note) of a greedy case.
 
-    kinds: of each request that differs, near-tie or fault. unlike_scores: requests with other log-probabilities.
-    plain_differ, plain_compared: outputs that the plain engine does not repeat itself with other neighbours, of how
-    many. ours: outputs compared here.
+    kinds: of each of the `compared` requests that differs, near-tie or fault. unlike_scores: requests with other
+    log-probabilities. plain: outputs that the plain engine does not repeat itself with other neighbours (differ), how
+    many of them are near-ties (near_ties), of how many (compared). Near-ties count only where kernels are
+    batch-invariant.
     """
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
-    if wrong and plain_differ and not surely_more(len(kinds), ours, plain_differ, plain_compared):
-        return NOT_SHOWN, (f"plain vLLM does not repeat its own outputs with other neighbours ({plain_differ} of "
-                           f"{plain_compared} differ), and the arm's {len(kinds)} of {ours} are no more")  # fmt: skip
+    plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
+    if wrong and plain_wrong and not surely_more(wrong, compared, plain_wrong, plain["compared"]):
+        return NOT_SHOWN, (f"plain vLLM does not repeat its own outputs with other neighbours ({plain_wrong} of "
+                           f"{plain['compared']} differ), and the arm's {wrong} of {compared} are no more")  # fmt: skip
     if wrong:
         return FAULT, None
     if unlike_scores:

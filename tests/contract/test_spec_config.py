@@ -124,16 +124,18 @@ def test_other_methods_stay_vllms(arguments, path):
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """What is logged below vLLM's logger, without vLLM's handlers."""
+def said():
+    """What is logged below vLLM's logger, without vLLM's handlers and whatever its level."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("vllm.selfspec")
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,19 @@ class Server:
 
 @pytest.fixture(scope="module")
 def plain() -> str:
-    """What the model alone says to PROMPT, greedily."""
-    from harness import live
+    """What the model alone says to PROMPT, greedily, without vLLM."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with live(reference_model_dir(), skip_tokenizer_init=False, max_model_len=512) as engine:
-        from vllm import SamplingParams
-
-        (output,) = engine.llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)
-        return str(output.outputs[0].text)
+    tokenizer = AutoTokenizer.from_pretrained(reference_model_dir())
+    model = AutoModelForCausalLM.from_pretrained(reference_model_dir(), dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    whole = model.generate(ids, do_sample=False, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 @pytest.fixture(scope="module")
-def server(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -48,7 +48,7 @@ def foreign(text: str) -> list[str]:
     return [word for word in FOREIGN if word in text]
 
 
-def test_a_sweep_and_then_an_interrupted_one(folder):
+def test_a_sweep_shows_its_own_lines_only(folder):
     shown = opened(folder, 80).read()
     keep(shown, "sweep_80")
     assert shown.child.exitstatus == 0, shown.last
@@ -58,6 +58,8 @@ def test_a_sweep_and_then_an_interrupted_one(folder):
     assert "3 measured, 0 skipped, 0 failed" in shown.last
     assert any("3 of 3 arms measured" in seen or "2 of 3 arms measured" in seen for seen in shown.seen)
 
+
+def test_an_interrupted_one_shows_the_log_and_the_next_step(folder):
     more = ("--again", "repeats=500")
     shown = opened(folder, 140, *more).read(until=" of 501")
     shown.child.sendintr()

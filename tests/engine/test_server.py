@@ -29,8 +29,8 @@ pytestmark = pytest.mark.engine
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 48
-START_SECONDS = 480  # three processes import vLLM one after the other
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+START_SECONDS = 480  # two processes import vLLM one after the other
+ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
 
 
@@ -66,27 +66,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def plain() -> str:
-    """What the model alone says to PROMPT, greedily."""
-    from harness import live
-
-    with live(reference_model_dir(), skip_tokenizer_init=False, max_model_len=512) as engine:
-        from vllm import SamplingParams
-
-        (output,) = engine.llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)
-        return str(output.outputs[0].text)
-
-
-@pytest.fixture(scope="module")
-def server(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["serve", "layer=3", "k=4", "gate=margin", *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1",
-             "--chat-template", CHAT_TEMPLATE]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING")}  # fmt: skip
+             *ONE_PROCESS_FEWER]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
     log = folder / "server.log"
     with open(log, "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *words], stdout=out, stderr=out, cwd=folder,
@@ -103,6 +91,22 @@ def server(plain: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             process.wait(120)
         process.kill()
         _keep(found)
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server) -> str:
+    """What the model alone says to PROMPT, greedily: the same server, told to draft nothing for one request."""
+    _draft_at_most(server, 0)
+    before = server.metric("spec_decode_num_draft_tokens_total")
+    text = server.ask("completion, while the server drafts nothing", prompt=PROMPT).choices[0].text
+    assert server.metric("spec_decode_num_draft_tokens_total") == before
+    _draft_at_most(server, 4)
+    return str(text)
+
+
+def _draft_at_most(server: Server, k: int) -> None:
+    asked = {"method": "early_exit_set_draft_length", "args": [k]}
+    httpx.post(f"{server.url}/collective_rpc", json=asked).raise_for_status()
 
 
 def _wait(server: Server) -> None:

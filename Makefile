@@ -2,6 +2,7 @@
 # make quick  lint, and the unit and contract tests that take no seconds each: two minutes on two cores
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
+# make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
@@ -28,7 +29,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test mutants lint fresh install wheel clean
+.PHONY: demo quick quick-lint quick-tests test mutants lint fresh install browser wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -51,6 +52,7 @@ test: $(INSTALLED)
 	$(call timed,unit,$(PYTEST) tests/unit $(SIDE_BY_SIDE) --durations=10)
 	$(call timed,contract,$(PYTEST) tests/contract)
 	$(call timed,gpu,$(PYTEST) tests/gpu)
+	$(call timed,browser,$(PYTEST) tests/browser)
 	$(call timed,engine,$(PYTEST) tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 
@@ -72,6 +74,11 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt constraints-cpu.txt $(wildcard
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints-cpu.txt -r requirements-cpu.txt
 	touch $@
+
+# What tests/browser needs beside the virtual environment: Debian's Chromium with its driver, and axe-core from npm.
+browser:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null || (apt-get update && apt-get install -y chromium chromium-driver)
+	npm install --prefix .browser --no-save --no-audit --no-fund axe-core@4
 
 wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -100,7 +100,7 @@ def _target(experiment: str, stated: dict[str, Any]) -> Target:
         # Of another model on another machine: what carries over is the ratio.
         low, high = values.pop("tok_s_median")
         divisor = _range(baseline, f"{place}: {OF_BASELINE}")[0]
-        values["speedup"] = (low / divisor, high / divisor)
+        values = {"speedup": (low / divisor, high / divisor)} | values
     return Target(experiment, arm, values, source)
 
 

@@ -33,6 +33,7 @@ SHOWN = (
     "tpot_ms",
     "delta_ppl",
     "identical",
+    "verdict",
     "batch",
     "model",
     "device",

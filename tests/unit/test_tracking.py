@@ -1,80 +1,181 @@
+"""W&B gets a run for each point, without a network: what it wrote is read back from its own files."""
+
+import json
+import struct
+import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+from points import RUN, against, baseline, failed
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerConfig, TrackerKind
-from selfspec_cli.record.tables import Record, header
+from selfspec_cli.record import folder, tables, tracking
+from selfspec_cli.record.latency import ttft
+from selfspec_cli.record.tables import header
 from selfspec_cli.record.tracking import open_tracker
+from selfspec_cli.report import make
 
-ROW = Record(run_id="r", time="t", arm="baseline", model="m", tok_s_median=100.0, key="0" * 12)
 WANDB = RunConfig(k=5, tracker=TrackerConfig(kind=TrackerKind.wandb))
+BLOCK = 32 * 1024
+KEYS = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_ENTITY", "WANDB_PROJECT")
 
 
 @pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in for wandb that keeps what it is given."""
-    seen = SimpleNamespace(init=None, logged=[], finished=False)
-    run = SimpleNamespace(log=seen.logged.append, finish=lambda: setattr(seen, "finished", True))
-
-    def init(**options):
-        seen.init = options
-        return run
-
-    fake = SimpleNamespace(
-        init=init,
-        Settings=lambda **options: options,
-        Table=lambda columns, data: {"columns": columns, "data": data},
-        Image=lambda path: f"image {path}",
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+def place(tmp_path, monkeypatch):
+    """An empty folder to work in, without the user's own W&B settings; no server can be reached."""
+    for name in KEYS:
         monkeypatch.delenv(name, raising=False)
-    return seen
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_rows_and_chart_go_to_wandb(wandb, tmp_path):
-    with open_tracker(WANDB, "run-1") as tracker:
-        tracker.log(ROW)
-        tracker.chart(tmp_path / "chart.png")
-    assert wandb.logged[0] == {"tok_s_median": 100.0}  # what was not measured is not logged as anything
-    assert wandb.logged[1]["rows"]["columns"] == header(Record)
-    assert wandb.logged[1]["rows"]["data"][0][0] == "r"
-    assert wandb.logged[1]["chart"].endswith("chart.png")
-    assert wandb.finished
-    assert wandb.init["config"]["k"] == 5
+def read_back(file):
+    """The records of a W&B run file, by kind.
+
+    The file is LevelDB's log: blocks of 32 KiB (the first begins with 7 bytes of W&B's own), and in them fragments of
+    records, each after its checksum (4 bytes), length (2) and type: 1 whole, 2 first, 3 middle, 4 last.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts, found = file.read_bytes(), 7, [], {}
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:  # too short for a fragment: padding
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(b"".join(parts))
+            parts.clear()
+            found.setdefault(record.WhichOneof("record_type"), []).append(record)
+    return found
+
+
+def values(items):
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+@pytest.mark.slow
+def test_what_wandb_wrote_is_what_was_measured(place):
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
+    base = baseline()
+    points = [base, against(base), failed("2")]
+    with open_tracker(WANDB, RUN) as tracker:
+        for point in points:
+            folder.save("results", point)
+            tracker.log(point)
+        pictures = make.pictures(points, "pictures")
+        tracker.report(Path("results"), [tables.row(point) for point in points], pictures)
+    (message,) = tracker.messages
+    assert "4 runs" in message and f"wandb sync {place}/wandb/offline-run-*{RUN}" in message
+    written = {file.parent.name.split("-", 3)[-1]: read_back(file) for file in place.glob("wandb/*/*.wandb")}
+    assert sorted(written) == sorted([*(point.id for point in points), f"report-{RUN}"])
+    for found in written.values():
+        assert found["run"][0].run.run_group == RUN
+
+    arm, row = written[points[1].id], tables.row(points[1])
+    config = values(arm["run"][0].run.config.update)
+    assert config["k"] == 5 and config["digests"] == {"model": "m0"} and config["arm"]["gate"] == "varH"
+    told = {}
+    for record in arm["summary"]:
+        told |= values(record.summary.update)
+    assert (told["speedup"], told["tok_s_median"], told["baseline"]) == (row.speedup, row.tok_s_median, base.id)
+    assert "power_w" not in told  # it was not measured
+    logged = {}
+    for record in arm["history"]:
+        logged |= values(record.history.item)
+    first = [1000 * ttft(request) for repeat in points[1].repeats for request in repeat.requests]
+    histogram = logged["latency/ttft_ms"]
+    assert sum(histogram["values"]) == len(first)
+    assert (histogram["bins"][0], histogram["bins"][-1]) == pytest.approx((min(first), max(first)))
+    assert arm["artifact"][0].artifact.type == "point"
+
+    report = written[f"report-{RUN}"]
+    entries = {entry.path for entry in report["artifact"][0].artifact.manifest.contents}
+    assert {f"runs/{point.id}.json" for point in points} <= entries or report["artifact"][-1].artifact.type == "record"
+    (table,) = place.glob("wandb/*report*/files/media/table/points*.table.json")
+    document = json.loads(table.read_text())
+    assert document["columns"] == header(tables.Record)
+    assert [line[document["columns"].index("point")] for line in document["data"]] == [point.id for point in points]
+    drawn = {file.stem.partition("_")[0] for file in place.glob("wandb/*report*/files/media/images/figures/*.png")}
+    assert {"speedup", "latency"} <= drawn
+
+
+@pytest.fixture
+def stub(place, monkeypatch):
+    """A stand-in for wandb that says how it was started; (its starts, the processes that would upload)."""
+    starts, processes = [], []
+
+    class Run:
+        dir = str(place / "wandb" / "offline-run-1" / "files")
+        summary = property(lambda self: {})
+        log = log_artifact = finish = lambda self, *words: None
+
+    class Stub:
+        Settings = staticmethod(lambda **options: options)
+        Histogram = staticmethod(lambda values: values)
+
+        class Artifact:
+            def __init__(self, *words, **more):
+                pass
+
+            def new_file(self, name, encoding):
+                return open(place / name, "w", encoding=encoding)
+
+        @staticmethod
+        def init(**options):
+            starts.append(options)
+            Path(Run.dir).mkdir(parents=True, exist_ok=True)
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Stub)
+    monkeypatch.setattr(tracking.subprocess, "Popen", lambda words, **more: processes.append((words, more)))
+    return starts, processes
 
 
 @pytest.mark.parametrize(
-    ("env", "mode"),
+    ("env", "mode", "uploads"),
     [
-        ({}, "offline"),
-        ({"WANDB_API_KEY": "x"}, "online"),
-        ({"WANDB_API_KEY": "x", "WANDB_MODE": "disabled"}, "disabled"),
+        ({}, "offline", 0),
+        ({"WANDB_API_KEY": "x"}, "offline", 1),
+        ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "offline", 0),
+        ({"WANDB_API_KEY": "x", "WANDB_MODE": "disabled"}, "disabled", 0),
     ],
 )
-def test_without_a_key_wandb_is_offline(wandb, monkeypatch, env, mode):
+def test_a_sweep_never_waits_for_a_network(stub, monkeypatch, env, mode, uploads):
+    """Whatever the user set, runs are written offline; with a key a process of its own uploads them afterwards."""
+    starts, processes = stub
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with open_tracker(WANDB, "run-1"):
-        pass
-    assert wandb.init["mode"] == mode
+    with open_tracker(WANDB, "run-1") as tracker:
+        tracker.log(baseline())
+        assert processes == []
+    assert [start["mode"] for start in starts] == [mode]
+    assert len(processes) == uploads
+    if uploads:
+        words, options = processes[0]
+        assert words[1:4] == ["-m", "wandb", "sync"] and options["start_new_session"]
+        assert "being uploaded" in tracker.messages[0]
+    else:
+        assert len(tracker.messages) == (mode == "offline")
 
 
-def test_the_run_is_closed_when_the_sweep_fails(wandb):
-    with pytest.raises(RuntimeError), open_tracker(WANDB, "run-1"):
-        raise RuntimeError
-    assert wandb.finished
+def test_an_upload_that_cannot_start_is_a_message_and_hides_no_error(stub, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x")
 
+    def refuse(*words, **more):
+        raise OSError("no processes left")
 
-def test_a_run_that_cannot_be_closed_is_a_warning(wandb, monkeypatch, capsys):
-    def finish():
-        raise OSError("no network")
-
-    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: SimpleNamespace(finish=finish))
-    with open_tracker(WANDB, "run-1"):
-        pass
-    assert capsys.readouterr().err == "warning: tracker: no network\n"
+    monkeypatch.setattr(tracking.subprocess, "Popen", refuse)
+    with open_tracker(WANDB, "run-1") as tracker:
+        tracker.log(baseline())
+    assert tracker.messages == ["W&B: no processes left"]
     with pytest.raises(RuntimeError, match="mine"), open_tracker(WANDB, "run-1"):
         raise RuntimeError("mine")
 
@@ -82,6 +183,13 @@ def test_a_run_that_cannot_be_closed_is_a_warning(wandb, monkeypatch, capsys):
 def test_no_tracker_imports_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     with open_tracker(RunConfig(), "run-1") as tracker:
-        tracker.log(ROW)
+        tracker.log(baseline())
+    assert tracker.messages == []
     with pytest.raises(ConfigError, match="pip install"), open_tracker(WANDB, "run-1"):
         pass
+
+
+def test_the_command_to_sync_is_wandbs_own():
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
+    told = subprocess.run([sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True)
+    assert "PATH" in told.stdout.upper()

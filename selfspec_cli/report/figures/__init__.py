@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report.figures import drafts, engine, exits, speed
+from selfspec_cli.report.figures import drafts, engine, exits, quality, speed
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups
 from selfspec_cli.report.sources import Sources
@@ -20,6 +20,8 @@ def of_sources(found: Sources) -> list[Figure]:
         *speed.throughput(together),
         *(figure for load in engine.LOADS if load in columns for figure in engine.by_load(together, load)),
         *drafts.frontier(together),
+        *quality.perplexities(together),
+        *quality.scores(together),
         *drafts.against(together, "threshold"),
         *drafts.against(together, "k"),
         *drafts.positions(together, found.accepts),

@@ -52,7 +52,7 @@ async function draw(figure, panel, ids, place) {
   figure.view?.finalize();
   figure.view = await window.vegaEmbed(chart, spec, {
     renderer: "svg", actions: false, config: theme(width), tooltip: { theme: dark.matches ? "dark" : "light" },
-    logLevel: window.vega.Error, // a layer without data warns of it
+    logLevel: 1, // errors alone: a layer without data warns of that
   });
   chart.querySelector("svg")?.setAttribute("aria-hidden", "true");
 }
@@ -195,6 +195,7 @@ function tableIn(DataTable, data) {
     },
     createdRow: (line, row) => line.classList.toggle("failed", status > 0 && row[status] !== "ok"),
   });
+  window.selfspecTable = table;
   table.on("click", "td.open button", (event) => {
     const button = event.target.closest("button");
     const row = table.row(button.closest("tr"));

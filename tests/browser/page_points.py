@@ -1,0 +1,91 @@
+"""Points of a made-up sweep that has something for every figure of the page."""
+
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
+
+RUN = "20261121-000000-aaaa"
+CONFIG = {
+    "model": {"name": "m", "path": "m", "dtype": "float32"},
+    "gate": {"kind": "varH"},
+    "method": "layer_skip",
+    "results_dir": "results",
+}
+
+
+def _measured(tok_s, drafts, batch, ppl):
+    repeats = []
+    for n in range(5):
+        speed = tok_s * (1 + 0.01 * (n - 2))
+        events = tuple(round(place * 8 / speed, 6) for place in (0.2, 0.4, 0.7, 1.0))
+        requests = tuple(RequestTimes(0.0, events, 8) for _ in range(batch))
+        repeats.append(Repeat(8 * batch / (speed * batch), requests, drafts))
+    engine = {
+        "kv_blocks": 7,
+        "power_w": 300.0,
+        "sm_util": 0.7,
+        "step_bytes": {"full": 1e9, "draft": 2e8, "full_kv_token": 1e3, "draft_kv_token": 2e2},
+    }
+    return Measurement(tuple(repeats), ("aa", "bb"), engine, perplexity=ppl, seconds=2.0)
+
+
+def _point(number, arm, measured, **more):
+    key = f"{number:012x}"
+    fields = {
+        "id": point_id(key, RUN),
+        "key": key,
+        "run_id": RUN,
+        "number": number,
+        "status": "ok",
+        "reason": None,
+        "time": "2026-11-21T00:00:00+0000",
+        "seconds": 2.0,
+        "start_seconds": 10.0,
+        "device": "a machine",
+        "arm": arm,
+        "engine": measured.engine,
+        "perplexity": measured.perplexity,
+        "outputs": measured.outputs,
+        "repeats": measured.repeats,
+        "command": ["selfspec", "sweep", "experiment=m4_varh"],
+        "config": CONFIG | {"k": arm.get("k")},
+        "digests": {"model": "m0"},
+        "versions": {"selfspec": "0.1.0", "python": "3.11"},
+        "hardware": {"cores": 2},
+        "git": {"revision": "a" * 40, "dirty": False},
+    }
+    return Point(**fields | more)
+
+
+def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):
+    """Baselines, gates of three thresholds, three draft lengths, a lossy arm, a loss and a failure, at each batch."""
+    made = []
+    for batch in batches:
+        work = {
+            "model": "m",
+            "workload": "headline",
+            "batch": batch,
+            "input_len": 32,
+            "output_len": 8,
+            "temperature": 0.0,
+            "repeats": 5,
+        }
+        base_measured = _measured(100.0, None, batch, 10.0)
+        base = _point(len(made), {"arm": "baseline"} | work, base_measured)
+        made.append(base)
+        draft = {"arm": "layer_skip", "E": 4, "head": "lens", "vocab": "full"} | work
+        arms = [
+            (draft | {"k": 4, "gate": "varH", "threshold": tau}, 110.0 + 30 * n, 10.0)
+            for n, tau in enumerate(thresholds)
+        ]
+        arms += [(draft | {"k": k, "gate": "none"}, 85.0 + 10 * k, 10.0) for k in lengths]
+        arms += [(draft | {"k": 9, "gate": "none"}, 80.0, 10.0)]
+        arms += [({"arm": "skip", "E": 12, "head": "lsq", "vocab": "full"} | work, 190.0, 11.5)]
+        for arm, speed, ppl in arms:
+            drafts = None if arm["arm"] == "skip" else VerifyCounts(100, 400, 250, [90, 70, 50, 40])
+            measured = _measured(speed / batch**0.2, drafts, batch, ppl)
+            against = compare(measured, base, reused=False, real_text=True)
+            made.append(_point(len(made), arm, measured, compared_with=against))
+        failed = {"status": "failed", "reason": "out of memory", "repeats": (), "outputs": (), "engine": {}}
+        made.append(_point(len(made), draft | {"k": 64, "gate": "none"}, base_measured, **failed))
+    return made

@@ -1,0 +1,200 @@
+"""The page in headless Chromium: no error in the console, nothing that axe-core finds, and what a reader does works.
+
+Needs Chromium, its driver, and axe-core from npm: `make browser` installs them. Without them these tests are skipped,
+with the reason. SHOTS=FOLDER keeps a screenshot of each page that is looked at.
+"""
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from page_points import sweep_points
+
+from selfspec_cli.record import folder
+from selfspec_cli.report import make
+
+ROOT = Path(__file__).parents[2]
+AXE = ROOT / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+MISSING = [
+    name for name, found in (("chromium", CHROMIUM), ("chromedriver", DRIVER), ("axe-core", AXE.is_file())) if not found
+]
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed; make browser installs them")
+
+QUIET = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+)
+LOOKS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
+PATIENCE = 120  # seconds, on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for word in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(DRIVER))
+    made.set_script_timeout(PATIENCE)
+    made.execute_cdp_cmd("Network.enable", {})
+    made.execute_cdp_cmd("Network.emulateNetworkConditions",
+                         {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0})  # fmt: skip
+    yield made
+    made.quit()
+
+
+def shown(driver, page, width=1280, scheme="light"):
+    """Open a page, as wide and as light as is asked for, and wait until it has drawn everything."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    driver.get_log("browser")
+    driver.get(page.as_uri())
+    until = time.monotonic() + PATIENCE
+    while driver.execute_script("return document.documentElement.dataset.ready") != "true":
+        problem = driver.execute_script("return document.getElementById('problem')?.textContent")
+        assert not problem, problem
+        assert time.monotonic() < until, "the page is not ready"
+        time.sleep(0.1)
+
+
+def violations(driver):
+    """What axe-core finds, as rule and elements."""
+    driver.execute_script(AXE.read_text(encoding="utf-8"))
+    script = "const done = arguments[0]; axe.run().then((told) => done(told.violations))"
+    return [
+        (rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in driver.execute_async_script(script)
+    ]
+
+
+def told_by_console(driver):
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def keep_picture(driver, name):
+    if where := os.environ.get("SHOTS"):
+        tall = driver.execute_script("return Math.min(document.documentElement.scrollHeight, 9000)")
+        wide = driver.execute_script("return innerWidth")
+        size = {"width": wide, "height": tall, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        Path(where).mkdir(parents=True, exist_ok=True)
+        driver.save_screenshot(str(Path(where) / f"{name}.png"))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of points with everything in it, and the pages of the published results."""
+    place = tmp_path_factory.mktemp("pages")
+    for point in sweep_points():
+        folder.save(place / "results", point)
+    published = ROOT / "results" / "published"
+    return {
+        "made_up": make.run(place / "results", place / "made_up").page,
+        "cpu": make.run(published / "cpu", place / "cpu").page,
+        "published": make.run(published, place / "published").page,
+    }
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+@pytest.mark.parametrize("name", ["made_up", "cpu", "published"])
+def test_no_error_no_violation_and_nothing_wider_than_the_screen(driver, pages, name, width, scheme):
+    shown(driver, pages[name], width, scheme)
+    assert told_by_console(driver) == []
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    script = "return [...document.querySelectorAll('.chart')].map((chart) => !!chart.querySelector('svg path'))"
+    charts = driver.execute_script(script)
+    assert charts and all(charts)
+    assert violations(driver) == []
+    keep_picture(driver, f"{name}_{width}_{scheme}")
+
+
+def test_a_row_opens_what_is_kept_of_it(driver, pages):
+    shown(driver, pages["made_up"])
+    driver.execute_script("document.querySelectorAll('#all td.open button')[1].click()")
+    opened = driver.execute_script("return document.querySelector('#all .opened').textContent")
+    for text in ("selfspec sweep", "runs/", "git revision", "Configuration", "tokens a second", "Raw times"):
+        assert text in opened
+    button = "document.querySelectorAll('#all td.open button')[1]"
+    assert driver.execute_script(f"return {button}.getAttribute('aria-expanded')") == "true"
+    assert violations(driver) == []
+    keep_picture(driver, "made_up_opened")
+    driver.execute_script(f"{button}.click()")
+    assert driver.execute_script("return document.querySelector('#all .opened')") is None
+
+
+def column(driver, title):
+    """The cells of a column by its title, as they stand; None where the column is hidden."""
+    script = """
+      const first = document.querySelectorAll('#points thead tr:first-child th');
+      const heads = [...first].map((head) => head.textContent.trim());
+      const at = heads.indexOf(arguments[0]);
+      return at < 0 ? null : [...document.querySelectorAll('#all tbody tr')].map((row) => row.cells[at].textContent)"""
+    return driver.execute_script(script, title)
+
+
+def test_the_table_sorts_filters_and_hides_columns(driver, pages):
+    shown(driver, pages["made_up"])
+    table = "window.selfspecTable"
+    at = driver.execute_script(f"return {table}.columns().titles().toArray().indexOf('speedup')")
+    driver.execute_script(f"{table}.order([{at}, 'desc']).draw()")
+    speeds = [float(cell) for cell in column(driver, "speedup") if cell]
+    assert speeds == sorted(speeds, reverse=True) and len(set(speeds)) > 3
+    everything = driver.execute_script(f"return {table}.rows().count()")
+    driver.execute_script(f"{table}.search('varH').draw()")
+    found = column(driver, "arm")
+    assert 0 < len(found) < everything and all("varH" in cell for cell in found)
+    driver.execute_script(f"{table}.search('').column({at}).visible(false).draw()")
+    assert column(driver, "speedup") is None
+    # The button is how a reader does it.
+    driver.execute_script("document.querySelector('.dt-buttons button').click()")
+    assert driver.execute_script("return document.querySelectorAll('.dt-button-collection button').length") > 20
+    assert violations(driver) == []
+
+
+def test_a_figure_shows_another_panel_and_its_points(driver, pages):
+    shown(driver, pages["made_up"])
+    drawn = "return document.querySelector('#latency .chart svg').outerHTML"
+    before = driver.execute_script(drawn)
+    driver.execute_script("""
+      const select = document.getElementById('latency-panel');
+      select.value = '1';
+      select.dispatchEvent(new Event('change'))""")
+    until = time.monotonic() + PATIENCE
+    while driver.execute_script(drawn) == before:
+        assert time.monotonic() < until, "the figure did not change"
+        time.sleep(0.1)
+    driver.execute_script("document.querySelector('#by_threshold figcaption button').click()")
+    told = driver.execute_script("return document.getElementById('only').textContent")
+    assert "points of one figure" in told
+    assert all("varH" in cell for cell in column(driver, "arm"))
+    driver.execute_script("document.querySelector('#only button').click()")
+    assert driver.execute_script("return document.getElementById('only').hidden")
+
+
+def test_text_of_points_is_text(driver, tmp_path):
+    bad = "<img src=x onerror=window.hurt=1>"
+    for point in sweep_points():
+        named = replace(point, device=bad, command=[bad], arm=point.arm | {"model": bad}, status="failed", reason=bad)
+        folder.save(tmp_path, named)
+    shown(driver, make.run(tmp_path, tmp_path).page)
+    driver.execute_script("document.querySelector('#all td.open button').click()")
+    assert driver.execute_script("return [window.hurt ?? null, document.querySelectorAll('img').length]") == [None, 0]

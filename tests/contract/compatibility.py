@@ -125,7 +125,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "Adapters": (
         Row("LoRA requests", YES, "drafts are made without the adapter, and verified with it: the output is the "
-            "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted",
+            "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted. On the CPU "
+            "vLLM itself gives requests without an adapter, beside others, what its last slot holds: set max_loras to "
+            "one more than the adapters in use",
             "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter"),
         Row("LoRA with a mixture of experts", REFUSED, "vLLM applies such adapters inside the experts' kernels",
             refusal=adapters_of_experts, instead="with the adapter merged into the model's weights"),

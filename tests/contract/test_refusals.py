@@ -35,24 +35,22 @@ def test_the_v1_proposer_drafts_up_to_the_context_that_the_kv_cache_was_made_for
     """`max_model_len=auto`: the worker learns the shorter context after the proposer was made and loaded."""
     from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
-    group = SimpleNamespace(layer_names=["a"], kv_cache_group_id=0)
     proposer = SimpleNamespace(
-        vllm_config=config_of(100), max_model_len=4096, num_speculative_tokens=5, _layer_names={"a"},
-        runner=SimpleNamespace(attn_groups=[[group]], effective_drafter_max_model_len=4096),
+        vllm_config=config_of(100), max_model_len=4096, num_speculative_tokens=5, _find_groups=lambda: None,
+        runner=SimpleNamespace(effective_drafter_max_model_len=4096),
     )  # fmt: skip
     _EarlyExit.initialize_attn_backend(proposer, None)
     assert proposer._last_useful == 99
     assert proposer.runner.effective_drafter_max_model_len == 105
 
 
-def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_for(monkeypatch):
+def test_the_v2_speculator_drafts_up_to_the_context_that_the_kv_cache_was_made_for():
     """vLLM 0.32 keeps the length that the speculator was made with; its slots would be of other requests."""
     from selfspec_cli.vllm_plugin.v2 import speculator
 
-    monkeypatch.setattr(speculator, "init_attn_backend", lambda *args, **kwargs: ([], None, None))
     ours = SimpleNamespace(
-        vllm_config=config_of(100), max_model_len=4096, device="cpu", _layer_names=set(),
-        state=SimpleNamespace(max_model_len=4096), _configure_decode_metadata_update=lambda: None,
+        vllm_config=config_of(100), max_model_len=4096, _find_groups=lambda: None,
+        state=SimpleNamespace(max_model_len=4096),
     )  # fmt: skip
     speculator.EarlyExitSpeculator.set_attn(ours, None, None, None, None, None)
     assert ours.state.max_model_len == 100

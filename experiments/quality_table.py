@@ -15,9 +15,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli.record import folder, quality, tables
-from selfspec_cli.record.quality import GENERATED, arm_in_words
+from selfspec_cli.record.quality import GENERATED, GREEDY, Book, arm_in_words
 from selfspec_cli.record.tables import Record
 
 EAGER = "engine.enforce_eager=true"  # nothing is timed, and an engine starts in a quarter of the time
@@ -60,33 +61,40 @@ def main() -> None:
 
 
 def table(results: Path) -> str:
-    """The Markdown table of every arm of a folder: baseline first, then skip, then what is verified."""
-    book = quality.read(results)
-    rows = {point.arm_key: tables.row(point) for point in folder.read(results)[0] if point.ok}
-    arms = {finding.arm_key: finding.arm for finding in book.findings.values()}
+    """The Markdown table of every arm of a folder: baseline first, then skip, then what is verified.
+
+    Arms are matched by what they are called, not by their keys: a folder may hold what several commits found.
+    """
+    findings = sorted(quality.read(results).findings.values(), key=lambda finding: finding.time)
+    arms = {arm_in_words(finding.arm): finding.arm for finding in findings}
+    found: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    greedy: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    for finding in findings:
+        name = arm_in_words(finding.arm)
+        found[name] |= Book({(finding.kind, finding.arm_key): finding}).columns(finding.arm_key, "")
+        greedy[name] |= finding.found.get(GREEDY, {}) if finding.kind == GENERATED else {}
+    rows = {arm_in_words(point.arm): tables.row(point) for point in folder.read(results)[0] if point.ok}
     order = ("baseline", "skip", "layer_skip")
-    keys = sorted(arms, key=lambda key: (order.index(arms[key]["arm"]), arms[key].get("E") or 0))
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(_line(arms[key], key, book, rows.get(key)) for key in keys)]
+    names = sorted(arms, key=lambda name: (order.index(arms[name]["arm"]), arms[name].get("E") or 0))
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [_line(name, found[name], greedy[name], rows.get(name)) for name in names]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _line(arm: dict[str, object], key: str, book: quality.Book, row: Record | None) -> list[str]:
-    found = book.columns(key, "")
-    generated = book.findings.get((GENERATED, key))
-    greedy = generated.found.get(quality.GREEDY, {}) if generated is not None else {}
+def _line(name: str, found: dict[str, Any], greedy: dict[str, Any], row: Record | None) -> list[str]:
     speed = f"{row.tok_s_median:,.0f}" if row is not None and row.tok_s_median else ""
     rate = row.accept_rate if row is not None else None
     if rate is None and greedy.get("drafted"):
         rate = greedy["accepted"] / greedy["drafted"]
     return [
-        arm_in_words(arm), speed, "" if rate is None else f"{rate:.0%}", _value(found, "ppl", "{:.2f}"),
-        *(_value(found, name, "{:+.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
+        name, speed, "" if rate is None else f"{rate:.0%}", _value(found, "ppl", "{:,.2f}"),
+        *(_value(found, name, "{:+,.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
         f"{greedy['identical']} of {greedy['outputs']}" if "identical" in greedy else "",
         str(found.get("scores", "")).replace("; ", "<br>"),
     ]  # fmt: skip
 
 
-def _value(found: dict[str, object], name: str, form: str) -> str:
+def _value(found: dict[str, Any], name: str, form: str) -> str:
     value, low, high = (found.get(part) for part in (name, f"{name}_low", f"{name}_high"))
     if value is None:
         return ""

@@ -19,9 +19,10 @@ from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.stages import arms, preflight
+from selfspec_cli.stages.arms import Found
 
 if TYPE_CHECKING:
-    from selfspec_cli.stages.ppl import Found, Request
+    from selfspec_cli.stages.ppl import Request
 
 NOT_DRAFTED = (
     "Only generated answers go through drafting. The other scores are log-likelihoods, which an engine computes "

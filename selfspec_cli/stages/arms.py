@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,22 @@ class Failure:
     arm: str
     reason: str
     bad_input: bool
+
+
+@dataclass
+class Found:
+    """What was found, in the order in which it was, and what could not be."""
+
+    findings: list[Finding] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing failed; 2: all that failed was bad input; 1: a run failed."""
+        if not self.failed:
+            return 0
+        return 2 if all(one.bad_input for one in self.failed) else 1
 
 
 def families(cfgs: Sequence[RunConfig]) -> list[list[Planned]]:
@@ -78,12 +94,16 @@ def each(
                             cfg = planned.cfg
                             engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
                         do(engine, planned)
+                    except results.RecordError:
+                        raise
                     except Exception as error:
                         failed.append(failure(planned, error))
                         if not isinstance(error, BAD_INPUT):
                             break
                     finally:
                         done(len(arms) - len(waiting))
+        except results.RecordError:  # nothing that comes could be written either
+            raise
         except Exception as error:  # it did not start, or did not end: none of those that wait for it can do better
             failed += [failure(planned, error) for planned in group]
             del waiting[: len(group)]
@@ -98,13 +118,6 @@ def failure(planned: Planned, error: Exception) -> Failure:
     """What is told of an arm that failed; an interrupt comes first."""
     interrupts.check()
     return Failure(label(planned), " ".join(str(error).split()) or type(error).__name__, isinstance(error, BAD_INPUT))
-
-
-def exit_code(failed: Sequence[Failure]) -> int:
-    """0: none failed; 2: all that failed was bad input; 1: a run failed."""
-    if not failed:
-        return 0
-    return 2 if all(one.bad_input for one in failed) else 1
 
 
 def label(planned: Planned) -> str:

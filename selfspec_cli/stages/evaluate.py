@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
 from selfspec_cli.stages import arms
+from selfspec_cli.stages.arms import Found
 from selfspec_cli.stages.plan import Planned
-from selfspec_cli.stages.ppl import Found
 from selfspec_cli.texts import questions
 
 GENERATES = "generate_until"
@@ -52,7 +52,7 @@ def load(names: Sequence[str], seed: int = 0) -> list[Task]:
     if repeated:
         raise ConfigError(f"--tasks: {', '.join(repeated)} is named twice")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    known = TaskManager(include_defaults=any(name not in questions.TASKS for name in names))
+    known = _known_tasks(any(name not in questions.TASKS for name in names))
     tasks: list[Task] = []
     for name in names:
         if name not in questions.TASKS and name not in known.all_tasks:
@@ -68,6 +68,12 @@ def load(names: Sequence[str], seed: int = 0) -> list[Task]:
                 f"{', '.join(questions.TASKS)}, which need none"
             ) from error
     return tasks
+
+
+@cache
+def _known_tasks(of_the_harness: bool) -> TaskManager:
+    """The harness reads thousands of files for its own, which takes seconds."""
+    return TaskManager(include_defaults=of_the_harness)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

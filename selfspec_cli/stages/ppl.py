@@ -9,9 +9,10 @@ prompts, greedily and sampled, and the plain model scores the continuations of b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from selfspec_cli.engine.scoring import Passage
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality
-from selfspec_cli.record.quality import GREEDY, SAMPLED, Finding, Scores
+from selfspec_cli.record.quality import GREEDY, SAMPLED, Scores
 from selfspec_cli.stages import arms, preflight
-from selfspec_cli.stages.arms import Failure
+from selfspec_cli.stages.arms import Found
 from selfspec_cli.stages.plan import Planned
 from selfspec_cli.stages.quality import OWN_DISTRIBUTION
 from selfspec_cli.texts import corpora, library, windows
@@ -76,20 +77,6 @@ class Request:
         """The protocol of the generated continuations."""
         return {"corpus": self.corpus, "prompts": self.prompts, "prompt_tokens": self.prompt_tokens,
                 "length": self.length, "temperature": self.temperature}  # fmt: skip
-
-
-@dataclass
-class Found:
-    """What was found, in the order in which it was, and what could not be."""
-
-    findings: list[Finding] = field(default_factory=list)
-    failed: list[Failure] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        """0 where nothing failed."""
-        return arms.exit_code(self.failed)
 
 
 @dataclass(frozen=True)
@@ -166,6 +153,8 @@ class _Job:
                 scores = self._score_text(engine, text)
                 own = self._generate(engine, base.cfg, text)
                 own_scores = {name: self._score(engine, text, part.outputs) for name, part in own.items()}
+        except results.RecordError:
+            raise
         except Exception as error:  # nothing can be compared with it
             self.found.failed += [arms.failure(planned, error) for planned in family]
             return
@@ -271,6 +260,11 @@ class _Job:
     def _save_text(
         self, planned: Planned, base: Planned, text: _Text, scores: Scores, baseline: Scores | None
     ) -> None:
+        if not all(map(math.isfinite, scores.nats)):
+            said = "gives some tokens of the text the probability zero, as a draft vocabulary does"
+            said += "; its perplexity is infinite, and not recorded"
+            self.found.warnings.append(f"{arms.label(planned)}: it {said}")
+            return
         found = {"documents": text.names, "scores": vars(scores), "baseline": baseline and vars(baseline)}
         self._save(planned, base, quality.TEXT, self.request.of_text(len(text.names)), found)
 

@@ -8,7 +8,7 @@ from commands import call, document
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import Finding
 from selfspec_cli.stages import ppl as stage
-from selfspec_cli.stages.arms import Failure
+from selfspec_cli.stages.arms import Failure, Found
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def asked(monkeypatch):
     def run(cfgs, request, *, open_engine, progress):
         words.update(cfgs=cfgs, request=request)
         print("noise from a library")
-        return stage.Found(list(FOUND), words.get("failed", []), words.get("warnings", []))
+        return Found(list(FOUND), words.get("failed", []), words.get("warnings", []))
 
     monkeypatch.setattr(stage, "run", run)
     return words

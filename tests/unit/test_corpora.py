@@ -45,6 +45,33 @@ def test_share_gpt_is_read_turn_by_turn(tmp_path, datasets):
     assert texts[0].held_out[0][1].startswith(PARAGRAPHS[0] + "\n\nYes.\n\n")
 
 
+def test_a_conversation_is_a_document_to_score(tmp_path, datasets):
+    turns = [[{"value": paragraph}, {"value": "Yes."}] for paragraph in PARAGRAPHS]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"conversations": one}) for one in [*turns[:3], [], *turns[3:]]))
+    found = corpora.documents(str(path), 1000)
+    assert [text for _, text in found] == [f"{paragraph}\n\nYes." for paragraph in PARAGRAPHS]  # no empty one
+    assert corpora.documents(str(path), 7) == found[:7]
+    held_out = corpora.documents(str(path), 1000, held_out=True)
+    assert 0 < len(held_out) < len(found) / 5
+    apart = "".join(text for _, text in corpora.load(str(path)).fitting)
+    assert not any(text in apart for _, text in held_out)  # what no fit reads
+
+
+def test_a_text_is_scored_in_blocks_and_the_library_in_modules(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(PARAGRAPHS))
+    blocks = corpora.documents(str(path), 1000)
+    assert "\n\n".join(text for _, text in blocks) == "\n\n".join(PARAGRAPHS)
+    assert min(len(text) for _, text in blocks[:-1]) >= corpora.BLOCK
+    assert corpora.documents(str(path), 1000, held_out=True)[0] == (f"{path} 0", corpora.load(str(path)).held_out[0][1])
+    assert corpora.documents("stdlib", 1000) == library.held_out_text()
+    path.write_text(" \n\n ")
+    for source, words in (("random", "no text"), (str(path), "no text to score"), ("gone.txt", "no such file")):
+        with pytest.raises(ConfigError, match=words):
+            corpora.documents(source, 10)
+
+
 def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
     name, module = max(library.held_out_text(), key=lambda pair: len(pair[1]))
     path = tmp_path / "text.txt"

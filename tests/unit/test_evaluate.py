@@ -152,6 +152,7 @@ def test_the_right_answers_are_right():
     assert found.findings[0].found["scores"][0]["value"] == pytest.approx(8 / 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -166,6 +167,7 @@ def test_a_task_that_there_is_not_is_refused(names, words):
         evaluate.load(names)
 
 
+@pytest.mark.slow
 def test_a_task_whose_data_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

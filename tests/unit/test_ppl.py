@@ -144,6 +144,31 @@ def test_an_arm_that_fails_does_not_end_the_others(opened):
     assert set(arms_of(found, quality.GENERATED)) == {"baseline", "layer_skip"}
 
 
+def test_a_probability_of_zero_is_told_and_makes_no_column(opened, monkeypatch):
+    """Under `skip` a draft vocabulary leaves no probability for the other tokens."""
+
+    def score(engine, passages, progress):
+        worst = -math.inf if engine.cfg.method is Method.skip else -1.0
+        return [scoring.Score(worst, 1, False) for _ in passages]
+
+    monkeypatch.setattr(scoring, "score", score)
+    found = ppl.run([SKIP], SMALL, open_engine=opened)
+    assert any("its perplexity is infinite" in warning for warning in found.warnings)
+    assert "ppl" not in quality.read("results").columns(arms_of(found, quality.GENERATED)["skip"].arm_key, "")
+
+
+def test_a_folder_that_cannot_be_written_ends_the_command(opened, monkeypatch):
+    def save(results, finding):
+        if finding.arm["arm"] == "skip":
+            raise OSError(28, "No space left on device", "results/quality/x.json")
+        return kept(results, finding)
+
+    kept = quality.save
+    monkeypatch.setattr(quality, "save", save)
+    with pytest.raises(folder.RecordError, match="free some space"):
+        ppl.run([SKIP], SMALL, open_engine=opened)
+
+
 def test_without_prompts_only_the_text_is_scored(opened):
     found = ppl.run([SKIP], replace(SMALL, prompts=0), open_engine=opened)
     assert {one.kind for one in found.findings} == {quality.TEXT}

@@ -110,7 +110,7 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     (tmp_path / "verify").mkdir()
     verdict = {"verdict": "pass", "key": base.key, "cases": ["a", "b"], "time": "2026-11-22T00:00:00+0000"}
     planted = {"verdict": "fault", "planted": "kv_slot", "time": "2026-11-22T00:00:01+0000"}
-    for name, document in {"old": {"verdict": "fault", "time": "2026"}, "x": {}, "planted": planted}.items():
+    for name, document in {"old": {"verdict": "fault", "time": "2026"}, "x": {"planted": "all"}, "p": planted}.items():
         (tmp_path / "verify" / f"{base.key}-{name}.json").write_text(json.dumps(verdict | document))
     rows = [tables.row(one) for one in folder.read(tmp_path)[0]]
     assert [row.verdict for row in rows] == ["pass", None, None]

@@ -61,6 +61,19 @@ def test_what_was_not_measured_is_blank_and_not_zero():
     assert table.cells(zero)[-1] == "0/32"
 
 
+def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
+    found = replace(ARM, delta_ppl_of_sampled=0.031, delta_ppl_of_sampled_low=-0.02, delta_ppl_of_sampled_high=0.08,
+                    delta_ppl_of_greedy=0.0, delta_ppl_of_greedy_low=0.0, delta_ppl_of_greedy_high=0.0,
+                    scores="t acc 0.500 ± 0.050 (drafted)", verdict="lossless", verdict_cases=8)  # fmt: skip
+    names = [name for name, _, _ in table.COLUMNS]
+    cells, bare = (dict(zip(names, table.cells(row), strict=True)) for row in (found, ARM))
+    assert cells["ΔPPL of sampled"] == "+0.03 (-0.02 to +0.08)"
+    assert cells["ΔPPL of greedy"] == "+0.00 (+0.00 to +0.00)"
+    assert (cells["scores"], cells["verdict"]) == ("t acc 0.500 ± 0.050 (drafted)", "lossless (8 cases)")
+    assert cells["ΔPPL"] == ""  # an arm that verifies has none
+    assert {bare[name] for name in ("ΔPPL of sampled", "ΔPPL of greedy", "ΔPPL", "scores", "verdict")} == {""}
+
+
 def test_the_last_measurement_of_a_key_wins_and_a_failure_never_hides_one():
     newer, broken = replace(ARM, speedup=1.6), replace(ARM, status="failed: x")
     assert rows.latest([ARM, newer]) == [newer]

@@ -93,8 +93,11 @@ def _speedup(point: Point) -> float:
     return (point.compared_with.speedup if point.compared_with else None) or 1.0
 
 
-def of_report(results: Path) -> list[dict[str, Any]]:
-    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is."""
+def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
+    """What to deploy by the points of a folder: a document of `chosen` for each model, with "what" it is.
+
+    out: the folder that the files are written to.
+    """
     found = []
     for point in best_points(folder.read(results)[0]):
         from selfspec_cli.config.compose import load_config
@@ -105,7 +108,7 @@ def of_report(results: Path) -> list[dict[str, Any]]:
         except ConfigError as error:  # of another version of this package
             found.append({"error": f"what to deploy cannot be said: {error}"})
             continue
-        cfg.results_dir = str(results)
+        cfg.results_dir = str(out)
         speedup = _speedup(point)
         words = [] if speedup <= 1 else ["--config", str(file)]
         row = tables.row(point)

@@ -18,7 +18,7 @@ def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: 
     """The tables on the terminal, the page in a file."""
     made = make.run(folder, out, where=where, files=figures)
     warn(made.warnings)
-    deploy = deploying.of_report(folder)
+    deploy = deploying.of_report(folder, out)
     if as_json:
         files = {"page": made.page, "figures": made.figures}
         return emit({"rows": rows_document(made.rows), **files, "warnings": made.warnings, "deploy": deploy})

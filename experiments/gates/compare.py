@@ -11,8 +11,8 @@
 settings named, then run five repeats on the whole workload. The best of the screening is partly luck, which is why the
 comparison is of the second measurement. A setting is gate:threshold:k.
 
-With --model on a GPU the engine is vLLM's there, in bf16; "plain" is then the same engine verifying --longest places
-that hold no draft, because its scheduler plans a step before it knows of any.
+With --model on a GPU the engine is vLLM's there, in bf16. "plain" is then the same engine, whose steps have no places
+for drafts; every other arm verifies --longest places. The runs that are published are older: there "plain" did too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ once and decoding one token at a time can be compared in bf16 at all. Without it
 must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
-    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties | --gates] [--out FILE]
+    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties | --gates | --lengths]
+                                         [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """

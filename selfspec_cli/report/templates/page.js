@@ -45,6 +45,7 @@ function sized(spec, width, rows) {
     const colour = layer.encoding?.color;
     if (colour?.field === "kind") {
       const known = colour.scale.domain.map((kind, at) => [kind, colour.scale.range[at]]).filter(([kind]) => kinds.has(kind));
+      if (width < 500) colour.legend.columns = 1;
       colour.scale = { domain: known.map(([kind]) => kind), range: known.map(([, value]) => value) };
     }
     if (layer.mark?.type === "text" && layer.mark.align === "left") layer.mark.limit = width - 110; // a number is beside it

@@ -206,6 +206,13 @@ function tableIn(DataTable, data) {
     createdRow: (line, row) => line.classList.toggle("failed", status > 0 && row[status] !== "ok"),
   });
   window.selfspecTable = table;
+  // DataTables gives the list of columns a dialog without a name, and a menu whose buttons are no menu items.
+  table.on("buttons-action", () => {
+    for (const list of document.querySelectorAll("div.dt-button-collection")) {
+      list.setAttribute("aria-label", "Columns to show");
+      for (const menu of list.querySelectorAll("[role=menu]")) menu.setAttribute("role", "group");
+    }
+  });
   table.on("click", "td.open button", (event) => {
     const button = event.target.closest("button");
     const row = table.row(button.closest("tr"));

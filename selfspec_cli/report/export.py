@@ -40,6 +40,15 @@ def drawing(figure: Figure, panel: Panel) -> dict[str, Any]:
     for part in [spec, *spec.get("vconcat", [])]:
         if part.get("width") == "container":
             part["width"] = WIDTH
+    kinds = {row.get("kind") for row in panel.data}
+    for colour in (layer.get("encoding", {}).get("color", {}) for layer in spec.get("layer", [])):
+        if colour.get("field") == "kind":
+            known = [
+                pair
+                for pair in zip(colour["scale"]["domain"], colour["scale"]["range"], strict=True)
+                if pair[0] in kinds
+            ]
+            colour["scale"] = {"domain": [kind for kind, _ in known], "range": [value for _, value in known]}
     subtitle = ", ".join(filter(None, (panel.group, panel.name)))
     return spec | {
         "title": {"text": figure.title, "subtitle": subtitle},

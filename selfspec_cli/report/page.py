@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from selfspec_cli.report.table import wish
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60
+MOST_PANELS = 300  # of one figure
+MOST_TIMES = {"events": 500_000, "requests": 100_000}
+"""No page of more has room for them, so it need not be tried."""
 
 
 def html(found: Sources, figures: list[Figure]) -> str:
@@ -35,6 +39,7 @@ def html(found: Sources, figures: list[Figure]) -> str:
         loader=PackageLoader("selfspec_cli.report"), autoescape=select_autoescape(), trim_blocks=True
     )
     together = groups(found.rows)
+    figures = [*map(limited, figures)]
     places = {row.point: place for place, row in enumerate(found.rows)}
     show = templates.get_template("page.html").render
     told = (
@@ -59,8 +64,10 @@ def html(found: Sources, figures: list[Figure]) -> str:
 def _fitting(found: Sources, document: dict[str, Any], render: Callable[[str], str]) -> str:
     """The page with the most detailed raw times that LIMIT allows."""
     page = ""
+    requests = [one for point in found.points for repeat in point.repeats for one in repeat.requests]
+    counts = {"events": sum(len(one.events) for one in requests), "requests": len(requests)}
     for level in details.LEVELS:
-        if level == "events" and _events(found) > 500_000:
+        if counts.get(level, 0) > MOST_TIMES.get(level, 0):
             continue
         document["details"] = details.details(found, level)
         page = render(packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)))
@@ -69,8 +76,18 @@ def _fitting(found: Sources, document: dict[str, Any], render: Callable[[str], s
     return page
 
 
-def _events(found: Sources) -> int:
-    return sum(len(one.events) for point in found.points for repeat in point.repeats for one in repeat.requests)
+def limited(figure: Figure) -> Figure:
+    """A figure with at most MOST_PANELS panels, those of most points, which says so."""
+    if len(figure.panels) <= MOST_PANELS:
+        return figure
+    chosen = sorted(figure.panels, key=lambda panel: -len(panel.points))[:MOST_PANELS]
+    kept = {id(panel) for panel in chosen}
+    told = (
+        f" {MOST_PANELS} of {len(figure.panels):,} panels are here, those of most points; the table has all points, "
+        "and selfspec report --where makes a page of some."
+    )
+    panels = [panel for panel in figure.panels if id(panel) in kept]
+    return replace(figure, about=figure.about + told, panels=panels)
 
 
 def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
@@ -132,7 +149,7 @@ def _vega() -> str:
         return file.read_text(encoding="ascii")
     import vl_convert
 
-    text = packed(vl_convert.javascript_bundle())
+    text = packed(vl_convert.javascript_bundle(None))
     try:
         with written(file) as part:
             part.write_text(text, encoding="ascii")

@@ -240,6 +240,15 @@ def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monke
     assert len(data["table"]["points"]) == 3
 
 
+def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
+    (whole, *_) = figures.of_sources(sources.read(results))
+    many = replace(whole, panels=[replace(whole.panels[0], name=str(n), points=("a",) * n) for n in range(5)])
+    monkeypatch.setattr(page, "MOST_PANELS", 2)
+    assert [panel.name for panel in page.limited(many).panels] == ["3", "4"]
+    assert "2 of 5 panels" in page.limited(many).about
+    assert page.limited(whole) is whole
+
+
 def test_no_points_say_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="selfspec sweep"):
         report.run(tmp_path, tmp_path)

@@ -74,7 +74,8 @@ def test_what_wandb_wrote_is_what_was_measured(place):
         tracker.report(Path("results"), [tables.row(point) for point in points], pictures)
     (message,) = tracker.messages
     assert "4 runs" in message and f"wandb sync {place}/wandb/offline-run-*{RUN}" in message
-    written = {file.parent.name.split("-", 3)[-1]: read_back(file) for file in place.glob("wandb/*/*.wandb")}
+    files = place.glob("wandb/offline-run-*/*.wandb")
+    written = {file.parent.name.split("-", 3)[-1]: read_back(file) for file in files}
     assert sorted(written) == sorted([*(point.id for point in points), f"report-{RUN}"])
     for found in written.values():
         assert found["run"][0].run.run_group == RUN
@@ -91,9 +92,10 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     for record in arm["history"]:
         logged |= values(record.history.item)
     first = [1000 * ttft(request) for repeat in points[1].repeats for request in repeat.requests]
-    histogram = logged["latency/ttft_ms"]
-    assert sum(histogram["values"]) == len(first)
-    assert (histogram["bins"][0], histogram["bins"][-1]) == pytest.approx((min(first), max(first)))
+    counts, bins = (logged[f"latency/ttft_ms.{part}"] for part in ("values", "bins"))
+    assert sum(counts) == len(first)
+    assert (bins[0], bins[-1]) == pytest.approx((min(first), max(first)))
+    assert {name.partition(".")[0] for name in logged} >= {f"latency/{name}_ms" for name in ("tpot", "itl", "e2e")}
     assert arm["artifact"][0].artifact.type == "point"
 
     report = written[f"report-{RUN}"]

@@ -75,14 +75,16 @@ def kind(row: Record) -> str:
 
 
 def look(row: Record) -> dict[str, str]:
-    """The columns that `kind_colour` reads."""
-    return {"kind": kind(row), "colour": COLOURS[kind(row)]}
+    """The column that `kind_colour` reads."""
+    return {"kind": kind(row)}
 
 
 def kind_colour(**options: Any) -> Any:
-    """The colour of arms, with a legend."""
+    """The colour of arms, with a legend; whoever draws it leaves out the kinds that a panel has not."""
     legend = alt.Legend(title=None, orient="top", columns=2)
-    return alt.Color("kind:N", scale=alt.Scale(range=alt.FieldRange(field="colour")), legend=legend, **options)
+    return alt.Color(
+        "kind:N", scale=alt.Scale(domain=list(COLOURS), range=list(COLOURS.values())), legend=legend, **options
+    )
 
 
 def series_colour(column: str = "series") -> Any:

@@ -164,7 +164,11 @@ def frontier(groups: Iterable[Group]) -> list[Figure]:
             for place, (name, row) in enumerate(zip(labels(rows), rows, strict=True))
         ]
         panels.append(Panel(short(rows[0]), group.title, data, tuple(row.point for row in rows)))
-    x = alt.X("delta:Q", axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)"), scale=alt.Scale(type="symlog"))
+    x = alt.X(
+        "delta:Q",
+        axis=alt.Axis(title="perplexity above the baseline's (ΔPPL)", tickCount=6),
+        scale=alt.Scale(type="symlog"),
+    )
     y = alt.Y("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False))
     tips = ["arm:N", "delta:Q", "speedup:Q", "point:N"]
     line = (

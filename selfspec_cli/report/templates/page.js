@@ -33,11 +33,21 @@ function theme(width) {
   };
 }
 
-// Parts of a concatenated chart do not know the width of the page: they get it as a number.
-function withWidth(spec, width) {
+// Parts of a concatenated chart do not know the width of the page, so they get it as a number. So does a chart its height
+// where it has a step for each name, because Vega-Lite warns of steps beside a width that fits.
+function sized(spec, width, rows) {
   const copy = structuredClone(spec);
+  const names = new Set(rows.map((row) => row.arm ?? row.gate)).size;
+  for (const part of [copy, ...(copy.vconcat ?? [])]) if (part.height?.step) part.height = part.height.step * names;
   for (const part of copy.vconcat ?? []) part.width = Math.max(160, width - 80);
+  const kinds = new Set(rows.map((row) => row.kind));
   for (const layer of copy.layer ?? []) {
+    const colour = layer.encoding?.color;
+    if (colour?.field === "kind") {
+      const known = colour.scale.domain.map((kind, at) => [kind, colour.scale.range[at]]).filter(([kind]) => kinds.has(kind));
+      if (width < 500) colour.legend.columns = 1;
+      colour.scale = { domain: known.map(([kind]) => kind), range: known.map(([, value]) => value) };
+    }
     if (layer.mark?.type === "text" && layer.mark.align === "left") layer.mark.limit = width - 110; // a number is beside it
   }
   return copy;
@@ -47,7 +57,7 @@ async function draw(figure, panel, ids, place) {
   const chart = place.querySelector(".chart");
   const width = chart.clientWidth;
   const rows = panel.rows.map((row) => ("point" in row ? { ...row, point: ids[row.point] } : row));
-  const spec = { ...withWidth(figure.spec, width), datasets: { rows } };
+  const spec = { ...sized(figure.spec, width, rows), datasets: { rows } };
   chart.removeAttribute("style");
   figure.view?.finalize();
   figure.view = await window.vegaEmbed(chart, spec, {
@@ -196,6 +206,13 @@ function tableIn(DataTable, data) {
     createdRow: (line, row) => line.classList.toggle("failed", status > 0 && row[status] !== "ok"),
   });
   window.selfspecTable = table;
+  // DataTables gives the list of columns a dialog without a name, and a menu whose buttons are no menu items.
+  table.on("buttons-action", () => {
+    for (const list of document.querySelectorAll("div.dt-button-collection")) {
+      list.setAttribute("aria-label", "Columns to show");
+      for (const menu of list.querySelectorAll("[role=menu]")) menu.setAttribute("role", "group");
+    }
+  });
   table.on("click", "td.open button", (event) => {
     const button = event.target.closest("button");
     const row = table.row(button.closest("tr"));

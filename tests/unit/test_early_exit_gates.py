@@ -299,3 +299,16 @@ def test_a_map_has_32_knots_at_most_unless_more_are_asked_for():
     assert len(fit_calibration("maxp", values, hits).xs) == 32
     assert len(fit_calibration("maxp", values, hits, max_knots=64).xs) == 64
     assert len(fit_calibration("entropy", -values, hits, max_knots=3).ps) == 3
+
+
+def test_a_row_may_have_a_threshold_of_its_own():
+    values = torch.tensor([0.2, 0.5, 0.5])
+    assert GATES["maxp"].rule(0.4).is_open(values, torch.tensor([0.1, 0.6, 0.5])).tolist() == [True, False, True]
+    assert GATES["varH"].rule(0.4).is_open(values, torch.tensor([0.1, 0.6, 0.5])).tolist() == [False, True, True]
+
+
+def test_a_right_device_expression_is_taken():
+    assert replace(GATES["maxp"], device="tl.exp(logit) * second").device == "tl.exp(logit) * second"
+    assert replace(GATES["survival"], device="previous - second").cumulative
+    with pytest.raises(SettingsError, match="is no expression"):
+        replace(GATES["maxp"], device="confidence)\n(second")  # two statements, once they stand in parentheses

@@ -57,3 +57,17 @@ def test_counting_begins_at_zero():
     assert DraftCounters(2).snapshot() == {"rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0,
                                            "seconds": 0.0, "length_histogram": [0, 0, 0],
                                            "active_histogram": []}  # fmt: skip
+
+
+def test_one_stretch_is_its_own_total():
+    alone = rounds_of([4, 2]).snapshot()
+    assert total([alone]) == total([None, alone]) == alone
+
+
+def test_a_summary_of_counts_from_before_there_were_more_of_them():
+    counted = rounds_of([4, 2]).snapshot()
+    for name in ("active_histogram", "nan_logits", "seconds"):
+        del counted[name]
+    told = summary(counted, rounds=2, drafted=6, accepted=3)
+    assert told["nan_logits"] == 0
+    assert told["active_requests_min"] is told["active_requests_max"] is told["draft_seconds"] is None

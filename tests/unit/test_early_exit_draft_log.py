@@ -77,3 +77,21 @@ def test_conditional_acceptance(log):
 def test_halves_split_requests(log):
     even, odd = log.halves()
     assert (even.accepted.tolist(), odd.accepted.tolist()) == ([3, 0], [1, 1])
+
+
+def test_a_record_of_nothing_is_an_empty_log():
+    log = DraftLog.from_plain(DraftRecorder().plain(), k=3)
+    assert log.statistics.shape == (0, 3, len(features()))
+    assert log.drafted.dtype == log.accepted.dtype == log.request.dtype == torch.int64
+    assert log.conditional_acceptance() == []
+
+
+def test_a_record_goes_on_after_it_was_read():
+    recorder = DraftRecorder()
+    recorder.step(["a"], logits(1))
+    recorder.plain()
+    recorder.step(["a"], logits(2))
+    recorder.verdict(["a"], [[1]], [2])
+    first = all_statistics(logits(1))
+    want = torch.cat([first, all_statistics(logits(2), before=first)])
+    assert torch.allclose(torch.tensor(recorder.plain()["statistics"][0]), want, atol=1e-5)

@@ -14,7 +14,7 @@ from all_statistics import all_statistics, statistic
 from selfspec_cli.early_exit.calibration import Calibration, fit_calibration
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features, features
-from selfspec_cli.early_exit.gates.base import DEVICE_NAMES
+from selfspec_cli.early_exit.gates.base import DEVICE_NAMES, Rule
 from selfspec_cli.early_exit.gates.distribution import Distribution
 
 RISING = Calibration("maxp", (0.0, 0.5, 1.0), (0.1, 0.3, 0.9))
@@ -252,3 +252,63 @@ def test_a_calibration_of_repeated_values_has_ascending_knots():
     fitted = fit_calibration("maxp", torch.ones(100), torch.arange(100) % 4 == 0)
     assert fitted.xs == (1.0,)
     assert fitted.ps == pytest.approx((0.25,))
+
+
+def test_a_gate_in_force_is_its_statistic_its_direction_and_its_threshold():
+    assert GATES["maxp"].rule(0.2) == Rule("maxp", "at_least", 0.2)
+    assert GATES["maxp"].rule(0) == Rule("maxp", "at_least", 0)
+    assert GATES["varH"].rule() == Rule("varH", "at_most", 5.0)
+    assert GATES["none"].rule() == GATES["none"].rule(0.5) == Rule(None, "at_least", -math.inf)
+    assert GATES["calibrated"].rule(None, RISING) == GATES["calibrated"].rule(0.5, RISING)
+    assert GATES["calibrated"].rule(0.6, RISING).threshold == pytest.approx(0.75)
+    assert GATES["calibrated"].rule(0.05, RISING) == Rule("maxp", "at_least", -math.inf)
+    assert GATES["calibrated"].rule(0.95, RISING) == Rule("maxp", "at_least", math.inf)
+    falling = Calibration("entropy", (0.0, 2.0), (0.9, 0.1))
+    assert GATES["calibrated"].rule(0.05, falling) == Rule("entropy", "at_most", math.inf)
+    assert GATES["calibrated"].rule(0.95, falling) == Rule("entropy", "at_most", -math.inf)
+    assert GATES["calibrated"].rule(0.5, falling).threshold == pytest.approx(1.0)
+
+
+def test_ranges_over_a_vocabulary():
+    largest = math.log(2**20)  # where nobody says how many tokens there are
+    for size, log in ((None, largest), (100, math.log(100)), (1, math.log(2))):
+        assert GATES["entropy"].statistic_range(size) == (0.0, log if size != 1 else GATES["entropy"].range(1)[1])
+        assert GATES["varH"].statistic_range(size) == (0.0, pytest.approx(log**2 / 4 + 1))
+        assert GATES["adaedl"].statistic_range(size) == (pytest.approx(1 - math.sqrt(0.2 * log)), 1.0)
+        for name in ("maxp", "margin", "survival"):
+            assert GATES[name].statistic_range(size) == (0.0, 1.0)
+    assert GATES["calibrated"].statistic_range() == (0.0, 1.0)
+    assert GATES["calibrated"].statistic_range(5, RISING) == (0.1, 0.9)
+
+
+def test_what_gates_may_be_asked_for():
+    """Thresholds that are allowed, defaults and keys: what users rely on without naming it."""
+    tau = ("tau", "at_least", 0.0, 1.0)
+    assert {name: (gate.key, gate.direction, gate.low, gate.high, gate.default) for name, gate in GATES.items()} == {
+        "none": (None, "at_least", 0.0, 0.0, None), "maxp": (*tau, 0.35), "margin": (*tau, 0.3),
+        "survival": (*tau, 0.3), "adaedl": (*tau, 0.4), "calibrated": (*tau, 0.5),
+        "varH": ("tau_v", "at_most", 0.0, math.inf, 5.0), "entropy": ("threshold", "at_most", 0.0, math.inf, 2.0),
+    }  # fmt: skip
+    assert [name for name, gate in GATES.items() if gate.cumulative] == ["survival"]
+    assert [name for name, gate in GATES.items() if gate.needs_calibration] == ["calibrated"]
+
+
+def test_a_map_has_32_knots_at_most_unless_more_are_asked_for():
+    rates = torch.arange(64).repeat_interleave(64)
+    values, hits = rates.float() / 64, torch.arange(64).repeat(64) < rates
+    assert len(fit_calibration("maxp", values, hits).xs) == 32
+    assert len(fit_calibration("maxp", values, hits, max_knots=64).xs) == 64
+    assert len(fit_calibration("entropy", -values, hits, max_knots=3).ps) == 3
+
+
+def test_a_row_may_have_a_threshold_of_its_own():
+    values = torch.tensor([0.2, 0.5, 0.5])
+    assert GATES["maxp"].rule(0.4).is_open(values, torch.tensor([0.1, 0.6, 0.5])).tolist() == [True, False, True]
+    assert GATES["varH"].rule(0.4).is_open(values, torch.tensor([0.1, 0.6, 0.5])).tolist() == [False, True, True]
+
+
+def test_a_right_device_expression_is_taken():
+    assert replace(GATES["maxp"], device="tl.exp(logit) * second").device == "tl.exp(logit) * second"
+    assert replace(GATES["survival"], device="previous - second").cumulative
+    with pytest.raises(SettingsError, match="is no expression"):
+        replace(GATES["maxp"], device="confidence)\n(second")  # two statements, once they stand in parentheses

@@ -8,8 +8,18 @@ from all_statistics import all_statistics
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, features
-from selfspec_cli.early_exit.replay import Setting, draft_lengths, oracle, replay, settings_for, thresholds
+from selfspec_cli.early_exit.replay import (
+    Outcome,
+    Setting,
+    draft_lengths,
+    oracle,
+    replay,
+    settings_for,
+    statistic_of,
+    thresholds,
+)
 
 K = 5
 COSTS = Costs(plain=7.0, draft=1.0, verify=7.2, verify_token=0.25)
@@ -109,3 +119,79 @@ def test_a_start_is_paid_once_a_round():
     log, setting = make(), Setting("none", None, 3)
     free, paid = (replay(log, setting, Costs(7.0, 1.0, 7.2, 0.25, start)) for start in (0.0, 0.5))
     assert free.speedup / paid.speedup == pytest.approx((7.2 + 0.5 + 3 * 1.25) / (7.2 + 3 * 1.25))
+
+
+STEEP = Calibration("margin", (0.0, 0.4, 0.5, 1.0), (0.0, 0.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (Setting("none", None, 4), "k=4 no gate"),
+        (Setting("none", 0.5, 4), "k=4 no gate"),
+        (Setting("maxp", None, 4), "k=4 no gate"),
+        (Setting("maxp", 0.12345, 3), "k=3 maxp ≥ 0.123"),
+        (Setting("varH", 4.0, 3), "k=3 varH ≤ 4"),
+    ],
+)
+def test_a_setting_in_a_few_words(setting, text):
+    assert setting.label() == text
+
+
+def test_an_outcome_says_what_it_is_of():
+    log = make(20)
+    setting = Setting("calibrated", 1.0, 3)
+    found = replay(log, setting, COSTS, STEEP)
+    assert found.setting == setting
+    assert found == replace(replay(log, Setting("margin", 0.5, 3), COSTS), setting=setting)
+    assert found.to_dict() == {"gate": "calibrated", "threshold": 1.0, "k": 3, "rounds": 20, "drafted": found.drafted,
+                               "accepted": found.accepted, "speedup": found.speedup}  # fmt: skip
+    assert oracle(log, 2, COSTS).setting == Setting("none", None, 2)
+    nothing = log.choose(torch.zeros(20, dtype=torch.bool))
+    assert replay(nothing, Setting("none", None, 2), COSTS) == Outcome(Setting("none", None, 2), 0, 0, 0, 1.0)
+
+
+def test_only_a_calibrated_gate_is_read_from_its_map():
+    log = make(20)
+    assert torch.equal(statistic_of(log, "calibrated", STEEP), STEEP.probability(log.feature("margin")))
+    assert torch.equal(statistic_of(log, "maxp", STEEP), log.feature("maxp"))
+    with pytest.raises(SettingsError, match="logged statistic 'calibrated' is not known; allowed: adaedl"):
+        statistic_of(log, "calibrated")
+
+
+def test_thresholds_are_quantiles_of_what_was_drafted():
+    log = make(8)
+    values = torch.linspace(0, 1, 9).repeat(8, 1)[:, :K]  # 0, 1/8, ... 1/2 in every round
+    log.statistics[:, :, features().index("maxp")] = values
+    assert thresholds(log, "maxp", 3) == [0.125, 0.25, 0.375]
+    assert thresholds(log, "maxp", 1) == [0.25]
+    assert len(thresholds(make(), "maxp")) == 16
+    short = replace(log, drafted=torch.full_like(log.drafted, 1), accepted=torch.zeros_like(log.accepted))
+    assert thresholds(short, "maxp", 3) == [0.0]
+    log.statistics[:, :, features().index("margin")] = values
+    half = Calibration("margin", (0.0, 1.0), (0.0, 0.5))
+    assert thresholds(log, "calibrated", 3, half) == [0.0625, 0.125, 0.1875]
+
+
+def test_settings_for_reads_the_map_of_a_calibrated_gate_and_the_statistics_that_a_log_has():
+    log = make(8)
+    assert {setting.gate for setting in settings_for(log, ["calibrated"], [2], STEEP)} == {"calibrated"}
+    fewer = replace(log, features=("adaedl", "entropy"), statistics=log.statistics[:, :, :2])
+    assert settings_for(fewer, ["margin", "calibrated"], [2], STEEP) == []
+    assert {setting.gate for setting in settings_for(fewer, ["margin", "entropy"], [2])} == {"entropy"}
+    margins = settings_for(log, ["calibrated", "margin", "none"], [2, 1])
+    assert margins == [*(Setting("margin", limit, 2) for limit in thresholds(log, "margin")),
+                       Setting("none", None, 2), Setting("none", None, 1)]  # fmt: skip
+    log.statistics[:, :, features().index("maxp")] = 1 / 3
+    assert thresholds(log, "maxp") == [0.3333]
+
+
+def test_some_rounds_of_a_log_and_its_halves():
+    log = make(12)
+    chosen = log.choose(torch.tensor([3, 1]))
+    for name in ("statistics", "drafted", "accepted", "request"):
+        assert torch.equal(getattr(chosen, name), getattr(log, name)[[3, 1]])
+    assert chosen.features == log.features
+    even, odd = log.halves()  # requests are numbered 0 to 6, and again
+    assert even.request.tolist() == [0, 2, 4, 6, 0, 2, 4]
+    assert odd.request.tolist() == [1, 3, 5, 1, 3]

@@ -219,12 +219,14 @@ def fit_heads(
 
 @app.command(
     "fit-weights",
-    epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4 --rank 32",
+    epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4,int5 --rank 32",
     cls=TakesSettings,
 )
 def fit_draft_weights(
     overrides: Overrides = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Of the low-rank corrections; 0 for none.")] = 0,
+    rank: Annotated[
+        list[int] | None, typer.Option("--rank", min=0, help="Of low-rank corrections; 0, none; repeatable.")
+    ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Answers of the model to fit on.")] = 32,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; one beside the model's heads.")] = None,
     as_json: Json = False,
@@ -236,22 +238,19 @@ def fit_draft_weights(
     with guard(as_json, debug):
         from selfspec_cli.stages import fit_weights
 
-        cfg = configs.one(overrides, None)
-        preflight.check(cfg)
-        fit_weights.check(cfg, rank)
+        cfgs, ranks = configs.several(overrides), rank or [0]
+        preflight.check_all(cfgs)
+        fit_weights.check(cfgs, ranks, out)
         if dry_run:
-            file = str(out or fit_weights.path_for(cfg, rank))
-            plan = {"model": cfg.model.path, "kind": cfg.draft_weights, "rank": rank, "prompts": prompts, "file": file}
+            files = [str(out or fit_weights.path_for(cfg, each)) for cfg in cfgs for each in ranks]
+            plan = {"model": cfgs[0].model.path, "prompts": prompts, "files": files}
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
-        with at_work("fit-weights", cfg.results_dir, debug) as shown:
+        with at_work("fit-weights", cfgs[0].results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
-            made = fit_weights.run(cfg, rank=rank, prompts=prompts, out=out, **more)
+            made = fit_weights.run(cfgs, ranks=ranks, prompts=prompts, out=out, **more)
         if as_json:
-            return emit({**asdict(made), "medians": made.medians})
-        for name, share in made.medians.items():
-            say(f"{name:<10} loses {share:.5f} of a product's mean square (median over the layers)")
-        say(f"{made.tokens} tokens, {made.seconds:.0f} s; written to {made.path}", "bold")
-        say(f"use it with: draft_weights={made.kind} draft_weights_path={made.path}")
+            return emit({"files": [{**asdict(one), "medians": one.medians} for one in made]})
+        screen.show_fitted_weights(made)
 
 
 @app.command("heads", epilog="Example: selfspec heads layer=2,4,8,12 vocab=full,1024", cls=TakesSettings)

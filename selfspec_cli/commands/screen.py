@@ -26,6 +26,7 @@ from selfspec_cli.stages.doctor import Check
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
 
 if TYPE_CHECKING:
+    from selfspec_cli.stages.fit_weights import Fitted
     from selfspec_cli.stages.heads import Comparison
     from selfspec_cli.stages.views import Views
 
@@ -240,6 +241,15 @@ def show_roc(rows: list[Any], choice: dict[str, Any], files: dict[str, str]) -> 
         f"{choice['oracle_speedup']:.2f}x", "bold")  # fmt: skip
     for name, path in files.items():
         say(f"{name}: {path}")
+
+
+def show_fitted_weights(made: list[Fitted]) -> None:
+    """What each file loses of a product's mean square, and how to use it."""
+    for one in made:
+        shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
+        say(f"{one.kind} rank {one.rank}: {shares} of a product's mean square is lost (medians over the layers)")
+        say(f"    draft_weights={one.kind} draft_weights_path={one.path}")
+    say(f"{made[0].tokens} tokens, {made[-1].seconds:.0f} s", "bold")
 
 
 def show_views(found: Views) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 @dataclass
 class Fitted:
     """path: of the file. tokens: looked at. errors: by layer, the share of the product's mean square that is lost by
-    rounding to nearest, by rounding with the data, and with the correction too. seconds: in all."""
+    rounding to nearest, by rounding with the data, and with the correction too. seconds: until it was written."""
 
     path: str
     kind: str
@@ -46,15 +46,22 @@ class Fitted:
         return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def check(cfg: RunConfig, rank: int) -> None:
+def check(cfgs: Sequence[RunConfig], ranks: Sequence[int], out: Path | None = None) -> None:
     """Refuse what cannot be fitted, before an engine starts; raises ConfigError."""
-    if not DRAFT_WEIGHTS[cfg.draft_weights].copies:
-        kinds = ", ".join(name for name, kind in DRAFT_WEIGHTS.items() if kind.copies)
-        raise ConfigError(f"draft_weights={cfg.draft_weights}: name the kind of copies to make; allowed: {kinds}")
-    if cfg.draft_weights_path is not None:
-        raise ConfigError("draft_weights_path names a file to draft with; name the one to write by --out")
-    if rank < 0:
-        raise ConfigError(f"--rank {rank}: must be 0 (no correction) or more")
+    for cfg in cfgs:
+        if not DRAFT_WEIGHTS[cfg.draft_weights].copies:
+            kinds = ", ".join(name for name, kind in DRAFT_WEIGHTS.items() if kind.copies)
+            raise ConfigError(f"draft_weights={cfg.draft_weights}: name the kind of copies to make; allowed: {kinds}")
+        if cfg.draft_weights_path is not None:
+            raise ConfigError("draft_weights_path names a file to draft with; name the one to write by --out")
+        if (cfg.model, cfg.engine, cfg.workload) != (cfgs[0].model, cfgs[0].engine, cfgs[0].workload):
+            raise ConfigError("copies are fitted on one engine: name one model, one engine and one workload")
+    for rank in ranks:
+        if rank < 0:
+            raise ConfigError(f"--rank {rank}: must be 0 (no correction) or more")
+    if out is not None and len(cfgs) * len(ranks) > 1:
+        raise ConfigError(f"--out {out}: it names one file, and {len(cfgs) * len(ranks)} are made; leave it out, or "
+                          "name one kind and one rank")  # fmt: skip
 
 
 def path_for(cfg: RunConfig, rank: int) -> Path:
@@ -64,34 +71,41 @@ def path_for(cfg: RunConfig, rank: int) -> Path:
 
 
 def run(
-    cfg: RunConfig,
+    cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    rank: int = 0,
+    ranks: Sequence[int] = (0,),
     prompts: int = PROMPTS,
     out: Path | None = None,
     progress: Progress = ignore,
-) -> Fitted:
-    """Fit copies of kind `cfg.draft_weights` on `prompts` answers of the model, and write them to `out`.
+) -> list[Fitted]:
+    """Fit copies of the kind of each of `cfgs`, with corrections of each of `ranks`, on `prompts` answers of the model;
+    one engine and one look at what its layers see. out: the file, where one is made.
 
     Raises:
         ConfigError, SettingsError: there can be no such copies, or the prompts cannot be had.
     """
-    check(cfg, rank)
-    start, work = time.perf_counter(), cfg.workload
-    kind, path = cfg.draft_weights, path_for(cfg, rank) if out is None else out
+    check(cfgs, ranks, out)
+    cfg, start = cfgs[0], time.perf_counter()
+    work = cfg.workload
     plain = replace(
         cfg, method=Method.baseline, draft_weights="shared", seed=cfg.seed + 1,
         engine=replace(cfg.engine, enforce_eager=True), workload=replace(work, num_prompts=prompts),
     )  # fmt: skip
     about = {"prompts": work.prompts, "temperature": work.temperature, "versions": machine.versions()}
+    wanted = [(one, rank) for one in cfgs for rank in dict.fromkeys(ranks)]
+    made: list[Fitted] = []
     with open_engine(plain) as engine:
         engine.call("early_exit_observe")
         asked = workload_prompts(plain, engine)
         batch = min(prompts, cfg.engine.max_num_seqs)
-        progress("answers, then rounding", 0, 2)
+        progress("answers, then files", 0, 1 + len(wanted))
         engine.generate(asked, work.output_len, batch=batch, temperature=work.temperature, seed=plain.seed)
-        progress("answers, then rounding", 1, 2)
-        report = engine.call("early_exit_fit_weights", str(path), kind, rank, about)
-        progress("answers, then rounding", 2, 2)
-    return Fitted(str(path), kind, rank, report["tokens"], report["layers"], time.perf_counter() - start)
+        for number, (one, rank) in enumerate(wanted):
+            progress("answers, then files", 1 + number, 1 + len(wanted))
+            kind, path = one.draft_weights, path_for(one, rank) if out is None else out
+            report = engine.call("early_exit_fit_weights", str(path), kind, rank, about)
+            seconds = time.perf_counter() - start
+            made.append(Fitted(str(path), kind, rank, report["tokens"], report["layers"], seconds))
+        progress("answers, then files", 1 + len(wanted), 1 + len(wanted))
+    return made

@@ -52,7 +52,7 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "admission": arm.admission,
         "sampling": _sampled(engine, arm, wanted),
         "plain_repeats": plain_repeats,
-        "drafted": sum(one.counts.places for one in arm.observed.values() if one.counts),
+        "drafted": arm.drafted,
         "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
     }
     return document, level

@@ -126,9 +126,11 @@ def forget_prefixes(engine: Engine) -> None:
 
 def refused(engine: Engine, request: Request) -> str | None:
     """Why vLLM does not take a request, in its own words; None for one that it takes (and runs)."""
+    from vllm.exceptions import VLLMClientError
+
     try:
         answers(engine, [request], batch=1)
-    except ValueError as error:
+    except (VLLMClientError, ValueError) as error:
         return " ".join(str(error).split())[:200]
     return None
 

@@ -94,7 +94,6 @@ SIGNATURES = {
     # What `selfspec verify` plants faults around, and asks of an engine.
     f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
-    f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
     f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
     "capacities draft_budget num_steps",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
@@ -136,7 +135,7 @@ FIELDS = {
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
     "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
     "long_prefill_token_threshold max_logprobs",
-    "vllm.v1.core.sched.output:NewRequestData": "req_id prefill_token_ids",
+    "vllm.v1.core.sched.output:NewRequestData": "req_id prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
     f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
@@ -155,7 +154,6 @@ FIELDS = {
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule",
-    "vllm.v1.core.sched.output:NewRequestData": "req_id sampling_params",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
 }
 

@@ -117,12 +117,12 @@ def test_first_differences_of_greedy_requests():
 
 def test_drafts_of_a_request_are_its_own():
     def counts(accepted):
-        return VerifyCounts(100, 400, accepted, [80, 60, 40, 20])
+        return VerifyCounts(100, 400, accepted, [accepted * part // 10 for part in (4, 3, 2, 1)])
 
-    assert verdict.own_drafts(counts(200), counts(200), 4, exact=True)["verdict"] == "same"
-    assert verdict.own_drafts(counts(200), counts(150), 4, exact=True)["verdict"] == "fault"
-    assert verdict.own_drafts(counts(200), counts(150), 4, exact=False)["verdict"] == "same"
-    assert verdict.own_drafts(counts(200), counts(20), 4, exact=False)["verdict"] == "fault"
+    assert verdict.own_drafts(counts(200), counts(200), exact=True)["verdict"] == "same"
+    assert verdict.own_drafts(counts(200), counts(150), exact=True)["verdict"] == "fault"
+    assert verdict.own_drafts(counts(200), counts(160), exact=False)["verdict"] == "same"
+    assert verdict.own_drafts(counts(200), counts(90), exact=False)["verdict"] == "fault"
     assert verdict.head(0.9, counts(200))["verdict"] == "same"
     assert verdict.head(0.9, VerifyCounts(100, 400, 5, [4, 1, 0, 0]))["verdict"] == "fault"
     assert verdict.head(None, counts(200)) is None

@@ -64,6 +64,7 @@ class Arm:
     drawn: dict[str, Drawn] = field(default_factory=dict)
     alone: VerifyCounts | None = None
     admission: dict[str, int] | None = None
+    drafted: int = 0  # tokens; on CUDA places verified may hold none
     claimed: float | None = None  # agreement of the head where it was fitted, where its file says so
 
     @property
@@ -116,10 +117,12 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
         engine.call("early_exit_plant", wanted.plant)
     if cfg.verification == "adaptive" or wanted.plant == "look_ahead":
         arm.admission = engine.call("early_exit_admission")
+    before = _drafted(engine)
     for case in arm.cases:
         _restore(engine, cfg)
         arm.observed[case.name] = greedy.perform(engine, case, drafting=True)
     _restore(engine, cfg)
+    arm.drafted = _drafted(engine) - before
     if early:
         _probe_cache(engine, arm)
         arm.alone = _alone(engine, arm)
@@ -128,6 +131,12 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
     engine.call("early_exit_mend")
     _restore(engine, cfg)
     return arm
+
+
+def _drafted(engine: Engine) -> int:
+    """Tokens drafted so far: the draft loop's own count, or the places verified of a drafter that keeps none."""
+    own, verified = engine.call("early_exit_counters"), engine.verified()
+    return int(own["drafted"]) if own is not None else 0 if verified is None else verified.places
 
 
 def _restore(engine: Engine, cfg: RunConfig) -> None:

@@ -52,7 +52,7 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "admission": arm.admission,
         "sampling": _sampled(engine, arm, wanted),
         "plain_repeats": plain_repeats,
-        "drafted": sum(one.counts.places for one in arm.observed.values() if one.counts),
+        "drafted": arm.drafted,
         "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
     }
     return document, level
@@ -119,7 +119,7 @@ def _own_drafts(arm: Arm, cfg: RunConfig, wanted: Wanted) -> dict[str, Any] | No
     if arm.alone is None or company is None:
         return None
     exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
-    return verdict.own_drafts(arm.alone, company, int(cfg.k or 0), exact)
+    return verdict.own_drafts(arm.alone, company, exact)
 
 
 def _sampled(engine: Engine, arm: Arm, wanted: Wanted) -> list[dict[str, Any]]:

@@ -105,17 +105,23 @@ def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:
     return bool(fisher_exact(table, alternative="greater").pvalue < 1e-3)
 
 
-def own_drafts(alone: VerifyCounts, company: VerifyCounts, k: int, exact: bool) -> dict[str, Any]:
+def own_drafts(alone: VerifyCounts, company: VerifyCounts, exact: bool) -> dict[str, Any]:
     """Whether a request is drafted for alike alone and in company: accepted tokens a round of the same requests.
 
-    exact: arithmetic does not depend on the batch, so that the two are equal but for single rounds.
+    exact: arithmetic does not depend on the batch, so that the two are equal but for single rounds. Otherwise outputs
+    may part at near-ties and go on differently, so that the rates differ as those of other texts would.
     """
-    rates = [counts.accepted / counts.rounds if counts.rounds else 0.0 for counts in (alone, company)]
-    rounds = [max(counts.rounds, 1) for counts in (alone, company)]
-    noise = k / 2 * math.sqrt(1 / rounds[0] + 1 / rounds[1])  # of a rate between 0 and k, at most
-    bound = 0.05 * rates[0] + 0.01 if exact else max(0.15 * rates[0], 3 * noise)
-    verdict = FAULT if rates[0] - rates[1] > bound else "same"
-    return {"alone": round(rates[0], 4), "company": round(rates[1], 4), "verdict": verdict}
+    (rate, variance), (other, other_variance) = _rate(alone), _rate(company)
+    bound = 0.05 * rate + 0.01 if exact else max(0.15 * rate, 3 * math.sqrt(variance + other_variance))
+    return {"alone": round(rate, 4), "company": round(other, 4), "verdict": FAULT if rate - other > bound else "same"}
+
+
+def _rate(counts: VerifyCounts) -> tuple[float, float]:
+    """Mean of the accepted tokens a round, and the variance of that mean."""
+    rounds = max(counts.rounds, 1)
+    mean = counts.accepted / rounds
+    square = sum((2 * place + 1) * count for place, count in enumerate(counts.accepted_at)) / rounds
+    return mean, max(square - mean**2, 0.0) / rounds
 
 
 def head(claimed: float | None, counts: VerifyCounts | None) -> dict[str, Any] | None:

@@ -149,7 +149,7 @@ def _vega() -> str:
         return file.read_text(encoding="ascii")
     import vl_convert
 
-    text = packed(vl_convert.javascript_bundle(None))
+    text = packed(vl_convert.javascript_bundle(None))  # type: ignore[arg-type] # None: all of Vega as globals
     try:
         with written(file) as part:
             part.write_text(text, encoding="ascii")

@@ -135,7 +135,7 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
 
 def _drafted(engine: Engine) -> int:
     """Tokens drafted so far: the draft loop's own count, or the places verified of a drafter that keeps none."""
-    own, verified = engine.call("early_exit_counters"), engine.verified()
+    own, verified = engine.call("early_exit_counters"), engine.verify_counts()
     return int(own["drafted"]) if own is not None else 0 if verified is None else verified.places
 
 

@@ -10,6 +10,9 @@ from selfspec_cli import interrupts
 from selfspec_cli.engine.live import Engine
 
 
+MISSING = -100.0  # nats; far below any that a model gives to a token that was taken
+
+
 @dataclass(frozen=True)
 class Request:
     """One request.
@@ -33,7 +36,7 @@ class Answer:
     """What a request got.
 
     tokens: of its first sample. ended: vLLM's finish reason and stop reason. scores: log-probabilities of the tokens
-    themselves; None where they were not asked for.
+    themselves, MISSING where vLLM reports those of other tokens only; None where they were not asked for.
     """
 
     tokens: list[int]
@@ -152,5 +155,6 @@ def _answer(output: Any) -> Answer:
     tokens = list(sample.token_ids)
     scores = None
     if sample.logprobs is not None:
-        scores = [float(places[token].logprob) for token, places in zip(tokens, sample.logprobs, strict=True)]
+        pairs = zip(tokens, sample.logprobs, strict=True)
+        scores = [float(places[token].logprob) if token in places else MISSING for token, places in pairs]
     return Answer(tokens, (sample.finish_reason, sample.stop_reason), scores)

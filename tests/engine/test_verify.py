@@ -27,7 +27,6 @@ pytestmark = pytest.mark.engine
 
 SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192)
 LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
-NEEDED = ("preempted", "gate")  # beside mixed and cache
 
 
 def config(path: Any, results: Any, *more: str):
@@ -47,8 +46,8 @@ def folder(tmp_path_factory):
 def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """What a run finds with nothing planted ("clean": every case; "again": another seed), and with each fault."""
     cfg = config(folder, tmp_path_factory.mktemp("results"))
-    asked = {"clean": Wanted(SMALL), "again": Wanted(SMALL, only=NEEDED, brief=True)}
-    asked |= {kind: Wanted(SMALL, only=NEEDED, plant=kind, brief=True) for kind in LIVE}
+    asked = {"clean": Wanted(SMALL), "again": Wanted(replace(SMALL, samples=0), only=run.TELLING, brief=True)}
+    asked |= {kind: run.telling(Wanted(SMALL), kind) for kind in LIVE}
     settings = run.engine_config(cfg, Wanted(SMALL))
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}

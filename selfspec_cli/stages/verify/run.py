@@ -130,7 +130,13 @@ def _jobs(cfg: RunConfig, wanted: Wanted) -> list[tuple[int, Wanted]]:
     if wanted.plant != EVERY:
         return [(seed, wanted) for seed in seeds]
     clean = [(seed, replace(wanted, plant=None)) for seed in seeds]
-    return clean + [(cfg.seed, replace(wanted, plant=kind, only=TELLING, brief=True)) for kind in verdict.KINDS]
+    return clean + [(cfg.seed, telling(wanted, kind)) for kind in verdict.KINDS]
+
+
+def telling(wanted: Wanted, kind: str) -> Wanted:
+    """A run with a fault planted and only what tells it from others: sampled texts are needed for one kind alone."""
+    size = wanted.size if kind == "biased_sampler" else replace(wanted.size, samples=0)
+    return replace(wanted, size=size, plant=kind, only=TELLING, brief=True)
 
 
 def concluded(found: list[tuple[str | None, dict[str, Any]]], wanted: Wanted) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from selfspec_cli import interrupts
 from selfspec_cli.engine.live import Engine
 
-
 MISSING = -100.0  # nats; far below any that a model gives to a token that was taken
 
 

@@ -71,7 +71,9 @@ def _first_difference(ours: Sequence[int], other: Sequence[int]) -> int:
 
 
 def read() -> Golden:
-    """The file."""
+    """The file. Raises FileNotFoundError, which says how it is made."""
+    if not FILE.exists():
+        raise FileNotFoundError(f"{FILE} is not there; make it: {COMMAND}")
     return Golden(**json.loads(FILE.read_text(encoding="utf-8")))
 
 

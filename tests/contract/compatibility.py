@@ -25,8 +25,8 @@ class Row:
     """One line of the table.
 
     what: the feature. works: YES, REFUSED or BY_VLLM. note: how it works, or why not. cpu: the test that shows it, as
-    "file::function" below tests/. gpu: what was seen on a GPU. refusal: raises the error of a row that we refuse;
-    instead: words of its message.
+    "file::function" below tests/; seen: whether it has passed. gpu: what was seen on a GPU. refusal:
+    raises the error of a row that we refuse; instead: words of its message.
     """
 
     what: str
@@ -36,6 +36,7 @@ class Row:
     gpu: str = UNTRIED
     refusal: Callable[[], Any] | None = None
     instead: str = ""
+    seen: bool = True
 
 
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; on CUDA "
             "the draft loop always takes all k steps, because ranks have to take the same ones",
-            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
+            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)", seen=False),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -103,11 +104,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "which FlashAttention 3 is not batch-invariant for vLLM's own methods either", LOSSLESS,
             "tried on a GPU (Gemma 3)"),
         Row("latent attention (MLA)", YES, "DeepSeek-V2", WORKS_WITH + "test_latent_attention_and_shared_experts",
-            "tried on a GPU (DeepSeek-V2)"),
+            "tried on a GPU (DeepSeek-V2)", seen=False),
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights",
-            WORKS_WITH + "test_quantised_targets"),
+            WORKS_WITH + "test_quantised_targets", seen=False),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already",
-            WORKS_WITH + "test_multimodal_models"),
+            WORKS_WITH + "test_multimodal_models", seen=False),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
             refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
@@ -128,7 +129,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted. On the CPU "
             "vLLM itself gives requests without an adapter, beside others, what its last slot holds: set max_loras to "
             "one more than the adapters in use",
-            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter"),
+            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter", seen=False),
         Row("LoRA with a mixture of experts", REFUSED, "vLLM applies such adapters inside the experts' kernels",
             refusal=adapters_of_experts, instead="with the adapter merged into the model's weights"),
     ),
@@ -143,7 +144,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
         Row("stop tokens, min_tokens, end of text", YES, "a stop inside an accepted draft cuts what follows it", EDGES),
         Row("stop strings, several samples (n)", YES, "",
-            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
+            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes", seen=False),
         Row("penalties, bad words, allowed_token_ids", YES, "", EDGES),
         Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
             "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
@@ -165,7 +166,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
         Row("CUDA graphs, async scheduling", YES, "", None, CASES),
         Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
-            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES),
+            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES, seen=False),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",
@@ -185,7 +186,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, one token at a time",
             COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares"),
+            TWO + "test_two_ranks_draft_on_their_shares", seen=False),
         Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
             COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
@@ -220,7 +221,8 @@ HEAD = """# What early exit works with
 This table is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
 test compares the two. Each row that works names the test that runs it in an engine of vLLM 0.32.0 on the CPU: tiny
 models, whose greedy output has to be that of the same engine without drafts, while some drafts are accepted and some
-are not. What is refused is refused before the engine starts, with a message that says what to do instead.
+are not. "Not seen to pass yet" marks a test that was written and has not run to its end. What is refused is refused
+before the engine starts, with a message that says what to do instead.
 
 "Tried on a GPU" means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
 """
@@ -242,4 +244,7 @@ def page() -> str:
 def _line(row: Row) -> str:
     note = "; ".join(part for part in (row.note, f"instead: {row.instead}" if row.instead else "") if part)
     test = f"`{row.cpu.rpartition('::')[2]}`" if row.cpu else "refusal tested" if row.refusal else "not tried on a CPU"
-    return f"| {row.what} | {row.works} | {note} | {test} | {row.gpu if row.works != REFUSED else '-'} |\n"
+    test += "" if row.seen else ", not seen to pass yet"
+    shown = row.seen or row.works != YES or row.gpu != UNTRIED
+    works, gpu = row.works if shown else "not shown yet", "-" if row.works == REFUSED else row.gpu
+    return f"| {row.what} | {works} | {note} | {test} | {gpu} |\n"

@@ -109,8 +109,8 @@ class Record:
     generated_protocol: str | None = None  # prompts, lengths, temperature
     scores: str | None = None  # of `selfspec eval`, each with its standard error
     scores_protocol: str | None = None
-    point: str = ""  # id: the file results/runs/<id>.json
     skip_layers: str | None = None  # layers below E that do not draft
+    point: str = ""  # id: the file results/runs/<id>.json
 
 
 @dataclass

@@ -15,7 +15,13 @@ from selfspec_cli.commands.screen import guard
 
 PACKAGE = Path(selfspec_cli.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"hydra": "hydra-core", "lm_eval": "lm-eval", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "lm_eval": "lm-eval",
+    "sklearn": "scikit-learn",
+    "vl_convert": "vl-convert-python",
+    "yaml": "pyyaml",
+}
 
 # Runs `selfspec doctor` where some modules are not installed.
 WITHOUT = """

@@ -107,9 +107,9 @@ def test_requests_and_drafts_must_fit_the_model(model):
 def test_models_that_cannot_do_it_are_refused_by_their_config(model):
     with pytest.raises(ConfigError, match="recurrent state"):
         preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))
-    experts = replace(model(LLAMA | {"num_local_experts": 8}), draft_weights="fp8")
-    with pytest.raises(ConfigError, match="draft_weights=fp8: mixture-of-experts"):
-        preflight.check_model(experts)
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    with pytest.raises(ConfigError, match="draft_weights=fp8: the target's weights are quantised"):
+        preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8"))
 
 
 def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):

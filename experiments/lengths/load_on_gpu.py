@@ -4,7 +4,7 @@ r"""Draft lengths by load on a GPU, over vLLM without early exit: off by table, 
     python experiments/lengths/load_on_gpu.py --model shape:llama3_8b --layer 8 --k 3 --arms plain,adaptive \
         --out lengths_8b.json
 
-Engines one after the other in one process; each takes every load (1 to 256 requests at once):
+Engines one after the other; each takes every load (1 to 256 requests at once):
 
 plain     vLLM without early exit: what all others are divided by.
 fixed     an engine with decode graphs for every length: no drafts because no request wants any ("off by request"), and
@@ -26,13 +26,15 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+if "--cpu" in sys.argv:  # on a GPU each engine has a process of its own, which gives all of its memory back
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig

@@ -27,6 +27,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.vllm_plugin.worker import leave_worker_classes
 
 MIB = 2**20
 
@@ -267,6 +268,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         with interrupts.at_once(), TemporaryDirectory(prefix="selfspec-") as scratch, _model_runner(cfg.runner):
             from vllm import LLM
 
+            leave_worker_classes()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
         if cfg.engine.nvtx:
             llm.collective_rpc("early_exit_annotate")
@@ -316,6 +318,7 @@ def _free() -> None:
         return  # an interrupt came while vLLM was imported: importing the rest of it would take seconds
     # In a parent of worker processes there is nothing to tear down, and that is fine.
     clean_up()
+    leave_worker_classes()
     gc.collect()
     import torch
 

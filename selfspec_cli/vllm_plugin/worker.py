@@ -7,9 +7,26 @@ out: they cross process borders.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
+
+WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"))
+
+
+def leave_worker_classes() -> None:
+    """Take the extensions of this package out of vLLM's worker classes in this process.
+
+    vLLM mixes an extension into its worker class for good, and then refuses another one that has names in common with
+    it: the next engine of this process may want another one.
+    """
+    for module, name in WORKERS:
+        worker = getattr(sys.modules.get(module), name, None)
+        if worker is not None:
+            kept = tuple(base for base in worker.__bases__ if not base.__module__.startswith("selfspec_cli."))
+            if len(kept) < len(worker.__bases__):
+                worker.__bases__ = kept
 
 
 class EarlyExitWorker:

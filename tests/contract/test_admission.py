@@ -1,9 +1,10 @@
 """Adaptive verification admits a draft without a look at later ones: DSpark's counterexample, and vLLM's own function.
 
-The counterexample (arXiv 2607.05147, appendix A, in its smallest form): two tokens, the drafter draws the first draft
-from q, the target has p. How sure the second draft is depends on which token the first one is. A scheduler that admits
-the first draft only where the second looks good too verifies one of the tokens more often, and what is not verified is
-drawn afresh: the tokens that come out do not follow p, although each verification by itself is right.
+The counterexample (after DeepSeek's DSpark paper, appendix A; the smallest form of it): two tokens, the drafter draws
+the first draft from q, the target has p. How sure the second draft is depends on which token the first one is. A
+scheduler that admits the first draft only where the second looks good too verifies one of the tokens more often, and
+what is not verified is drawn afresh: the tokens that come out do not follow p, although each verification by itself is
+right.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
     most = THOROUGH_CONTEXT if wanted.thorough else CONTEXT
     budget = max(BUDGET, engine.max_num_seqs * (int(cfg.k or 0) + 1))
     context = model.max_model_len or min(longest_request(cfg) or most, most)
-    extra = {"max_logprobs": sampling.EXACT_VOCABULARY} | dict(engine.extra)
+    # Blocks of the prefix cache are long on a CPU: few would be filled by what was drafted, and looked at again.
+    blocks = {"block_size": 32} if device_of(cfg) == "cpu" else {}
+    extra = {"max_logprobs": sampling.EXACT_VOCABULARY} | blocks | dict(engine.extra)
     return replace(
         cfg,
         engine=replace(engine, enable_prefix_caching=True, max_num_batched_tokens=budget, extra=extra),

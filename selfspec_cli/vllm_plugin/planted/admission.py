@@ -2,7 +2,7 @@
 
 Whether a draft is verified must not depend on what comes after it, because what comes after it depends on the draft:
 otherwise some tokens are verified more often than others, and the tokens that come out no longer have the target's
-distribution (DSpark, arXiv 2607.05147, appendix A). vLLM ranks drafts by the product of confidences so far, which no
+distribution (DeepSeek's DSpark paper, appendix A). vLLM ranks drafts by the product of confidences so far, which no
 later draft can raise.
 """
 

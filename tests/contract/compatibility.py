@@ -129,7 +129,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted. On the CPU "
             "vLLM itself gives requests without an adapter, beside others, what its last slot holds: set max_loras to "
             "one more than the adapters in use",
-            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter", seen=False),
+            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter"),
         Row("LoRA with a mixture of experts", REFUSED, "vLLM applies such adapters inside the experts' kernels",
             refusal=adapters_of_experts, instead="with the adapter merged into the model's weights"),
     ),
@@ -144,7 +144,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
         Row("stop tokens, min_tokens, end of text", YES, "a stop inside an accepted draft cuts what follows it", EDGES),
         Row("stop strings, several samples (n)", YES, "",
-            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes", seen=False),
+            WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
         Row("penalties, bad words, allowed_token_ids", YES, "", EDGES),
         Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
             "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
@@ -166,7 +166,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
         Row("CUDA graphs, async scheduling", YES, "", None, CASES),
         Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
-            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES, seen=False),
+            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",
@@ -184,7 +184,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
             COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
         Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, one token at a time",
-            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets"),
+            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
+            "tried on a GPU (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares", seen=False),
         Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",

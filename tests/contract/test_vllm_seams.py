@@ -128,8 +128,11 @@ def test_a_gpu_without_8_bit_kernels_gets_no_copies(monkeypatch, capability, kno
     from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
     from selfspec_cli.vllm_plugin.weights.copied import facts_of
 
-    target = types.SimpleNamespace(quantization=None, dtype=torch.bfloat16, is_moe=False)
-    parallel = types.SimpleNamespace(tensor_parallel_size=1)
+    config = types.SimpleNamespace(intermediate_size=512)
+    target = types.SimpleNamespace(
+        quantization=None, dtype=torch.bfloat16, is_moe=False, hf_text_config=config, get_hidden_size=lambda: 256
+    )
+    parallel = types.SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
     assert facts_of(target, parallel).device == "cpu"  # what the platform here answers
     platform = types.SimpleNamespace(
         is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(*capability), device_name="NVIDIA A100"

@@ -73,8 +73,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    template = folder / "chat.jinja"  # the embedded model has none of its own
+    template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
     words = ["serve", "layer=3", "k=4", "gate=margin", *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1",
-             *ONE_PROCESS_FEWER, *NO_SPACES]  # fmt: skip
+             "--chat-template", str(template), *ONE_PROCESS_FEWER, *NO_SPACES]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
     log = folder / "server.log"

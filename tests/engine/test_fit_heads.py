@@ -154,14 +154,16 @@ def test_rounds_laid_over_generations_are_the_engines(fitted, report, key):
 
 def test_rows_split_over_ranks_are_the_same_projection(fitted):
     """On one rank, which is what a CPU has; the gather itself is vLLM's."""
-    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered
+    from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered, split
 
     torch.manual_seed(0)
     weight, bias, x = torch.randn(100, 64), torch.randn(100), torch.randn(5, 64)  # 100 rows are padded to 128
     with live(fitted.path) as engine:
-        split = ShardedProjection(weight, bias, engine.llm.llm_engine.vllm_config)
-        torch.testing.assert_close(split.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
-        assert torch.equal(gathered(split.weight, 100), weight)
+        config = engine.llm.llm_engine.vllm_config
+        rows = split(weight, config)
+        projection = ShardedProjection(rows, 100, bias, config)
+        torch.testing.assert_close(projection.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+        assert torch.equal(gathered(rows.weight, 100), weight)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")

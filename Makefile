@@ -1,5 +1,5 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
-# make quick  lint, and the unit and contract tests that take no seconds each: two minutes on two cores
+# make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
 # make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
@@ -44,7 +44,7 @@ quick-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
 
 quick-tests: $(INSTALLED)
-	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE))
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
 test: $(INSTALLED)
 	@rm -f $(TIMES)

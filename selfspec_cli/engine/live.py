@@ -318,7 +318,6 @@ def _free() -> None:
         return  # an interrupt came while vLLM was imported: importing the rest of it would take seconds
     # In a parent of worker processes there is nothing to tear down, and that is fine.
     clean_up()
-    leave_worker_classes()
     gc.collect()
     import torch
 

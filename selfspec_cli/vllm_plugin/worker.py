@@ -16,10 +16,10 @@ WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker"
 
 
 def leave_worker_classes() -> None:
-    """Take the extensions of this package out of vLLM's worker classes in this process.
+    """Take this package's extensions out of vLLM's worker classes in this process; call it before an engine starts.
 
     vLLM mixes an extension into its worker class for good, and then refuses another one that has names in common with
-    it: the next engine of this process may want another one.
+    it. What the new engine wants is mixed in anew, so engines that still live keep their methods.
     """
     for module, name in WORKERS:
         worker = getattr(sys.modules.get(module), name, None)

@@ -81,6 +81,7 @@ def live(path: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iter
     from vllm import LLM
 
     from selfspec_cli.engine.live import _free
+    from selfspec_cli.vllm_plugin.worker import leave_worker_classes
 
     arguments: dict[str, Any] = {
         "model": str(path),
@@ -99,6 +100,7 @@ def live(path: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iter
     }
     llm = None
     try:
+        leave_worker_classes()
         llm = LLM(**{**arguments, **changes})
         yield Live(llm)
     finally:

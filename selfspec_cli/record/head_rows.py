@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from selfspec_cli.record import row_files
 
 LENGTHS = range(1, 9)
 
@@ -97,16 +97,4 @@ def load(document: dict[str, Any]) -> list[HeadRow]:
 
 def save(rows: list[HeadRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
     """Write heads.csv and heads.json (rows and facts); returns name -> path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table, document = folder / "heads.csv", folder / "heads.json"
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([column.name for column in fields(HeadRow)])
-        for row in rows:
-            writer.writerow([_cell(getattr(row, column.name)) for column in fields(HeadRow)])
-    document.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
-    return {"csv": str(table), "json": str(document)}
-
-
-def _cell(value: Any) -> Any:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+    return row_files.save("heads", HeadRow, rows, facts, folder)

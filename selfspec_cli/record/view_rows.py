@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.record import row_files
 
 
 @dataclass
@@ -89,20 +88,4 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float] 
 
 def save(rows: Sequence[ViewRow], facts: dict[str, Any], folder: Path) -> dict[str, str]:
     """Write views.csv and views.json (rows and facts); returns name -> path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table, document = folder / "views.csv", folder / "views.json"
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([column.name for column in fields(ViewRow)])
-        for one in rows:
-            writer.writerow(_cells(asdict(one).values()))
-    document.write_text(json.dumps(facts | {"rows": [asdict(one) for one in rows]}, indent=1) + "\n", encoding="utf-8")
-    return {"csv": str(table), "json": str(document)}
-
-
-def _cells(values: Iterable[Any]) -> list[Any]:
-    return [
-        "" if value is None else f"{value:.6g}" if isinstance(value, float)
-        else " ".join(map(str, value)) if isinstance(value, list) else value
-        for value in values
-    ]  # fmt: skip
+    return row_files.save("views", ViewRow, rows, facts, folder)

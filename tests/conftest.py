@@ -1,6 +1,7 @@
 """What every test process needs to know before vLLM is imported."""
 
 import os
+import sys
 
 import pytest
 
@@ -20,3 +21,10 @@ def heads_are_derived_into_a_folder_of_the_tests(monkeypatch, tmp_path_factory):
     """Not into the cache of whoever runs them."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setattr("selfspec_cli.artifacts.head_files.cache_dir", lambda: folder)
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers_every_time():
+    """A test that draws without a generator of its own draws the same each time, alone or among others."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -80,8 +80,7 @@ def score(engine: Engine, passages: Sequence[Passage], progress: Progress = igno
 
 def _score(passage: Passage, logprobs: Sequence[Any]) -> Score:
     scored = [
-        place[token]
-        for token, place in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
+        place[token] for token, place in zip(passage.ids[passage.context :], logprobs[passage.context :], strict=True)
     ]
     return Score(sum(one.logprob for one in scored), len(scored), all(one.rank == 1 for one in scored))
 

@@ -257,9 +257,7 @@ class _Job:
         nats = [known[1].nats[at] if equal and known else -next(fresh).log_likelihood for at, equal in enumerate(same)]
         return Scores(nats, [len(output) for output in outputs])
 
-    def _save_text(
-        self, planned: Planned, base: Planned, text: _Text, scores: Scores, baseline: Scores | None
-    ) -> None:
+    def _save_text(self, planned: Planned, base: Planned, text: _Text, scores: Scores, baseline: Scores | None) -> None:
         if not all(map(math.isfinite, scores.nats)):
             said = "gives some tokens of the text the probability zero, as a draft vocabulary does"
             said += "; its perplexity is infinite, and not recorded"
@@ -297,4 +295,3 @@ class _Job:
         finding = arms.finding(planned, base, kind, self.run_id, protocol, found)
         results.save_finding(Path(planned.cfg.results_dir), finding)
         self.found.findings.append(finding)
-

@@ -51,6 +51,7 @@ def test_whatever_knows_only_what_was_before_does_not():
     assert emitted(lambda token: False) == pytest.approx(list(P))
 
 
+@pytest.mark.slow
 def test_vllm_admits_the_first_draft_whatever_comes_behind_it():
     for budget in (1, 2, 3):
         admitted = [int(admission.admitted(confidences(token), budget)[0]) > 0 for token in (0, 1)]

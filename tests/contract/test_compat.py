@@ -253,6 +253,7 @@ def test_somebody_elses_draft_model_is_not_ours():
     assert settings_of(types.SimpleNamespace(additional_config={}, speculative_config=ngram)) is None
 
 
+@pytest.mark.slow
 def test_a_plain_vllm_keeps_its_own_classes():
     """Loading the plugin leaves the worker's names. In a process of its own: this one may have run engines."""
     workers = [patch.target for patch in compat.PATCHES if patch.stage == "worker"]

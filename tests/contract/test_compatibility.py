@@ -1,6 +1,6 @@
 """The table of what early exit works with, the refusals and the tests are in step.
 
-    python tests/contract/test_compatibility.py      writes docs/compatibility.md
+python tests/contract/test_compatibility.py      writes docs/compatibility.md
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from selfspec_cli.vllm_plugin import spec_config, versions
 
 pytestmark = pytest.mark.contract
 
+
 @pytest.mark.parametrize(("release", "allowed"), [("0.32.0", False), ("0.33.0", True)])
 def test_keys_that_only_one_release_has_are_allowed_on_that_one(monkeypatch, release, allowed):
     monkeypatch.setattr(versions, "installed", lambda: ("vllm", f"{release}+cu130"))

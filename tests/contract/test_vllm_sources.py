@@ -44,12 +44,14 @@ def vllm(release) -> Source:
     return Source(folder_of(release))
 
 
+@pytest.mark.slow
 def test_every_patched_name_is_defined_where_we_replace_it(vllm):
     """Replacing a name that a module only imports works too: it is looked up there."""
     for patch in compat.PATCHES:
         assert vllm.find(patch.target, own=True) is not None, patch.target
 
 
+@pytest.mark.slow
 def test_signatures(vllm, release):
     there = {target: vllm.parameters(target) for target in signatures(release)}
     assert there == signatures(release)
@@ -71,6 +73,7 @@ def test_keys_of_a_speculative_config_are_those_of_the_release(vllm, release):
         assert there & set(each.speculative_keys) == expected
 
 
+@pytest.mark.slow
 def test_every_name_that_we_import_is_there(vllm):
     missing = [f"{file.name}: {module}.{name}" for file, module, name in imported() if not vllm.defined(module, name)]
     assert not missing
@@ -187,6 +190,7 @@ def test_verification_refuses_a_place_that_holds_no_token(vllm):
     assert len(call.args) == 4 and ast.unparse(call.args[3]) == "invalid_drafts"
 
 
+@pytest.mark.slow
 def test_plugins_are_loaded_where_the_names_are_that_register_replaces(vllm):
     """`register` imports nothing: the process that builds an engine has EngineArgs, one that runs it the worker."""
     arguments = vllm.segment("vllm.engine.arg_utils:EngineArgs.__post_init__")
@@ -218,6 +222,7 @@ def test_a_mixture_of_experts_is_found_by_its_name(vllm):
     assert "self.isa" in vllm.text(f"{MOE}.experts.cpu_moe")
 
 
+@pytest.mark.slow
 def test_reader_and_import_agree_on_the_installed_release():
     """What is read as text is what Python sees: the check of the reader itself."""
     import pkgutil

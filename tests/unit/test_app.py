@@ -70,6 +70,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
     assert "--dry-run" in call(command, "--help").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -200,6 +201,7 @@ def test_tune_says_beforehand_what_it_will_try(model):
     assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
 
 
+@pytest.mark.slow
 def test_report_takes_the_folder_as_every_command_does(engines, model):
     assert call("sweep", model, "results_dir=größe").exit_code == 0
     assert document(call("report", "results_dir=größe", "--json"))["rows"]
@@ -245,6 +247,7 @@ def test_after_a_resume_every_arm_stands_beside_its_own_baseline(engines, model,
     assert len(engines) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [None, "draw", "send"])
 def test_a_tracker_gets_rows_and_figures_and_its_failure_is_a_warning(engines, model, monkeypatch, broken):
     sent, draw = [], make.pictures
@@ -283,6 +286,7 @@ def test_a_plan_is_told_before_the_first_engine_starts_and_in_a_dry_run(engines,
     assert "varH ≤ 4" in call("sweep", "gate=varH", "tau_v=4,5,7", model, "--dry-run").stdout
 
 
+@pytest.mark.slow
 def test_tables_are_made_again_on_demand(engines, model, tmp_path):
     assert call("sweep", model, "results_dir=mine").exit_code == 0
     before = (tmp_path / "mine" / "summary.csv").read_bytes()
@@ -413,6 +417,7 @@ def test_a_crash_is_one_screen_and_exits_with_1(engines, model, monkeypatch):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_help_and_report_load_neither_torch_nor_vllm(tmp_path):
     folder.save(tmp_path / "results", baseline())
     code = (

@@ -58,6 +58,7 @@ def test_without_overrides_every_default_is_the_schemas():
     assert one() == resolved(RunConfig())
 
 
+@pytest.mark.slow
 def test_every_choice_composes_and_is_called_by_its_name():
     for group in GROUPS:
         assert GROUPS[group] in choices(group)
@@ -477,6 +478,7 @@ def test_a_key_that_is_given_twice_is_refused():
     assert "gate is given twice" in refusal("gate=maxp", "gate=varH")
 
 
+@pytest.mark.slow
 def test_ten_thousand_points_are_composed_once():
     composed, converted = [], []
     with pytest.MonkeyPatch.context() as patch:

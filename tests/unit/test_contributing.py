@@ -29,6 +29,7 @@ def literals(file: Path) -> set[str]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), NAMES)
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     home = PACKAGE / "early_exit" / folder

@@ -81,6 +81,7 @@ def test_what_repeats_the_held_out_modules_is_left_out(tmp_path):
     assert not any(line in text for _, text in [*found.fitting, *found.held_out]), name
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_default_text():
     found = corpora.load("stdlib")
     assert found.held_out == library.held_out_text()
@@ -196,6 +197,7 @@ def test_what_can_be_streamed_is_and_percentages_are_not(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_the_library_itself_reads_configs_splits_slices_and_columns(tmp_path, monkeypatch, datasets):
     """A data set as the Hub holds them, in a folder: the library looks there first."""
     monkeypatch.chdir(tmp_path)

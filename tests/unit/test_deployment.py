@@ -175,6 +175,7 @@ def save(results, found, cfg):
     folder.save(results, replace(found, config=to_plain(cfg)))
 
 
+@pytest.mark.slow
 def test_a_report_ends_with_the_best_arm_of_each_model(model, tmp_path):
     cfg, results = RunConfig(model=model, layer=2, k=3), tmp_path / "results"
     base = baseline()
@@ -193,6 +194,7 @@ def test_a_report_ends_with_the_best_arm_of_each_model(model, tmp_path):
     assert "To deploy it" in shown and json.dumps(found["speculative_config"]) in shown
 
 
+@pytest.mark.slow
 def test_a_report_without_a_gain_says_so(model, tmp_path):
     base, results = baseline(), tmp_path / "results"
     save(results, base, RunConfig(model=model, method=Method.baseline))
@@ -214,6 +216,7 @@ def test_heads_deploys_the_fastest_that_was_measured_before_any_prediction(model
     assert plan.to_deploy([HeadRow("small", 2, "lens", "full")]) is None
 
 
+@pytest.mark.slow
 def test_a_config_of_another_version_is_a_line_and_no_failure(tmp_path):
     base = baseline()
     folder.save(tmp_path / "results", replace(base, config={"model": {"path": "x"}, "method": "baseline", "gone": 1}))

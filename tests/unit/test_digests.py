@@ -124,6 +124,7 @@ def test_dummy_weights_of_another_seed_are_another_model_whichever_comes_first(c
     assert [turned.run(one) for one in dummies[::-1]] == alone[::-1]
 
 
+@pytest.mark.slow
 def test_ten_thousand_keys_read_and_hash_what_they_share_once(cfg, monkeypatch):
     seen = []
     read, plain = files.digests, __import__("selfspec_cli.config.keys", fromlist=["x"]).to_plain

@@ -178,6 +178,7 @@ def test_one_token_is_one_operator_to_a_compiler_and_more_are_operations_that_it
     assert torch.ops.selfspec.gemv_e4m3.default not in traced(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_product_of_tokens(vllm, compiled):
     values, x = weight(32, 64), weight(5, 64, 1.0)

@@ -73,6 +73,7 @@ def test_a_log_fills_the_batch_that_its_steps_are_timed_at(opened):
     assert roc.facts([cfg], prompts=4)["prompts"] == 16
 
 
+@pytest.mark.slow
 def test_roc_does_not_choose_an_exit_because_plain_decoding_stalled_under_it(opened, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfgs = [RunConfig(layer=layer, workload=WORK, k=5) for layer in (3, 6, 12)]

@@ -67,6 +67,7 @@ def test_what_serving_imports_is_not_of_the_bench():
             assert not {name.partition(".")[0] for name in found} & absent, file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["typer", "rich", "hydra"])
 def test_the_command_without_the_bench_says_in_one_line_what_to_install(module):
     every = ",".join(extras.EXTRAS["bench"]) if module == "typer" else module

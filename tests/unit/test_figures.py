@@ -9,6 +9,8 @@ from selfspec_cli.record.point import compare
 from selfspec_cli.report import export, figures, sources
 from selfspec_cli.report.figures.drafts import frontier_of
 
+pytestmark = pytest.mark.slow  # each draws
+
 
 def drawn(*points, **more):
     found = sources.of_points(points)

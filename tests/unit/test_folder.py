@@ -142,6 +142,7 @@ def _save_many(results, name, acknowledged):
         os.write(acknowledged, f"{made.id}\n".encode())
 
 
+@pytest.mark.slow
 def test_eight_processes_killed_at_random_lose_no_point_that_was_acknowledged(tmp_path):
     context, draw = multiprocessing.get_context("fork"), random.Random(7)
     read_end, write_end = os.pipe()

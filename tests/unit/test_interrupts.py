@@ -113,6 +113,7 @@ def test_outside_the_main_thread_nothing_changes():
     assert seen == [before]
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_after_one_interrupt_wherever_it_comes(tmp_path):
     """A process that sweeps over fake engines and spends its time in weak references' callbacks."""
     code = f"""

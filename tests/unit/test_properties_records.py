@@ -62,6 +62,7 @@ def points(draw, key=None, run=None, number=0):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(points())
 def test_a_point_comes_back_from_its_text(made):
     text = to_json(made)
@@ -79,6 +80,7 @@ def test_the_first_line_alone_says_what_a_list_shows(made):
             assert getattr(head, item.name) == getattr(made, item.name)
 
 
+@pytest.mark.slow
 @given(points(), st.integers(0, 10**6))
 def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
     text = to_json(made)
@@ -87,6 +89,7 @@ def test_a_torn_file_is_refused_and_never_read_as_another_point(made, cut):
         from_json(torn)
 
 
+@pytest.mark.slow
 @given(points())
 def test_a_row_has_a_cell_for_each_column_and_nothing_that_was_not_measured(made):
     row = tables.row(made)
@@ -123,6 +126,7 @@ def arranged(draw):
     return draw(st.permutations(made))
 
 
+@pytest.mark.slow
 @given(st.data())
 @many_files
 def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory, data):
@@ -144,6 +148,7 @@ def test_whatever_the_order_the_tables_are_those_of_the_points(tmp_path_factory,
     assert few == [wanted[0], wanted[-1]]
 
 
+@pytest.mark.slow
 @given(st.data())
 @many_files
 def test_lines_that_were_added_are_those_of_an_export(tmp_path_factory, data):

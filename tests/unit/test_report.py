@@ -179,6 +179,7 @@ def results(tmp_path):
     return tmp_path / "in"
 
 
+@pytest.mark.slow
 def test_the_stage_writes_the_page_and_the_figures_that_are_asked_for(results, tmp_path):
     (results / "summary.csv").write_text("garbage\n" * 400)  # nothing reads it
     made = report.run(results, tmp_path / "out")
@@ -197,6 +198,7 @@ def unpacked(file):
     return json.loads(gzip.decompress(base64.b64decode(text)))
 
 
+@pytest.mark.slow
 def test_the_page_makes_no_request_and_escapes(results, tmp_path):
     text = report.run(results, tmp_path).page.read_text()
     visible = re.sub(r'(?s)<script type="text/plain".*?</script>', "", text)
@@ -225,6 +227,7 @@ def test_a_row_opens_everything_that_is_kept_of_it(results):
     assert "repeats" not in details.details(found, "none")["rows"][1]
 
 
+@pytest.mark.slow
 def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monkeypatch):
     found = sources.read(results)
     drawn = figures.of_sources(found)
@@ -240,6 +243,7 @@ def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monke
     assert len(data["table"]["points"]) == 3
 
 
+@pytest.mark.slow
 def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
     (whole, *_) = figures.of_sources(sources.read(results))
     many = replace(whole, panels=[replace(whole.panels[0], name=str(n), points=("a",) * n) for n in range(5)])
@@ -292,6 +296,7 @@ def test_published_tables_are_those_of_the_published_points(place):
     assert not arms or "Fastest" not in told  # repeats were not kept, so there are no intervals
 
 
+@pytest.mark.slow
 def test_what_roc_and_heads_left_is_in_the_page(results):
     place = results / "roc" / "m"
     place.mkdir(parents=True)

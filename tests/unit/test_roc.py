@@ -77,6 +77,7 @@ def test_the_calibrated_gate_is_as_good_as_its_feature_and_breaks_even_below_cer
     assert found.best["calibrated"].speedup >= 0.97 * best_fixed
 
 
+@pytest.mark.slow
 def test_files_and_what_reads_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = judged()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,8 @@ def test_an_engine_that_does_not_start_says_why_in_a_pipe_too(tmp_path):
 def test_an_interrupt_leaves_the_table_the_log_and_the_next_step(tmp_path, when, start):
     shown = shown_in(tmp_path, [*SWEEP[:-1], "repeats=200"], 80, NOISY_START=start)
     shown.read(until=when)
+    while "noise-child2" not in log_of(tmp_path).read_text():  # the line on the screen comes before the engine's own
+        time.sleep(0.02)
     shown.child.sendintr()
     shown.read()
     assert shown.child.exitstatus == 130, shown.last

@@ -191,6 +191,7 @@ def test_no_tracker_imports_nothing(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_the_command_to_sync_is_wandbs_own():
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
     told = subprocess.run([sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True)

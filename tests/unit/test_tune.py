@@ -298,6 +298,7 @@ def test_two_exits_that_expect_less_end_the_survey(lab):
     assert 22 not in {engine.layer for engine in lab.opened}
 
 
+@pytest.mark.slow
 def test_other_weights_are_surveyed_however_the_first_ended(lab):
     """Two exits in a row that expect less end the survey of their own kind of weights."""
     work, results = lab.cfgs[0].workload, lab.cfgs[0].results_dir
@@ -323,6 +324,7 @@ def test_no_time_left_still_gives_an_answer(lab):
     assert result.choice.speedup > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower", [1.0, 1.3])
 @pytest.mark.parametrize("minutes", [150, 200, 250, 350, 500, 900])
 def test_it_ends_within_its_minutes(lab, monkeypatch, minutes, slower):
@@ -342,6 +344,7 @@ def test_it_ends_within_its_minutes(lab, monkeypatch, minutes, slower):
     assert result.finalists
 
 
+@pytest.mark.slow
 def test_the_time_that_is_there_is_used(lab):
     began = lab.clock.now
     result = lab.run(minutes=500, trials=1000)

@@ -36,6 +36,7 @@ def test_right_samples_are_not_told_apart():
     assert 0.2 < np.mean(ps) < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [1.4, 0.7])
 def test_a_sampler_that_is_too_sharp_or_too_flat_is(sharpness):
     found = compare(sample(256, 1, sharpness), sample(256, 2))
@@ -43,6 +44,7 @@ def test_a_sampler_that_is_too_sharp_or_too_flat_is(sharpness):
     assert (found.shift > 0) == (sharpness > 1)
 
 
+@pytest.mark.slow
 def test_another_distribution_of_the_same_likelihood_is():
     """Swapped tokens change no score that is computed by the wrong sampler itself; the table sees them."""
     wrong, right = sample(512, 1), sample(512, 2)
@@ -52,6 +54,7 @@ def test_another_distribution_of_the_same_likelihood_is():
     assert found.p_table < ALPHA
 
 
+@pytest.mark.slow
 def test_the_power_is_what_it_says():
     first, second = sample(256, 11), sample(256, 12)
     share = distribution.detectable(first, second)

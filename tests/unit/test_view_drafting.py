@@ -151,6 +151,7 @@ def test_views_are_written_in_four_ways(drafting_module):
     assert acceptance.view_of("int4=a/b.safetensors", kinds) == ("int4", (), "a/b.safetensors")
 
 
+@pytest.mark.slow
 def test_corrections_learn_and_are_saved(drafting_module, tmp_path):
     training = importlib.import_module("train_corrections")
     drafting = drafting_module.Drafting(tiny())

@@ -12,6 +12,8 @@ import torch
 
 from selfspec_cli.config import paths
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = paths.experiments_dir() / "reference_model" / "widen.py"
 
 

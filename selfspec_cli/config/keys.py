@@ -66,6 +66,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= draft_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
+        settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}

@@ -124,6 +124,7 @@ class ResolvedSettings(DraftSettings):
                 ("skip_layers", self.skip_layers or "none", "none"),
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
+                ("draft_window", self.draft_window, None),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "

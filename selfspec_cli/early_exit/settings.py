@@ -163,6 +163,16 @@ class DraftSettings:
         spec_keys=("skip_layers",),
         methods=DRAFTING,
     )
+    draft_window: int | None = knob(
+        None,
+        help="drafts attend to the first block of the context and to the blocks of at least so many of its last "
+        "tokens, which makes drafts in long contexts cheaper; the verify pass attends to everything",
+        unit="tokens",
+        low=16,
+        unset="all of the context",
+        spec_keys=("draft_window",),
+        methods=DRAFTING,
+    )
     verification: str = knob(
         "full",
         help="what a verify pass looks at: all k places of each request, or as many of the batch's likeliest drafts as "

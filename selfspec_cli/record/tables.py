@@ -110,6 +110,7 @@ class Record:
     scores: str | None = None  # of `selfspec eval`, each with its standard error
     scores_protocol: str | None = None
     skip_layers: str | None = None  # layers below E that do not draft
+    draft_window: int | None = None  # last tokens of the context that drafts attend to
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -160,7 +161,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
     if cfg.method == "layer_skip":
         columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
-        columns["skip_layers"] = draft_options(cfg).get("skip_layers")
+        columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
     return columns
 

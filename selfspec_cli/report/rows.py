@@ -42,7 +42,8 @@ def _arm(row: Record) -> str:
     layer += f" without {row.skip_layers}" if row.skip_layers else ""
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
-    tail = " · adaptive verification" if row.verification == "adaptive" else ""
+    tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
+    tail += " · adaptive verification" if row.verification == "adaptive" else ""
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     return f"{layer} k={row.k} · {head} · {gate_label(row)}{tail}"

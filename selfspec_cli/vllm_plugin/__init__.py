@@ -12,18 +12,20 @@ trunk.py          the layers that draft as a module of their own: shared weights
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts, fitted.py those that were made from data, fp8.py and lowbit.py the
-                  kernels for some of them; sharded.py splits a head over ranks, adapters.py leaves adapters out,
-                  step_bytes.py counts what is read
+                  kernels for some of them, few_tokens.py the start of a CUDA kernel for 2 to 64 tokens (few_tokens.cu,
+                  not in use before it has been measured); sharded.py splits a head over ranks, adapters.py leaves
+                  adapters out, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; cpu_sampling.py: how it samples
 v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
                   allowances.py: what decides there how much a request drafts; requests.py tells the speculator of new
-                  ones; begin.py: how a round begins; kernels.py: what happens between two forward passes;
-                  statistics.py: the gates' part of it, written from their expressions; verdict.py: how short drafts are
-                  verified and recorded; widths.py: how many places for drafts are planned; graphs.py: decode graphs
-                  for each of these; device_loop.py: a loop inside a CUDA graph
+                  ones; begin.py: how a round begins; window.py: what of the context its drafts leave out; kernels.py:
+                  what happens between two forward passes; statistics.py: the gates' part of it, written from their
+                  expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many places for
+                  drafts are planned; graphs.py: decode graphs for each of these; device_loop.py: a loop inside a CUDA
+                  graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,

@@ -5,7 +5,8 @@ Each function raises SettingsError. docs/compatibility.md has a row for every on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, require_device
@@ -130,4 +131,24 @@ def refuse_fitted_copies(path: str | None, shards: int) -> None:
         raise SettingsError(
             f"draft_weights_path is not supported with tensor_parallel_size = {shards}: the file holds whole weights; "
             "allowed: copies that are made at load, without draft_weights_path"
+        )
+
+
+def refuse_window(window: int | None, specs: Mapping[int, Any]) -> None:
+    """Drafts with a window read a shortened block table, which only attention to the whole context can take.
+
+    specs: vLLM's KVCacheSpec by number of KV cache group, of the groups that draft. Raises SettingsError.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    if window is None:
+        return
+    whole = all(
+        isinstance(spec, FullAttentionSpec) and not spec.sliding_window and not spec.attention_chunk_size
+        for spec in specs.values()
+    )
+    if not whole or len(specs) > 1:
+        raise SettingsError(
+            f"draft_window = {window} is not supported for this model: some of its layers do not attend to the whole "
+            "context, and count positions in it; leave draft_window out"
         )

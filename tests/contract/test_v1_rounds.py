@@ -162,3 +162,30 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
     assert len(asked) == 1
     assert open_ is None if not bad else open_.tolist() == [True, False]
     assert proposer.counters.nan_logits == (2 if bad else 0)
+
+
+@pytest.mark.parametrize("window", [1, 4, 6, 9, 40])
+def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(window):
+    """Read back from the block table and the lengths, token by token, as attention reads the KV cache."""
+    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+
+    size, steps = 4, 6
+    blocks = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(window)).int().view(3, 12)
+    ends = torch.tensor([2, 17, 38])  # positions of the newest tokens
+    state = Round(torch.arange(3), ends.int(), ends.clone(), room=100)
+    ahead = Ahead.of(state, steps, [table(size, blocks)], 3, window)
+    for step in range(steps):
+        metadata, slots = ahead.metadata([(Group(), ["a"])], torch.arange(4).int())
+        common = metadata["a"]
+        assert common.max_seq_len == max(common.seq_lens.tolist())
+        for row, end in enumerate((ends + step).tolist()):
+            read = [int(common.block_table_tensor[row, at // size]) * size + at % size
+                    for at in range(int(common.seq_lens[row]))]  # fmt: skip
+            cached = [int(blocks[row, at // size]) * size + at % size for at in range(end + 1)]
+            assert read[-1] == slots["a"].tolist()[row] == cached[-1]
+            assert read[:size] == cached[:size]
+            assert read[-window:] == cached[-window:]
+            assert read == [slot for slot in cached if slot in set(read)]  # in order, and each once
+            # Whole blocks around the window as it was when the round began, and nothing else.
+            assert len(read) <= size + window + size + step
+            assert len(read) == len(cached) or len(cached) > size + window

@@ -101,3 +101,21 @@ def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
     spec = layer_skip(LAYERS, K, skip_layers=[LAYERS])
     with pytest.raises(SettingsError, match=f"allowed: 0 to {LAYERS - 1}"), live(expected("llama").path, spec):
         pass
+
+
+def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected):
+    """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out."""
+    want, counts = expected("llama"), {}
+    for window in (None, 32):
+        spec = layer_skip(LAYERS - 1, K, **({} if window is None else {"draft_window": window}))
+        with live(want.path, spec) as engine:
+            want.check(engine)
+            counts[window] = engine.counts()
+            counts[window].require_both_verdicts()
+    assert counts[32] != counts[None]
+
+
+def test_a_window_is_refused_for_layers_that_have_one_of_their_own(expected):
+    want, refused = expected("gemma2"), "draft_window = 32 is not supported for this model"
+    with pytest.raises(SettingsError, match=refused), live(want.path, layer_skip(2, K, draft_window=32)):
+        pass

@@ -198,7 +198,7 @@ def cases(**engine: Any) -> Iterator[Case]:
 
 
 def views(**engine: Any) -> Iterator[Case]:
-    """Drafts without some of the layers, alone and with all that they combine with."""
+    """Drafts without some of the layers or of the context, alone and with all that they combine with."""
     for model in ("llama", "qwen3"):
         for more in ({}, COMPILED, {"enforce_eager": True}):
             yield Case(model, LAYERS, 4, engine={**engine, **more}, spec={"skip_layers": "1,4-5"})
@@ -206,6 +206,10 @@ def views(**engine: Any) -> Iterator[Case]:
         yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "0", "gate": "maxp", "tau": 0.2})
     for model in ("mixtral", "deepseek_v2"):
         yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "2"})
+    for more in ({}, COMPILED, {"enforce_eager": True}):
+        yield Case("llama", *MIDDLE, engine={**engine, **more}, spec={"draft_window": 32})
+    yield Case("qwen3", LAYERS, 4, engine={**engine, **COMPILED}, spec={"draft_window": 48, "draft_weights": "int4"})
+    yield Case("deepseek_v2", *MIDDLE, engine={**engine}, spec={"draft_window": 32})
 
 
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"

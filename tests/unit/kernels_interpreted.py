@@ -18,9 +18,11 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.vllm_plugin.v1.round import blocks_left_out, without_blocks
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights import gemv, lowbit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +75,26 @@ def test_a_round_begins_with_what_the_verifier_left():
     assert state.requests.tolist() == state.idx_mapping.tolist() == [4, -1, -1, -1, -1]
     assert int(state.active) == 1
     assert not state.draft_tokens.any()
+
+
+@pytest.mark.parametrize("window", [3, 8, 30, 64])
+def test_with_a_window_drafts_attend_to_what_the_plain_functions_say(window):
+    state, size, lengths = new_state(), 4, [2, 17, 38, 50]
+    table = torch.arange(5 * 16, dtype=torch.int32).view(5, 16)
+    begin(state, lengths)
+    own = torch.tensor([length + 1 for length in lengths] + [0])  # row 4 is padding
+    left_out = blocks_left_out(own, window, size)
+    wanted = without_blocks(table, left_out)
+    shorten(state, table, size, window)
+    attended = own - left_out * size
+    assert state.buffers.seq_lens.tolist() == attended.tolist()
+    assert state.left_out.tolist() == (left_out * size).tolist()
+    for row, tokens in enumerate(attended.tolist()):
+        used = -(-(tokens + K) // size)
+        assert table[row, :used].tolist() == wanted[row, :used].tolist()
+    end_step()(state, sharp_and_flat(ROWS))
+    assert state.buffers.positions[:4].tolist() == [length + 1 for length in lengths]
+    assert state.buffers.seq_lens[:4].tolist() == [tokens + 1 for tokens in attended[:4].tolist()]
 
 
 def test_requests_that_draft_nothing_forget_their_last_draft():

@@ -70,6 +70,7 @@ def _end_step(
     step_ptr,
     row_steps,
     row_limits,
+    left_out,
     draft_tokens,
     confidences,
     lengths,
@@ -151,7 +152,7 @@ def _end_step(
             tl.store(input_ids + row, token.to(tl.int32))
             tl.store(positions + row, position)
             tl.store(sample_positions + row, position)
-            tl.store(seq_lens + row, (position + 1).to(tl.int32))
+            tl.store(seq_lens + row, (position + 1).to(tl.int32) - tl.load(left_out + row))
             tl.atomic_add(going, 1)
         else:  # closed: no attention, no KV slot and no sampling in later steps
             tl.store(seq_lens + row, 0)
@@ -208,6 +209,7 @@ class EndStep:
             state.step,
             state.row_steps,
             state.row_limits,
+            state.left_out,
             state.draft_tokens,
             state.confidences,
             state.lengths,

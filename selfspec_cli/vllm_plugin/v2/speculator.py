@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.refusals import require_runner
+from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
@@ -43,6 +43,7 @@ from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import widths
+from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
@@ -142,6 +143,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
+        specs = {group.kv_cache_group_id: group.kv_cache_spec for groups in self.attn_groups for group in groups}
+        refuse_window(self.settings.draft_window, specs)
         self._configure_decode_metadata_update()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -289,6 +292,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
+        self._leave_out(steps)
         batch, _ = dispatch_cg_and_sync_dp(
             self.decode_cudagraph_manager,
             num_reqs,
@@ -321,6 +325,16 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
+
+    def _leave_out(self, steps: int) -> None:
+        """What of the context the drafts of this round do not attend to, under `draft_window`."""
+        window = self.settings.draft_window
+        if window is None:
+            return
+        (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_window`
+        size = self.block_tables.block_sizes[group]
+        shorten(self.state, self.block_tables.input_block_tables[group], size, window)
+        self.draft_max_seq_len = min(self.draft_max_seq_len, window + 2 * size + steps)
 
     def _compile(self, num_tokens: int) -> None:
         """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""

@@ -34,7 +34,7 @@ class DraftState:
     draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
     token was drafted from, whichever token that was, 0 where nothing was drafted: what vLLM's adaptive verification
     ranks by), row_steps (int32, most drafts of each this round), row_limits (float32, what the gate compares with in
-    each, NaN for the gate's own).
+    each, NaN for the gate's own), left_out (int32, tokens of the context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
     allowances: what decides how much a request may draft.
@@ -53,6 +53,7 @@ class DraftState:
     statistics: Tensor
     row_steps: Tensor
     row_limits: Tensor
+    left_out: Tensor
     step: Tensor
     limit: Tensor
     round_limit: Tensor
@@ -99,6 +100,7 @@ class DraftState:
             zeros(rows, k, len(features), dtype=torch.float32),
             zeros(rows),
             zeros(rows, dtype=torch.float32).fill_(math.nan),
+            zeros(rows),
             step,
             zeros(1).fill_(k),
             zeros(1),

@@ -53,13 +53,14 @@ def stream(llm: Any, prompt: str, length: int) -> list[tuple[float, str, int]]:
     return seen
 
 
-def recorded(speculative: dict[str, Any] | None, length: int) -> dict[str, Any]:
+def recorded(speculative: dict[str, Any] | None, length: int, eager: bool) -> dict[str, Any]:
     """The median of `REPEATS` streams of an engine of its own, and the seconds of all of them."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = LLM(str(MODEL), dtype="float32", max_num_seqs=4, max_model_len=512, kv_cache_memory_bytes=2**28,
-              enable_prefix_caching=False, speculative_config=speculative, disable_log_stats=False)  # fmt: skip
+              enable_prefix_caching=False, speculative_config=speculative, disable_log_stats=False,
+              enforce_eager=eager)  # fmt: skip
     stream(llm, PROMPT, length)  # warm-up
     streams = sorted((stream(llm, PROMPT, length) for _ in range(REPEATS)), key=lambda steps: steps[-1][0])
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -81,7 +82,7 @@ def recorded(speculative: dict[str, Any] | None, length: int) -> dict[str, Any]:
     return found
 
 
-def record(out: Path, layer: int, k: int, length: int) -> None:
+def record(out: Path, layer: int, k: int, length: int, eager: bool) -> None:
     """Record both arms and write the file; exits with a message if they do not show what they should."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -91,14 +92,15 @@ def record(out: Path, layer: int, k: int, length: int) -> None:
 
     load = list(os.getloadavg())
     early = {"method": "layer_skip", "layer_skip": layer, "num_speculative_tokens": k}
-    arms = {"baseline": recorded(None, length), "early_exit": recorded(early, length)}
+    arms = {"baseline": recorded(None, length, eager), "early_exit": recorded(early, length, eager)}
     if arms["baseline"]["text"] != arms["early_exit"]["text"]:
         sys.exit("the two texts differ")
     if not arms["early_exit"]["accepted"]:
         sys.exit("no draft was accepted")
     found = {
         "what": "one greedy request of the embedded reference model, run of median length of each arm",
-        "command": f"python experiments/blog/streams.py record --layer {layer} --k {k} --length {length}",
+        "command": f"python experiments/blog/streams.py record --layer {layer} --k {k} --length {length}"
+        + (" --eager" if eager else ""),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
@@ -204,9 +206,10 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--length", type=int, default=160)
+    parser.add_argument("--eager", action="store_true", help="compile nothing: an engine starts sooner and runs slower")
     asked = parser.parse_args()
     if asked.verb == "record":
-        return record(asked.out or RECORD, asked.layer, asked.k, asked.length)
+        return record(asked.out or RECORD, asked.layer, asked.k, asked.length, asked.eager)
     found = json.loads(asked.recording.read_text(encoding="utf-8"))
     (asked.out or PICTURE).parent.mkdir(parents=True, exist_ok=True)
     (asked.out or PICTURE).write_text(drawn(found), encoding="utf-8")

@@ -13,7 +13,7 @@ RELEASE = "0.33.0"
 def test_the_patch_applies_to_the_source_of_the_release():
     folder = sources() / RELEASE
     if not (folder / "vllm" / "__init__.py").is_file():
-        pytest.skip(f"the source of vLLM {RELEASE} is not unpacked here: python tests/contract/vllm_source.py {RELEASE}")
+        pytest.skip(f"vLLM {RELEASE} is not unpacked here: python tests/contract/vllm_source.py {RELEASE}")
     # Outside of a repository git compares with the files as they are.
     run = ["git", "-c", "safe.directory=*", "apply", "--check", "--verbose", str(PATCH)]
     done = subprocess.run(run, cwd=folder, env={"GIT_CEILING_DIRECTORIES": str(folder), "PATH": "/usr/bin:/bin"},

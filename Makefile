@@ -3,6 +3,7 @@
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
 # make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
+# make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
@@ -29,7 +30,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test mutants lint fresh install browser wheel clean
+.PHONY: demo quick quick-lint quick-tests test mutants docs lint fresh install browser wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -61,6 +62,9 @@ mutants: $(INSTALLED)
 	for suite in $(MUTANTS); do OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python tests/mutation/run.py $$suite || exit 1; done
 	$(BIN)/python tests/mutation/report.py
 
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
+
 lint: $(INSTALLED)
 	$(LINT)
 
@@ -84,4 +88,4 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,6 +1,6 @@
 """What a new user gets: both installs in fresh virtual environments, their sizes, and what importing them costs.
 
-    python packaging/fresh_install.py [--vllm] [--keep FOLDER] [--out FILE.json]
+    python packaging/fresh_install.py [--vllm] [--only serving|bench|vllm] [--keep FOLDER] [--out FILE.json]
 
 `pip install .` and `pip install '.[bench]'` from this checkout: bytes and packages of each, seconds to import it, to
 register the plugin and to show the help. With --vllm a third environment gets vLLM for CPUs, and the plugin beside it
@@ -12,6 +12,7 @@ the load that is printed with them. Exit code 1 if anything is not as it should 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -55,14 +56,16 @@ if __name__ == "__main__":
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--vllm", action="store_true", help="also beside vLLM for CPUs, under an unknown version")
-    options.add_argument("--keep", type=Path, help="make the environments there and leave them")
+    options.add_argument("--only", choices=[*INSTALLS, "vllm"], help="this one alone, where time is short")
+    options.add_argument("--keep", type=Path, help="make the environments there and leave them; finished ones stay")
     options.add_argument("--out", type=Path, help="write what was found as JSON")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.keep or Path(scratch)
         found: dict[str, Any] = {"machine": machine()}
-        found |= {name: installed(folder / name, words) for name, words in INSTALLS.items()}
-        if chosen.vllm:
+        wanted = [chosen.only] if chosen.only else [*INSTALLS, *(["vllm"] if chosen.vllm else [])]
+        found |= {name: installed(folder / name, words) for name, words in INSTALLS.items() if name in wanted}
+        if "vllm" in wanted:
             found["beside an unknown vLLM"] = beside_unknown(folder / "vllm")
     found["wrong"] = wrong(found)
     text = json.dumps(found, indent=1)
@@ -74,15 +77,22 @@ def main() -> int:
 
 def machine() -> dict[str, Any]:
     """Where the times were taken, and what else ran there."""
-    return {"python": platform.python_version(), "cores": os.cpu_count(), "load": list(os.getloadavg())}
+    day = datetime.date.today().isoformat()
+    return {"day": day, "python": platform.python_version(), "cores": os.cpu_count(), "load": list(os.getloadavg())}
 
 
 def environment(folder: Path, *words: str) -> Path:
-    """A fresh environment with `pip install WORDS`, run from this checkout; returns its Python."""
+    """A fresh environment with `pip install WORDS`, run from this checkout; returns its Python.
+
+    One of `--keep` that was installed to its end by the same words is taken as it is.
+    """
+    python, note = folder / "bin" / "python", folder / "installed.json"
+    if note.is_file() and json.loads(note.read_text()) == list(words):
+        return python
     venv.create(folder, with_pip=True, clear=True)
-    python = folder / "bin" / "python"
     run = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words]
     subprocess.run(run, cwd=REPO, check=True)
+    note.write_text(json.dumps(words))
     return python
 
 
@@ -140,9 +150,10 @@ def beside_unknown(folder: Path) -> dict[str, Any]:
 def wrong(found: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
     faults = []
-    if found["serving"]["help_exit_code"] != 2 or "selfspec[bench]" not in "".join(found["serving"]["help"]):
+    serving, bench = found.get("serving"), found.get("bench")
+    if serving is not None and (serving["help_exit_code"] != 2 or "selfspec[bench]" not in "".join(serving["help"])):
         faults.append("the command line of the serving install does not name the extra that it misses")
-    if found["bench"]["help_exit_code"] != 0:
+    if bench is not None and bench["help_exit_code"] != 0:
         faults.append("the command line of the bench install shows no help")
     beside = found.get("beside an unknown vLLM")
     if beside is not None:

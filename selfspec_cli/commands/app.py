@@ -92,10 +92,10 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
 @app.command("options", epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json")
 def show_options(
     word: Annotated[
-        str, typer.Argument(metavar="[WORD]", help="Only settings and choices that have to do with it.")
+        str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As the table of the documentation.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table that docs/options.md holds.")] = False,
     debug: Debug = False,
 ) -> None:
     """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
@@ -196,7 +196,7 @@ def fit_heads(
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
     ridge: Annotated[
-        float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; by agreement on held-out pairs.")
+        float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; chosen on held-out pairs if absent.")
     ] = None,
     corpus: Corpus = "stdlib",
     as_json: Json = False,
@@ -225,7 +225,7 @@ def fit_heads(
 def fit_draft_weights(
     overrides: Overrides = None,
     rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Of low-rank corrections; 0, none; repeatable.")
+        list[int] | None, typer.Option("--rank", min=0, help="Rank of low-rank corrections; 0 makes none; repeatable.")
     ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Answers of the model to fit on.")] = 32,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; one beside the model's heads.")] = None,
@@ -257,7 +257,7 @@ def fit_draft_weights(
 def compare_heads(
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
-    top: Annotated[int, typer.Option("--top", min=0, help="So many of the best are measured in the engine.")] = 5,
+    top: Annotated[int, typer.Option("--top", min=0, help="Measure this many of the best in the engine.")] = 5,
     corpus: Corpus = "stdlib",
     as_json: Json = False,
     dry_run: DryRun = False,
@@ -323,13 +323,13 @@ def compare_views(
 )
 def roc(
     overrides: Overrides = None,
-    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens a draft while recording.")] = 12,
+    longest: Annotated[int, typer.Option("--longest", min=1, help="Tokens of each draft while recording.")] = 12,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Requests recorded at each exit layer.")] = 32,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Log real drafts; say how well each gate tells which will stand, and which gate to use at which threshold."""
+    """Log real drafts; say how well each gate tells which are accepted, and which gate and threshold to use."""
     with guard(as_json, debug):
         from selfspec_cli.report import make as report_stage
         from selfspec_cli.stages import roc as roc_stage
@@ -357,7 +357,7 @@ def roc(
 )
 def tune(
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, help="When to be done.")] = 14,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="How many minutes the search may take.")] = 14,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Optuna trials on each engine.")] = 18,
     loads: Annotated[
         str, typer.Option("--loads", help="Numbers of running requests to find draft lengths for, such as 1,8,32,128.")
@@ -413,7 +413,7 @@ def serve(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with a draft setting; what stands behind -- goes to vLLM as it is."""
+    """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged."""
     with guard(as_json, debug):
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
@@ -428,16 +428,20 @@ def serve(
 def ppl(
     overrides: Overrides = None,
     corpus: Corpus = "stdlib",
-    documents: Annotated[int, typer.Option("--documents", min=1, help="At most so many are scored.")] = 1000,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Score at most this many documents.")] = 1000,
     document_tokens: Annotated[
-        int, typer.Option("--document-tokens", min=2, help="Of each document the first so many tokens.")
+        int, typer.Option("--document-tokens", min=2, help="Score this many tokens from the start of each document.")
     ] = 2048,
-    window: Annotated[int, typer.Option("--window", min=2, help="Tokens of a rolling window.")] = 512,
-    stride: Annotated[int, typer.Option("--stride", min=1, help="Tokens that each later window scores.")] = 256,
+    window: Annotated[int, typer.Option("--window", min=2, help="Length of the rolling window in tokens.")] = 512,
+    stride: Annotated[
+        int, typer.Option("--stride", min=1, help="Tokens that each window after the first scores.")
+    ] = 256,
     prompts: Annotated[int, typer.Option("--prompts", min=0, help="Held-out prompts that every arm continues.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of each.")] = 32,
-    length: Annotated[int, typer.Option("--length", min=1, help="Tokens that each is continued by.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of the sampled continuations.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt.")] = 32,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens that each prompt is continued by.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Temperature of the sampled continuations.")
+    ] = 1.0,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -463,7 +467,7 @@ def evaluate(
         str, typer.Option("--tasks", help="Names of lm-evaluation-harness, or stdlib_choice and stdlib_line.")
     ] = "stdlib_choice,stdlib_line",
     limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of each task.")] = 100,
-    fewshot: Annotated[int, typer.Option("--num-fewshot", min=0, help="Solved examples before each.")] = 0,
+    fewshot: Annotated[int, typer.Option("--num-fewshot", min=0, help="Solved examples before each question.")] = 0,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -489,11 +493,12 @@ def verify(
         bool, typer.Option("--batch-invariant", help="With vLLM's batch-invariant kernels (CUDA): no token may differ.")
     ] = False,
     near_tie: Annotated[
-        float | None, typer.Option("--near-tie", min=0, help="Gap in nats up to which two tokens are level; by dtype.")
+        float | None,
+        typer.Option("--near-tie", min=0, help="Gap in nats up to which two tokens count as equally likely."),
     ] = None,
     no_sampling: Annotated[bool, typer.Option("--no-sampling", help="Leave out sampled requests.")] = False,
     probabilistic: Annotated[
-        bool, typer.Option("--probabilistic", help="Draw drafts instead of the likeliest.")
+        bool, typer.Option("--probabilistic", help="Draw drafts at random instead of taking the likeliest token.")
     ] = False,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
@@ -503,7 +508,7 @@ def verify(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Show that an arm is lossless here: greedy and sampled outputs beside those of the same engine without drafts."""
+    """Show that an arm is lossless here: compare greedy and sampled outputs with those of an engine without drafts."""
     with guard(as_json, debug):
         from selfspec_cli.commands import verifying
 
@@ -516,9 +521,7 @@ def verify(
 
 Where = Annotated[
     list[str] | None,
-    typer.Option(
-        "--where", help="Only rows of which a column is so: gate=varH, speedup>1.5, status~memory; repeatable."
-    ),
+    typer.Option("--where", help="Only rows that meet a condition: gate=varH, speedup>1.5, status~memory; repeatable."),
 ]
 Folder = Annotated[
     list[str] | None, typer.Argument(metavar="[results_dir=FOLDER]", help="The folder that holds the results.")
@@ -531,7 +534,9 @@ Folder = Annotated[
 )
 def report(
     overrides: Folder = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the page and the figures; results_dir.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the page and figures, if not results_dir.")
+    ] = None,
     form: Annotated[
         Format, typer.Option("--format", help="html writes the page; the others go to stdout.")
     ] = Format.html,

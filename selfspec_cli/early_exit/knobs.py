@@ -1,7 +1,7 @@
 """What a setting is, written beside the dataclass field that holds it: help, unit, range, choices, keys. Free of torch.
 
-Validation, `--help`, `selfspec options` and the table in the README are loops over these; a schema is any dataclass
-whose fields are made by `knob`, or are such dataclasses themselves.
+Validation, `--help`, `selfspec options` and the table of docs/options.md are loops over these; a schema is any
+dataclass whose fields are made by `knob`, or are such dataclasses themselves.
 """
 
 from __future__ import annotations

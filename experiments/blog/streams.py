@@ -1,118 +1,128 @@
-"""Two streams side by side, from a real run: when each token came, with plain decoding and with early exit.
+"""Two streams side by side, from a measured run: plain decoding and early exit write the same text, at their own pace.
 
-    python experiments/blog/streams.py record [--out results/published/blog/streams.json] [--layer 3] [--k 4]
-    python experiments/blog/streams.py draw   [--out docs/blog/streams.svg]
+    python experiments/blog/streams.py results/published/blog --out docs/blog/streams.svg [--prompt 0]
 
-`record` starts vLLM twice in this process on the embedded reference model, lets each engine write the same text
-greedily a few times, and keeps the run of median length of each: the text that every step of the engine brought, and
-the seconds from the request to it. It ends with an error if the two texts differ or if no draft was accepted. The times
-are those of the machine and of what else ran there; the load stands in the file. `draw` makes one SVG of that file that
-moves by itself (SMIL), needs no network and no script, and shows the times as they were recorded, slowed down.
+The folder holds the points of a sweep on the embedded reference model: a baseline, and an arm of early exit behind gate
+varH. They have the time at which each output of each request came, and a digest of its tokens. The text is not among
+them. It is made again here in plain PyTorch, and so is how many tokens each output held: with the model's own tokens
+given, one pass says what its first E layers would have drafted at each place, and where the gate would have closed.
+This ends with an error if a text does not have the digest of the run, or if there would be another number of outputs
+than were recorded. So the picture shows what was measured and nothing else. It is one SVG that moves by itself (SMIL),
+needs no network and no script, and runs slower than the recording.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import html
-import json
-import os
 import sys
-import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "experiments" / "reference_model" / "model"
-RECORD = ROOT / "results" / "published" / "blog" / "streams.json"
-PICTURE = ROOT / "docs" / "blog" / "streams.svg"
-PROMPT = "def read_config(path, default=None):\n    "
-REPEATS = 5
+from selfspec_cli.config.paths import reference_model_dir
+from selfspec_cli.record import folder
+from selfspec_cli.record.point import Point, output_digests
+from selfspec_cli.texts import library
 
 WIDTH, MARGIN, GAP, LINE, TOP = 960, 16, 16, 18, 74
 COLUMNS, ROWS = 52, 22  # characters of a line, lines of a panel
-SLOWER = 6  # how much slower than the recording the picture runs
+SLOWER = 4  # how much slower than the recording the picture runs
 PAUSE = 3.0  # seconds of the picture after the last token
 
 
-# ---- recording --------------------------------------------------------------------------------------------------
+# ---- what each output held --------------------------------------------------------------------------------------
 
 
-def stream(llm: Any, prompt: str, length: int) -> list[tuple[float, str, int]]:
-    """One greedy request: (seconds since it was sent, text so far, tokens so far) after each step that brought any."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    engine, seen = llm.llm_engine, []
-    began = time.perf_counter()
-    engine.add_request(f"stream-{began}", prompt, sampling)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            completion = output.outputs[0]
-            seen.append((time.perf_counter() - began, completion.text, len(completion.token_ids)))
-    return seen
-
-
-def recorded(speculative: dict[str, Any] | None, length: int, eager: bool) -> dict[str, Any]:
-    """The median of `REPEATS` streams of an engine of its own, and the seconds of all of them."""
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(str(MODEL), dtype="float32", max_num_seqs=4, max_model_len=512, kv_cache_memory_bytes=2**28,
-              enable_prefix_caching=False, speculative_config=speculative, disable_log_stats=False,
-              enforce_eager=eager)  # fmt: skip
-    stream(llm, PROMPT, length)  # warm-up
-    streams = sorted((stream(llm, PROMPT, length) for _ in range(REPEATS)), key=lambda steps: steps[-1][0])
-    counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    steps, before = [], ""
-    for seconds, text, tokens in streams[REPEATS // 2]:
-        steps.append({"seconds": round(seconds, 5), "tokens": tokens, "text": text[len(before) :]})
-        before = text
-    found = {
-        "speculative_config": speculative,
-        "seconds_of_all": [round(each[-1][0], 4) for each in streams],
-        "drafted": int(counted.get("vllm:spec_decode_num_draft_tokens", 0)),
-        "accepted": int(counted.get("vllm:spec_decode_num_accepted_tokens", 0)),
-        "text": before,
-        "steps": steps,
-    }
-    llm.llm_engine.engine_core.shutdown()
-    del llm
-    cleanup_dist_env_and_memory()
-    return found
-
-
-def record(out: Path, layer: int, k: int, length: int, eager: bool) -> None:
-    """Record both arms and write the file; exits with a message if they do not show what they should."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")  # on a CPU it compiles again at each start (docs/serving.md)
+def written(prompt: list[int], length: int, model: Any) -> list[int]:
+    """What the model writes greedily after `prompt`: token ids [length]."""
     import torch
-    import vllm
 
-    load = list(os.getloadavg())
-    early = {"method": "layer_skip", "layer_skip": layer, "num_speculative_tokens": k}
-    arms = {"baseline": recorded(None, length, eager), "early_exit": recorded(early, length, eager)}
-    if arms["baseline"]["text"] != arms["early_exit"]["text"]:
-        sys.exit("the two texts differ")
-    if not arms["early_exit"]["accepted"]:
-        sys.exit("no draft was accepted")
-    found = {
-        "what": "one greedy request of the embedded reference model, run of median length of each arm",
-        "command": f"python experiments/blog/streams.py record --layer {layer} --k {k} --length {length}"
-        + (" --eager" if eager else ""),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_before": load,
-        "load_after": list(os.getloadavg()),
-        "prompt": PROMPT,
-        "arms": arms,
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length,
+                              min_new_tokens=length, pad_token_id=0)  # fmt: skip
+    return made[0, len(prompt) :].tolist()
+
+
+def step_lengths(prompt: list[int], text: list[int], arm: dict[str, Any], model: Any) -> list[int]:
+    """How many tokens of `text` each output of early exit held: the prompt's own token, then a round each.
+
+    arm: E, k and threshold of a varH gate. A round drafts at most k tokens, goes on while the varentropy of the last
+    draft's distribution is at most the threshold, and yields the drafts that the text agrees with, and one token more.
+    """
+    import torch
+
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([prompt + text]), output_hidden_states=True).hidden_states[arm["E"]]
+        logs = model.lm_head(model.model.norm(hidden))[0].float().log_softmax(-1)  # [tokens, vocabulary]
+    p = logs.exp()
+    entropy = -(p * logs).sum(-1)
+    varentropy = (p * (logs + entropy[:, None]) ** 2).sum(-1)
+    best = logs.argmax(-1)
+    lengths, done, first = [1], 1, len(prompt) - 1
+    while done < len(text):
+        accepted = 0
+        # The draft at place i reads the token before it; the first E layers give it the same whatever follows.
+        for place in range(done, min(done + arm["k"], len(text))):
+            if int(best[first + place]) != text[place]:
+                break
+            accepted += 1
+            if float(varentropy[first + place]) > arm["threshold"]:
+                break
+        lengths.append(min(accepted + 1, len(text) - done))
+        done += lengths[-1]
+    return lengths
+
+
+def recorded(points: list[Point], prompt_number: int) -> dict[str, Any]:
+    """The two streams of one prompt, from the repeat of median length; exits with a message where anything differs."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    place = str(reference_model_dir())
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    plain = next(point for point in points if point.arm["arm"] == "baseline")
+    early = next(point for point in points if point.arm["arm"] == "layer_skip")
+    work = plain.arm
+    prompts = library.token_windows(lambda text: tokenizer.encode(text, add_special_tokens=False),
+                                    library.held_out_text(), work["input_len"], 8, work["seed"])  # fmt: skip
+    prompt = prompts[prompt_number]
+    text = written(prompt, work["output_len"], model)
+    for point in (plain, early):
+        if point.outputs[prompt_number] != output_digests([text])[0]:
+            sys.exit(f"the text made here is not that of {point.id}")
+    lengths = {plain.id: [1] * len(text), early.id: step_lengths(prompt, text, early.arm, model)}
+    pieces = [tokenizer.decode(prompt), *text_pieces(tokenizer, prompt, text)]
+    arms = {
+        name: {"id": point.id, "arm": point.arm, "steps": steps_of(point, prompt_number, lengths[point.id], pieces[1:])}
+        for name, point in (("baseline", plain), ("early_exit", early))
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print({name: arm["seconds_of_all"] for name, arm in arms.items()}, arms["early_exit"]["accepted"])
+    return {"prompt": pieces[0], "arms": arms}
+
+
+def text_pieces(tokenizer: Any, prompt: list[int], text: list[int]) -> list[str]:
+    """What each token of `text` adds to the text before it."""
+    so_far = [tokenizer.decode(prompt + text[:end]) for end in range(len(text) + 1)]
+    return [after[len(before) :] for before, after in pairwise(so_far)]
+
+
+def steps_of(point: Point, number: int, lengths: list[int], pieces: list[str]) -> list[dict[str, Any]]:
+    """When each output of a prompt came, and what it held, in the repeat in which that prompt took the median time."""
+    requests = sorted(
+        (repeat.requests[number] for repeat in point.repeats), key=lambda one: one.events[-1] - one.arrival
+    )
+    chosen = requests[len(requests) // 2]
+    if len(chosen.events) != len(lengths):
+        sys.exit(f"{point.id}: {len(chosen.events)} outputs were recorded, and {len(lengths)} were made here")
+    steps, done = [], 0
+    for moment, count in zip(chosen.events, lengths, strict=True):
+        piece = "".join(pieces[done : done + count])
+        done += count
+        steps.append({"seconds": moment - chosen.arrival, "tokens": done, "text": piece})
+    return steps
 
 
 # ---- drawing ----------------------------------------------------------------------------------------------------
@@ -142,7 +152,7 @@ def drawn(found: dict[str, Any]) -> str:
     panel = (WIDTH - 2 * MARGIN - GAP) / 2
     shown = min(ROWS, 1 + max(place[0] for arm in arms.values() for place in laid_out(found["prompt"], arm["steps"])))
     height = TOP + shown * LINE + 64
-    titles = {"baseline": "plain decoding", "early_exit": in_words(arms["early_exit"]["speculative_config"])}
+    titles = {"baseline": "plain decoding", "early_exit": in_words(arms["early_exit"]["arm"])}
     took = " and ".join(f"{last[name]['seconds']:.2f} s ({titles[name]})" for name in arms)
     about = f"The same text as two engines wrote it, side by side, in {took}."
     parts = [
@@ -163,9 +173,9 @@ def drawn(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def in_words(config: dict[str, Any]) -> str:
-    """A speculative_config as a title."""
-    return f"early exit: first {config['layer_skip']} of 24 layers draft up to {config['num_speculative_tokens']}"
+def in_words(arm: dict[str, Any]) -> str:
+    """An arm of early exit as a title."""
+    return f"early exit: first {arm['E']} of 24 layers draft up to {arm['k']}"
 
 
 def _piece(left: float, placed: tuple[int, int, str, float, int], whole: float, name: str) -> str:
@@ -200,19 +210,18 @@ def _bar(left: float, panel: float, height: float, last: dict[str, Any], whole: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("record", "draw"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--recording", type=Path, default=RECORD)
-    parser.add_argument("--layer", type=int, default=3)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--length", type=int, default=160)
-    parser.add_argument("--eager", action="store_true", help="compile nothing: an engine starts sooner and runs slower")
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompt", type=int, default=0, help="number of the prompt, from 0 on")
     asked = parser.parse_args()
-    if asked.verb == "record":
-        return record(asked.out or RECORD, asked.layer, asked.k, asked.length, asked.eager)
-    found = json.loads(asked.recording.read_text(encoding="utf-8"))
-    (asked.out or PICTURE).parent.mkdir(parents=True, exist_ok=True)
-    (asked.out or PICTURE).write_text(drawn(found), encoding="utf-8")
+    points, warnings = folder.read(asked.results)
+    if warnings:
+        sys.exit("\n".join(warnings))
+    found = recorded(points, asked.prompt)
+    asked.out.write_text(drawn(found), encoding="utf-8")
+    for name, arm in found["arms"].items():
+        last = arm["steps"][-1]
+        print(f"{name}: {last['tokens']} tokens, {len(arm['steps'])} outputs, {last['seconds']:.3f} s ({arm['id']})")
 
 
 if __name__ == "__main__":

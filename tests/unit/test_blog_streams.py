@@ -1,0 +1,51 @@
+"""The animation of docs/blog/early_exit.md shows the run that is published, and nothing else."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from selfspec_cli.record import folder
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results" / "published" / "blog"
+PICTURE = ROOT / "docs" / "blog" / "streams.svg"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("streams", ROOT / "experiments" / "blog" / "streams.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_long_lines_are_broken_and_every_piece_keeps_its_time():
+    steps = [
+        {"seconds": 0.5, "tokens": 1, "text": "a" * 60},
+        {"seconds": 1.0, "tokens": 4, "text": " = 1\n    b"},
+    ]
+    streams = script()
+    placed = streams.laid_out("x = 2\n", steps)
+    assert placed[0] == (0, 0, "x = 2", 0.0, 0)
+    assert [(row, column) for row, column, *_ in placed[1:]] == [(1, 0), (2, 0), (2, 8), (3, 0)]
+    assert "".join(piece for _, _, piece, seconds, _ in placed if seconds == 0.5) == "a" * 60
+    assert {tokens for *_, seconds, tokens in placed if seconds == 1.0} == {3}
+
+
+def test_the_page_says_how_long_the_streams_took():
+    text = (ROOT / "docs" / "blog" / "early_exit.md").read_text(encoding="utf-8")
+    picture = PICTURE.read_text(encoding="utf-8")
+    for seconds in ("1.89 s", "1.04 s"):
+        assert seconds in text and f"in {seconds}" in picture
+
+
+@pytest.mark.slow
+def test_the_picture_is_that_of_the_published_run(tmp_path):
+    """A text or a number of outputs that is not the run's ends `recorded` with an error."""
+    streams = script()
+    points, warnings = folder.read(RESULTS)
+    assert not warnings
+    found = streams.recorded(points, 0)
+    assert streams.drawn(found) == PICTURE.read_text(encoding="utf-8")
+    rounds = len(found["arms"]["early_exit"]["steps"])
+    assert rounds < len(found["arms"]["baseline"]["steps"]) == 128

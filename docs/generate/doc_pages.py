@@ -79,8 +79,8 @@ def with_installs(text: str) -> str:
     rows = [(f"`{words}`", f"{one['megabytes']:.0f} MB", len(one["packages"]), f"{1000 * one['import_seconds']:.0f} ms",
              f"{1000 * one['register_seconds']:.0f} ms", f"{one['first_help_seconds']:.1f} s" if not one["help_exit_code"] else None)
             for name, words in names for one in [found[name]]]  # fmt: skip
-    header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first `selfspec --help`")
-    about = (f"Sizes and times by `make fresh` on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
+    header = ("install", "size", "packages", "import selfspec_cli", "registering the plugin", "first help text")
+    about = (f"Sizes and times by `packaging/fresh_install.py` (`make fresh`) on {machine['day']}, without vLLM and PyTorch: Python {machine['python']}, "
              f"{machine['cores']} cores at a load of {machine['load'][0]:.1f}. Other programs ran, so the times are upper "
              "bounds. Most of the first install is the reference model.")  # fmt: skip
     parts = [about, table(header, rows)]

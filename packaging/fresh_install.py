@@ -56,7 +56,7 @@ if __name__ == "__main__":
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--vllm", action="store_true", help="also beside vLLM for CPUs, under an unknown version")
-    options.add_argument("--only", choices=[*INSTALLS, "vllm"], help="this one alone, where time is short")
+    options.add_argument("--only", choices=[*INSTALLS, "vllm"], help="this one alone, added to what is in --out")
     options.add_argument("--keep", type=Path, help="make the environments there and leave them; finished ones stay")
     options.add_argument("--out", type=Path, help="write what was found as JSON")
     chosen = options.parse_args()
@@ -67,6 +67,12 @@ def main() -> int:
         found |= {name: installed(folder / name, words) for name, words in INSTALLS.items() if name in wanted}
         if "vllm" in wanted:
             found["beside an unknown vLLM"] = beside_unknown(folder / "vllm")
+    if chosen.only and chosen.out and chosen.out.is_file():  # beside the parts that were measured before
+        found = {
+            **found,
+            **json.loads(chosen.out.read_text()),
+            **{key: found[key] for key in found if key != "machine"},
+        }
     found["wrong"] = wrong(found)
     text = json.dumps(found, indent=1)
     print(text)

@@ -29,7 +29,8 @@ function theme(width) {
       labelColor: muted, titleColor: muted, gridColor: line, domain: false, ticks: false, titleFontWeight: "normal",
       labelFontSize: 12, titleFontSize: 12, labelPadding: 6,
     },
-    legend: { labelColor: ink, labelFontSize: 12, labelLimit: Math.max(120, width - 60), symbolType: "circle" },
+    legend: { labelColor: ink, labelFontSize: 12, labelLimit: Math.max(120, width - 60), symbolType: "circle",
+      layout: { bottom: { anchor: "start", direction: "vertical" } } },
   };
 }
 
@@ -233,6 +234,34 @@ function tableIn(DataTable, data) {
   return limit;
 }
 
+// ---- while a sweep runs
+
+// What a reader has chosen stays: where the page is scrolled to, and which panel each figure shows.
+function keepUp() {
+  const told = byId("watched");
+  const place = `selfspec ${location.pathname}`;
+  const kept = JSON.parse(sessionStorage.getItem(place) ?? "null");
+  sessionStorage.removeItem(place);
+  if (kept) {
+    for (const [id, name] of Object.entries(kept.panels)) {
+      const option = [...(byId(id)?.options ?? [])].find((one) => one.textContent === name);
+      if (option && !option.selected) {
+        option.selected = true;
+        option.parentElement.closest("select").dispatchEvent(new Event("change"));
+      }
+    }
+    scrollTo({ top: kept.scroll, behavior: "instant" });
+  }
+  if (!told) return;
+  const timer = setInterval(() => {
+    if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
+    const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));
+    sessionStorage.setItem(place, JSON.stringify({ scroll: scrollY, panels }));
+    location.reload();
+  }, 1000 * Number(told.dataset.seconds));
+  told.querySelector("button").addEventListener("click", () => { clearInterval(timer); told.hidden = true; });
+}
+
 // ---- all of it
 
 try {
@@ -253,6 +282,7 @@ try {
   const again = () => { paint(); clearTimeout(waiting); waiting = setTimeout(async () => { for (const one of drawn) await one(); }, 150); };
   dark.addEventListener("change", again);
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; again(); } });
+  keepUp();
   document.documentElement.dataset.ready = "true";
 } catch (error) {
   byId("problem").hidden = false;

@@ -47,7 +47,10 @@ PARTS = {
     HOST: "the GPU waits for the host inside the other parts",
     IDLE: "nothing of the above",
 }
-PRODUCT = re.compile(r"nvjet|gemm|gemv|xmma|marlin|machete|(?:^|[:_.])(?:add)?b?mm$|_linear$|dnnl", re.IGNORECASE)
+PRODUCT = re.compile(
+    r"nvjet|gemm|gemv|xmma|marlin|machete|onednn|(?:^|[:_.])(?:add)?b?mm$|_linear$|linear_(?:pointwise|unary)",
+    re.IGNORECASE,
+)
 """Names of kernels and operators that multiply by a weight."""
 NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_", re.IGNORECASE)
 

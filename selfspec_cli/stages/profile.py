@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,17 +25,19 @@ from selfspec_cli.report import trace
 from selfspec_cli.texts.prompts import workload_prompts
 
 if TYPE_CHECKING:
-    from selfspec_cli.engine.live import Engine
+    from selfspec_cli.engine.live import Engine, Generation
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 TOKENS = 64
 """Tokens of each request that are profiled: a trace of more is too big for a browser, and says nothing else."""
+STEPS = 4  # that progress counts
 KERNELS = 40
 """Kernels that a profile keeps."""
 EAGER_TOKENS = 24
 """Enough rounds to see which kernels a draft step is made of."""
 PARALLEL = "the scheduler is in a process of its own: its time is idle here"
 NO_RATE = "the memory's rate of this machine is not known, so kernels have bytes a second and no share of it"
+EXPERTS = "a mixture of experts reads some of its weights a step, so no kernel's bytes are known"
 NO_TEXT = "the model has no tokenizer, so no text was made"
 
 
@@ -57,59 +60,82 @@ def run(
     folder = Path(cfg.results_dir)
     with interrupts.deferred(), results.sweep_lock(folder):
         results.prepare(folder)
-        keys, name = Keys(), run_id or results.new_run_id()
         with open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
-            work = cfg.workload
-            prompts, length = workload_prompts(cfg, engine)[: work.batch], min(work.output_len, tokens)
-            more: dict[str, Any] = {"batch": work.batch, "temperature": work.temperature, "seed": cfg.seed}
-            more["detokenize"] = profiling.can_detokenize(engine)
-            about = engine.call("early_exit_about")
-            for done in range(2):
-                plain = engine.generate(prompts, length, **more)
-                progress("profile", done + 1, 4)
-                interrupts.check()
-            profiling.annotate(engine)
-            step = _draft_step(engine, prompts, Path(scratch)) if about["captured"] else []
-            progress("profile", 3, 4)
-            interrupts.check()
-            found = profiling.record(engine, prompts, length, Path(scratch))
-            events = trace.read(found.engine, found.window[0])
-            in_front = trace.read(found.frontend, found.window[0]) if found.frontend is not None else []
-            layer = engine.layer
-        wall = (found.window[1] - found.window[0]) / 1e9
-        parts = trace.breakdown(events, in_front, wall, step=step, weights=about["weights"])
+            seen = _observe(cfg, engine, tokens, Path(scratch), progress)
+            identity = tables.identity(cfg, engine.layer)
+        made, parts, rate = seen.profiled, seen.parts, seen.about["memory_rate"]
+        keys, name = Keys(), run_id or results.new_run_id()
         profile = Profile(
             key=keys.run(cfg),
             run_id=name,
             time=results.now(),
             device=keys.device(cfg),
-            arm=tables.identity(cfg, layer),
+            arm=identity,
             seconds=parts.seconds,
-            wall=found.generation.seconds,
+            wall=made.seconds,
             rounds=parts.rounds,
-            tokens=sum(map(len, found.generation.outputs)),
-            tok_s=plain.tokens_per_second,
-            tok_s_profiled=found.generation.tokens_per_second,
-            kernels=[_kernel(one, about["memory_rate"]) for one in parts.kernels[:KERNELS]],
-            memory_rate=about["memory_rate"],
+            tokens=sum(map(len, made.outputs)),
+            tok_s=seen.plain.tokens_per_second,
+            tok_s_profiled=made.tokens_per_second,
+            kernels=[_kernel(one, rate) for one in parts.kernels[:KERNELS]],
+            memory_rate=rate,
             gpu=parts.gpu,
-            unknown=_unknown(cfg, parts, about, more["detokenize"]),
+            unknown=_unknown(cfg, seen),
             trace=f"{keys.run(cfg)}-{name}.trace.json.gz",
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=to_plain(cfg),
             versions=machine.versions(),
             git=machine.own_revision(),
         )
-        path = results.save_profile(folder, profile, _perfetto([*events, *in_front], parts))
-        progress("profile", 4, 4)
+        path = results.save_profile(folder, profile, _perfetto(seen.events, parts))
+        progress("profile", STEPS, STEPS)
     return profile, path
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """What a live engine showed: a generation without the profiler and one with it, the events of all traces, and what
+    the worker says of itself (`EarlyExitWorker.early_exit_about`)."""
+
+    plain: Generation
+    profiled: Generation
+    events: list[dict[str, Any]]
+    parts: trace.Breakdown
+    about: dict[str, Any]
+    text: bool  # whether text was made of the tokens
+
+
+def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progress: Progress) -> _Observed:
+    prompts, length = _work(cfg, engine, tokens)
+    about, text = engine.call("early_exit_about"), profiling.can_detokenize(engine)
+    for done in range(2):  # the first warms up
+        plain = engine.generate(prompts, length, batch=cfg.workload.batch, temperature=cfg.workload.temperature,
+                                seed=cfg.seed, detokenize=text)  # fmt: skip
+        progress("profile", done + 1, STEPS)
+        interrupts.check()
+    profiling.annotate(engine)
+    step = _draft_step(engine, prompts, scratch) if about["captured"] else []
+    progress("profile", 3, STEPS)
+    interrupts.check()
+    found = profiling.record(engine, prompts, length, scratch)
+    begin, end = found.window
+    events = trace.read(found.engine, begin)
+    in_front = [] if found.frontend is None else trace.read(found.frontend, begin)
+    parts = trace.breakdown(events, in_front, (end - begin) / 1e9, step=step, weights=about["weights"])
+    return _Observed(plain, found.generation, [*events, *in_front], parts, about, text)
+
+
+def _work(cfg: RunConfig, engine: Engine, tokens: int) -> tuple[list[list[int]], int]:
+    """The prompts to generate for, all at once, and how many tokens of each."""
+    work = cfg.workload
+    return list(workload_prompts(cfg, engine)[: work.batch]), min(work.output_len, tokens)
 
 
 def under_nsight(cfg: RunConfig, *, open_engine: OpenEngine, tokens: int = TOKENS) -> None:
     """The same run inside what Nsight Systems records; to be called in a process that runs under it."""
     with interrupts.deferred(), open_engine(cfg) as engine, TemporaryDirectory(prefix="selfspec-") as scratch:
+        prompts, length = _work(cfg, engine, tokens)
         work = cfg.workload
-        prompts, length = workload_prompts(cfg, engine)[: work.batch], min(work.output_len, tokens)
         engine.generate(prompts, length, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
         profiling.annotate(engine)
         profiling.record(engine, prompts, length, Path(scratch), nsight=True)
@@ -136,15 +162,15 @@ def _kernel(one: trace.Kernel, rate: float | None) -> dict[str, Any]:
             "rate": share}  # fmt: skip
 
 
-def _unknown(cfg: RunConfig, parts: trace.Breakdown, about: dict[str, Any], text: bool) -> list[str]:
-    told = [] if text else [NO_TEXT]
+def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
+    told = [] if seen.text else [NO_TEXT]
     if cfg.model.tensor_parallel_size > 1:
         told.append(PARALLEL)
-    if about["memory_rate"] is None:
+    if seen.about["memory_rate"] is None:
         told.append(NO_RATE)
-    if about["weights"] is None:
-        told.append("a mixture of experts reads some of its weights a step, so no kernel's bytes are known")
-    return told + parts.doubts
+    if seen.about["weights"] is None:
+        told.append(EXPERTS)
+    return told + seen.parts.doubts
 
 
 def _perfetto(events: Sequence[dict[str, Any]], parts: trace.Breakdown) -> bytes:

@@ -165,8 +165,8 @@ def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
             steps[tuple(step)] += 1
             step = []
         step.append((piece.name, piece.part))
-    whole = {one: count for one, count in steps.items() if any(part == "trunk" for _, part in one)}
-    return list(max(whole, key=lambda one: whole[one])) if whole else []
+    whole = [(count, one) for one, count in steps.items() if any(part == "trunk" for _, part in one)]
+    return list(max(whole)[1]) if whole else []
 
 
 def _ranges(events: Iterable[Mapping[str, Any]]) -> list[Interval]:

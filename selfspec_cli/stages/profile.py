@@ -37,7 +37,7 @@ EAGER_TOKENS = 24
 """Enough rounds to see which kernels a draft step is made of."""
 PARALLEL = "the scheduler is in a process of its own: its time is idle here"
 NO_RATE = "the memory's rate of this machine is not known, so kernels have bytes a second and no share of it"
-EXPERTS = "a mixture of experts reads some of its weights a step, so no kernel's bytes are known"
+NO_WEIGHTS = "which weights a step of this model reads is not known (experts, or another decoder), so no bytes are"
 NO_TEXT = "the model has no tokenizer, so no text was made"
 
 
@@ -169,7 +169,7 @@ def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
     if seen.about["memory_rate"] is None:
         told.append(NO_RATE)
     if seen.about["weights"] is None:
-        told.append(EXPERTS)
+        told.append(NO_WEIGHTS)
     return told + seen.parts.doubts
 
 

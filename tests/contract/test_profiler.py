@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,19 @@ def test_a_baseline_has_no_ranges_of_drafting(scheduler):
     assert not {"selfspec.draft", "selfspec.head", "selfspec.gate"} & set(annotate(Runner(Model()), None))
 
 
+class Decoder(torch.nn.Module):
+    """Cuts its loop where vLLM's decoders do."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.start_layer, self.end_layer = torch.nn.ModuleList(layers), 0, len(layers)
+
+    def forward(self, x):
+        for layer in islice(self.layers, self.start_layer, self.end_layer):
+            x = layer(x)
+        return x
+
+
 def test_weights_are_in_the_order_of_a_pass():
     from torch import nn
     from vllm.model_executor.layers.linear import LinearBase
@@ -120,11 +134,11 @@ def test_weights_are_in_the_order_of_a_pass():
         made.qkv, made.norm, made.down = linear(size), nn.LayerNorm(4), linear(2 * size)
         return made
 
-    decoder, target = nn.Module(), nn.Module()
-    decoder.layers = nn.ModuleList([layer(3), layer(5)])
-    decoder.embed_tokens, decoder.start_layer, decoder.end_layer = nn.Embedding(2, 2), 0, 2
-    target.model, target.lm_head = decoder, nn.Linear(7, 1, bias=False)
-    trunk = SimpleNamespace(layers=decoder.layers, end_layer=1)
+    target = nn.Module()
+    target.model, target.lm_head = Decoder([layer(3), layer(5)]), nn.Linear(7, 1, bias=False)
+    trunk = SimpleNamespace(layers=target.model.layers, end_layer=1)
     head = SimpleNamespace(reads_lm_head=False, tensors=[torch.zeros(11)])
     found = weights_in_order(target, SimpleNamespace(head=head, model=trunk))
     assert found == {"full": [12, 24, 20, 40, 28], "draft": [12, 24, 44]}
+    target.model = nn.Linear(2, 2)  # no loop that could be cut: nothing is known of what a step reads
+    assert weights_in_order(target, None) is None

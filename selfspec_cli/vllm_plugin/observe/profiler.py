@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
 from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
@@ -60,9 +61,12 @@ def weights_in_order(target: nn.Module, drafter: Any) -> dict[str, list[int]] | 
     """Bytes of the weight of each product with a matrix, in the order of a full pass (`full`) and of a draft step.
 
     vLLM's decoders register a layer's linear modules in the order in which they run; the lm_head comes last. None for a
-    mixture of experts, whose step reads some of its weights.
+    mixture of experts, whose step reads some of its weights, and for a decoder that is not known.
     """
-    decoder = decoder_of(target)
+    try:
+        decoder = decoder_of(target)
+    except SettingsError:
+        return None
     if has_experts(decoder):
         return None
     layers: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]

@@ -236,13 +236,17 @@ function tableIn(DataTable, data) {
 
 // ---- while a sweep runs
 
-// What a reader has chosen stays: where the page is scrolled to, and which panel each figure shows.
+// What a reader has chosen stays: where the page is scrolled to, which panel each figure shows, how the table is sorted
+// and searched. A browser that keeps nothing for files begins anew each time.
 function keepUp() {
   const told = byId("watched");
+  const table = window.selfspecTable;
   const place = `selfspec ${location.pathname}`;
-  const kept = JSON.parse(sessionStorage.getItem(place) ?? "null");
-  sessionStorage.removeItem(place);
+  const storage = (action) => { try { return action(sessionStorage); } catch { return null; } };
+  const kept = JSON.parse(storage((found) => found.getItem(place)) ?? "null");
+  storage((found) => found.removeItem(place));
   if (kept) {
+    table.search(kept.search).order(kept.order).draw();
     for (const [id, name] of Object.entries(kept.panels)) {
       const option = [...(byId(id)?.options ?? [])].find((one) => one.textContent === name);
       if (option && !option.selected) {
@@ -256,7 +260,8 @@ function keepUp() {
   const timer = setInterval(() => {
     if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
     const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));
-    sessionStorage.setItem(place, JSON.stringify({ scroll: scrollY, panels }));
+    const all = JSON.stringify({ scroll: scrollY, panels, search: table.search(), order: table.order() });
+    storage((found) => found.setItem(place, all));
     location.reload();
   }, 1000 * Number(told.dataset.seconds));
   told.querySelector("button").addEventListener("click", () => { clearInterval(timer); told.hidden = true; });

@@ -315,7 +315,7 @@ def _kernels(pieces: Sequence[Piece], weights: Mapping[str, Sequence[int]]) -> t
     doubts = []
     for which, what, parts in PASSES:
         order = weights.get(which) or []
-        places = [place for place, piece in enumerate(pieces) if piece.part in parts and _is_product(piece.name)]
+        places = [place for place, piece in enumerate(pieces) if piece.part in parts and is_product(piece.name)]
         if order and len(places) % len(order):
             doubts.append(f"{what}: {len(places)} products are no whole number of passes over {len(order)} weights, so "
                           "which reads which is not known")  # fmt: skip
@@ -332,5 +332,6 @@ def _kernels(pieces: Sequence[Piece], weights: Mapping[str, Sequence[int]]) -> t
     return sorted(found, key=lambda one: -one.seconds), doubts
 
 
-def _is_product(name: str) -> bool:
+def is_product(name: str) -> bool:
+    """Whether a kernel or an operator of this name multiplies by a weight."""
     return bool(PRODUCT.search(name)) and not NO_PRODUCT.search(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,20 @@ def test_bytes_are_not_known_where_products_and_weights_do_not_pair():
     found = breakdown(GPU, [], 150e-6, weights={"full": [1, 2, 3]})
     assert all(one.bytes is None for one in found.kernels)
     assert found.doubts and "2 products" in found.doubts[0]
+
+
+def test_products_are_told_from_other_kernels_in_a_trace_of_an_h200():
+    """Four products in each of 32 layers, whose lm_head counted as sampling then; three draft steps of 8 layers and a
+    head, on a kernel of ours."""
+    file = Path(__file__).parents[2] / "results" / "published" / "gpu" / "trace_batch1.json"
+    products = [
+        {part["part"]: sum(one["times"] for one in part["kernels"] if trace.is_product(one["name"]))
+         for part in arm["parts"] if part["part"] != "idle"}
+        for arm in json.loads(file.read_text())
+    ]  # fmt: skip
+    plain, drafting, unrolled = products
+    assert plain["verify"] == pytest.approx(4 * 32, rel=0.02) and plain["sample"] == pytest.approx(1, abs=0.02)
+    assert drafting["other"] == unrolled["draft"] == 3 * (4 * 8 + 1)
 
 
 CPU = [

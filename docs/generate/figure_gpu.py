@@ -43,10 +43,12 @@ def trace() -> str:
             lines.append((f"`{name}`", arm["arm"], number(arm["wall_us_profiled"], 5), parts))
     text = """### trace: where a round's time goes on a GPU
 
-Microseconds of a round at batch 1, by part, under the profiler, which slows the host.
+Microseconds of a round at batch 1, by part, under the profiler, which slows the host. The script that made these files
+is in the history of the repository (`git show 8df6101:experiments/gpu_trace.py`); [`selfspec profile`](profile.md) took
+its place:
 
 ```
-VLLM_ENABLE_V1_MULTIPROCESSING=0 python experiments/gpu_trace.py --out results/published/gpu
+selfspec profile model=llama3_8b_shape engine=h100 workload=decode acceptance_length=3.0 perplexity_tokens=0
 ```
 
 """

@@ -16,7 +16,7 @@ import typer
 from selfspec_cli import __version__
 from selfspec_cli.commands import configs, deploying, findings, runs, screen
 from selfspec_cli.commands.help import TakesSettings
-from selfspec_cli.commands.measuring import measure, shown_starting
+from selfspec_cli.commands.measuring import Ways, measure, shown_starting
 from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
@@ -124,7 +124,8 @@ def bench(
     with guard(as_json, debug, f"{ROWS_KEPT}; selfspec sweep with the same words goes on"):
         whole = any(override.startswith("experiment=") for override in overrides or [])
         runs = configs.several(overrides, sweep=whole, config=config)
-        measure("bench", runs, again=True, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run, debug=debug)
+        ways = Ways(again=True, reuse_baseline=reuse_baseline)
+        measure("bench", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)
 
 
 @app.command(
@@ -135,6 +136,16 @@ def sweep(
     overrides: Overrides = None,
     config: Config = None,
     again: Annotated[bool, typer.Option("--again", help="Measure finished points once more.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Only the points that an earlier command could not measure.")
+    ] = False,
+    max_hours: Annotated[
+        float | None,
+        typer.Option("--max-hours", min=0, help="Begin no point later than that; the same command goes on."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Make the page again after points; a browser that shows it keeps up.")
+    ] = False,
     reuse_baseline: ReuseBaseline = False,
     as_json: Json = False,
     dry_run: DryRun = False,
@@ -142,10 +153,36 @@ def sweep(
 ) -> None:
     """Measure every point of comma lists and ranges, and the baseline; points that are finished are skipped."""
     with guard(as_json, debug, ROWS_KEPT if again else GOES_ON):
+        if again and retry_failed:
+            raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
-        measure(
-            "sweep", runs, again=again, reuse_baseline=reuse_baseline, as_json=as_json, dry_run=dry_run, debug=debug
-        )
+        ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
+        measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)
+
+
+@app.command(
+    epilog="Examples: selfspec profile layer=3 k=4   ·   selfspec profile method=baseline workload.batch=8",
+    cls=TakesSettings,
+)
+def profile(
+    overrides: Overrides = None,
+    config: Config = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of each request, at most so many.")] = 64,
+    nsys: Annotated[bool, typer.Option("--nsys", help="Record with NVIDIA Nsight Systems too, in a run more.")] = False,
+    inside: Annotated[bool, typer.Option("--under-nsight", hidden=True)] = False,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Where the time of one arm goes: drafting, verifying, sampling, scheduling, idle; its slowest kernels; a trace."""
+    with guard(as_json, debug):
+        from selfspec_cli.commands import profiling
+
+        cfg = configs.one(overrides, config)
+        if inside:
+            return profiling.under_nsight(cfg, tokens)
+        words = [*(overrides or []), *(["--config", str(config)] if config else []), "--tokens", str(tokens)]
+        profiling.profile(cfg, words, tokens, nsys=nsys, as_json=as_json, dry_run=dry_run, debug=debug)
 
 
 Pairs = Annotated[int, typer.Option("--pairs", min=1, help="(hidden state, target) pairs to fit.")]
@@ -551,6 +588,7 @@ def report(
     ] = None,
     where: Where = None,
     figures: Annotated[bool, typer.Option("--figures", help="Write each figure as SVG and PNG too.")] = False,
+    reload: Annotated[int, typer.Option("--reload", min=0, hidden=True)] = 0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -564,7 +602,7 @@ def report(
         elif form is not Format.html:
             reporting.as_text(folder, where or [], form)
         else:
-            reporting.page(folder, out or folder, where or [], figures, as_json)
+            reporting.page(folder, out or folder, where or [], figures, as_json, reload)
 
 
 @app.command(epilog="Example: selfspec export results_dir=results/mine")

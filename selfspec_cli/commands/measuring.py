@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +15,8 @@ from rich.console import Console
 
 from selfspec_cli.commands import screen
 from selfspec_cli.commands.configs import NO_COMPILER
-from selfspec_cli.commands.screen import emit, note, rows_document, say, warn
+from selfspec_cli.commands.live_page import LivePage
+from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.progress import Progress
@@ -27,9 +30,27 @@ from selfspec_cli.stages import preflight
 from selfspec_cli.stages import sweep as sweep_stage
 
 
-def measure(
-    command: str, runs: list[RunConfig], *, again: bool, reuse_baseline: bool, as_json: bool, dry_run: bool, debug: bool
-) -> None:
+@dataclass(frozen=True)
+class Ways:
+    """How a sweep is gone about.
+
+    again: measure finished points too. reuse_baseline: see `sweep.run`. retry_failed: only points that failed.
+    max_hours: begin no point after that; None for no limit. watch: make the page again after points.
+    """
+
+    again: bool = False
+    reuse_baseline: bool = False
+    retry_failed: bool = False
+    max_hours: float | None = None
+    watch: bool = False
+
+    @property
+    def plan(self) -> dict[str, bool]:
+        """What a plan is told."""
+        return {name: getattr(self, name) for name in ("again", "reuse_baseline", "retry_failed")}
+
+
+def measure(command: str, runs: list[RunConfig], ways: Ways, *, as_json: bool, dry_run: bool, debug: bool) -> None:
     """Plan, measure, show; the exit code says how it went. command: how the log is called."""
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
@@ -39,13 +60,17 @@ def measure(
     warn(doubts)
     folder = Path(planning.results_dir(runs))
     if dry_run:
-        plan = planning.plan(runs, results_folder.heads(folder), again=again, reuse_baseline=reuse_baseline)
+        plan = planning.plan(runs, results_folder.heads(folder), **ways.plan)
         return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
     preflight.check_device(runs[0])
-    result, plans = _sweep(command, runs, again, reuse_baseline, debug)
+    result, plans = _sweep(command, runs, ways, debug)
     warn(result.warnings)
     failed = len(result.failed)
     counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
+    if result.left:
+        counts["left"] = result.left
+        warn([f"--max-hours {ways.max_hours:g} is over, and {result.left} point(s) were not begun; "
+              + (ROWS_KEPT if ways.again else GOES_ON)])  # fmt: skip
     summary = folder / results_folder.SUMMARY
     if as_json:
         drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
@@ -70,24 +95,30 @@ def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
 
 
 def _sweep(
-    command: str, runs: list[RunConfig], again: bool, reuse_baseline: bool, debug: bool
+    command: str, runs: list[RunConfig], ways: Ways, debug: bool
 ) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
     """The sweep on real engines, with the tracker; and what it had planned."""
     from selfspec_cli.record.tracking import open_tracker
     from selfspec_cli.stages.bench import run as bench_one
 
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
+    end = None if ways.max_hours is None else time.monotonic() + 3600 * ways.max_hours
     with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
-        result = sweep_stage.run(
-            runs,
-            open_engine=shown_starting(shown),
-            bench=bench_one,
-            progress=shown,
-            tracker=tracker,
-            again=again,
-            reuse_baseline=reuse_baseline,
-            run_id=run_id,
-        )
+        shown.page = LivePage(folder) if ways.watch else None
+        try:
+            result = sweep_stage.run(
+                runs,
+                open_engine=shown_starting(shown),
+                bench=bench_one,
+                progress=shown,
+                tracker=tracker,
+                go_on=lambda: end is None or time.monotonic() < end,
+                run_id=run_id,
+                **ways.plan,
+            )
+        finally:
+            if shown.page is not None:
+                shown.page.close()
         if runs[0].tracker.kind != "none" and result.points:
             _send_report(tracker, folder, result)
     for message in tracker.messages:

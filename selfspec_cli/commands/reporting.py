@@ -14,9 +14,9 @@ from selfspec_cli.report import compared, make, sources, static
 from selfspec_cli.report.formats import Format
 
 
-def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool) -> None:
-    """The tables on the terminal, the page in a file."""
-    made = make.run(folder, out, where=where, files=figures)
+def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool, reload: int = 0) -> None:
+    """The tables on the terminal, the page in a file. reload: seconds after which it loads itself anew; 0: never."""
+    made = make.run(folder, out, where=where, files=figures, reload=reload)
     warn(made.warnings)
     deploy = deploying.of_report(folder, out)
     if as_json:

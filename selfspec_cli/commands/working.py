@@ -21,6 +21,7 @@ from rich.text import Text
 
 from selfspec_cli import terminal
 from selfspec_cli.commands import progress_table, screen
+from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress
@@ -41,6 +42,7 @@ class Screen(Progress):
         self.log = log
         self.state = progress_table.State()
         self.plans: list[Plan] = []
+        self.page: LivePage | None = None  # made again after points, while it is watched
         self._named = False  # whether a line has said where the log is
         self._said: dict[str, float] = {}  # when a count was last spoken of
         self._ready = threading.Event()
@@ -137,6 +139,11 @@ class Screen(Progress):
             speedup = f", {arm.speedup}" if arm.speedup else ""
             self.say(f"arm {done} of {len(self.state.arms)}: {arm.name}: {arm.speed} tok/s{speedup}{tail}")
         self.refresh()
+        if self.page is not None:
+            first = not self.page.spent
+            self.page.measured()
+            if first:
+                self.say(self.page.error or f"page: {self.page.path.absolute()}")
 
     def show_log(self) -> None:
         """The last lines of the log, and where all of it is."""

@@ -157,10 +157,12 @@ class Engine:
         batch: int,
         temperature: float = 0.0,
         seed: int = 0,
+        detokenize: bool = False,
     ) -> Generation:
         """Generate exactly `output_len` tokens for each prompt, `batch` requests in flight at any time.
 
-        temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats.
+        temperature: 0 is greedy; above it each request samples with a seed of its own, so a repeat repeats. detokenize:
+        make text of the tokens too, as a server does.
         """
         from vllm import SamplingParams
 
@@ -169,7 +171,7 @@ class Engine:
                 temperature=temperature,
                 max_tokens=output_len,
                 ignore_eos=True,
-                detokenize=False,
+                detokenize=detokenize,
                 seed=seed + number if temperature > 0 else None,
                 extra_args=None if self._length is None else {request_settings.K: self._length},
             )
@@ -271,7 +273,10 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             leave_worker_classes()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
         if cfg.engine.nvtx:
+            from selfspec_cli.vllm_plugin.observe.annotate import annotate_frontend
+
             llm.collective_rpc("early_exit_annotate")
+            annotate_frontend(llm.llm_engine)
         weights = llm.collective_rpc("early_exit_weights")
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB

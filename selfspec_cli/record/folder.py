@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import quality, tables
+from selfspec_cli.record import profiles, quality, tables
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
 from selfspec_cli.record.tables import AcceptRow, Record
 
@@ -154,6 +154,19 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
     """
     with _explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
         path = quality.save(results, finding)
+    if (Path(results) / RUNS).is_dir():
+        export(results)
+    return path
+
+
+def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, trace: bytes) -> Path:
+    """Write a profile and its trace, and make the tables again, for its shares are columns of them.
+
+    Raises:
+        RecordError: it could not be written.
+    """
+    with _explained(Path(results) / profiles.FOLDER / profile.trace):
+        path = profiles.save(results, profile, trace)
     if (Path(results) / RUNS).is_dir():
         export(results)
     return path

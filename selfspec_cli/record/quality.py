@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.record import profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
@@ -113,10 +114,11 @@ def save(results: str | os.PathLike[str], finding: Finding) -> Path:
 
 @dataclass
 class Book:
-    """The newest findings of a results folder, by arm and kind; verdicts by what they name."""
+    """The newest findings of a results folder, by arm and kind; verdicts by what they name; profiles by run key."""
 
     findings: dict[tuple[str, str], Finding] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    profiles: dict[str, profiles.Profile] = field(default_factory=dict)
 
     def columns(self, arm_key: str | None, key: str) -> dict[str, Any]:
         """What is known of an arm, by the names of a row's columns. key: of the point, which a verdict may name."""
@@ -130,12 +132,12 @@ class Book:
             for kind, columns in ((TEXT, _of_text), (GENERATED, _of_generated), (EVAL, _of_eval)):
                 finding = self.findings.get((kind, arm_key))
                 found |= columns(finding) if finding is not None else {}
-        return found
+        return found | (self.profiles[key].columns() if key in self.profiles else {})
 
 
 def read(results: str | os.PathLike[str]) -> Book:
     """The findings of a results folder. Files that hold none are left alone."""
-    book = Book()
+    book = Book(profiles=profiles.newest(results))
     names = {item.name for item in fields(Finding)}
     for data in _documents(Path(results) / FOLDER):
         with suppress(TypeError, KeyError):

@@ -111,6 +111,16 @@ class Record:
     scores_protocol: str | None = None
     skip_layers: str | None = None  # layers below E that do not draft
     draft_window: int | None = None  # last tokens of the context that drafts attend to
+    trunk_share: float | None = None  # of the wall time under a profiler (`selfspec profile`): the layers that draft
+    head_share: float | None = None  # the exit head
+    gate_share: float | None = None  # taking a draft token, and asking the gate
+    draft_share: float | None = None  # the rest of drafting
+    verify_share: float | None = None  # the full model: verify passes and prefill
+    sampler_share: float | None = None  # sampling, and accepting or rejecting drafts
+    scheduler_share: float | None = None  # on a GPU while no kernel runs, as the next one
+    detokenise_share: float | None = None  # text of the tokens, and making outputs
+    host_share: float | None = None  # the GPU waits for the host inside the other parts
+    idle_share: float | None = None  # nothing of the above, and the rest of an engine step
     point: str = ""  # id: the file results/runs/<id>.json
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from selfspec_cli.record import profiles
 from selfspec_cli.record.point import Point, Repeat
 from selfspec_cli.record.tables import Record, header, meanings
 from selfspec_cli.report.figures.base import sig
@@ -56,7 +57,7 @@ TITLES = {
     "ppl": "PPL",
     "delta_ppl": "ΔPPL",
 }
-SHARES = ("accept_rate", "verified_accept_rate", "sm_util", "dram_util")
+SHARES = ("accept_rate", "verified_accept_rate", "sm_util", "dram_util", *profiles.COLUMNS)
 NOT_SHOWN = ("point", "key", "baseline")  # a row's details have them
 
 

@@ -31,8 +31,11 @@ MOST_TIMES = {"events": 500_000, "requests": 100_000}
 """No page of more has room for them, so it need not be tried."""
 
 
-def html(found: Sources, figures: list[Figure]) -> str:
-    """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it."""
+def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
+    """The page as text; it makes no request, and is at most LIMIT long if points are not too many for it.
+
+    reload: seconds after which it loads itself anew, while a sweep makes newer ones; 0: never.
+    """
     from jinja2 import Environment, PackageLoader, select_autoescape
 
     templates = Environment(
@@ -56,6 +59,7 @@ def html(found: Sources, figures: list[Figure]) -> str:
         "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
         "warnings": found.warnings,
         "code": code(),
+        "reload": reload,
     }
     document = {"figures": [_figure(figure, places) for figure in figures], "table": details.table(found)}
     return _fitting(found, document, lambda data: show(words | {"data": data}))
@@ -163,9 +167,9 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def write(found: Sources, figures: list[Figure], path: str | Path) -> Path:
+def write(found: Sources, figures: list[Figure], path: str | Path, reload: int = 0) -> Path:
     """Write the page; it is there whole, or as it was before."""
     file = Path(path)
     with written(file) as part:
-        part.write_text(html(found, figures), encoding="utf-8")
+        part.write_text(html(found, figures, reload), encoding="utf-8")
     return file

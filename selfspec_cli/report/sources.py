@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, query, tables
+from selfspec_cli.record import folder, profiles, query, tables
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import AcceptRow, Record
@@ -23,7 +23,7 @@ class Sources:
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
     of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec heads` and `selfspec roc` wrote.
+    from: what `selfspec heads` and `selfspec roc` wrote. profiles: what `selfspec profile` found.
     """
 
     points: list[Point]
@@ -35,6 +35,7 @@ class Sources:
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     areas: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,8 +71,10 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     points: list[Point] = []
     places: dict[str, str] = {}
     warnings: list[str] = []
+    profiled: dict[str, profiles.Profile] = {}
     for place in folders(root):
         found, strange = folder.read(place)
+        profiled |= profiles.newest(place)
         points += found
         warnings += strange
         places |= {point.id: str(place.relative_to(root)) for point in found}
@@ -84,6 +87,8 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     made.places = [places[point.id] for point in made.points]
     made.warnings = warnings
+    keys = {row.key for row in made.rows}
+    made.profiles = [one for one in profiled.values() if not where or one.key in keys]
     _beside(made, Path(root))
     return made
 

@@ -1,79 +1,337 @@
-"""Where the time of a round goes, from a trace of PyTorch's profiler with selfspec's ranges in it."""
+"""Where the time of a run goes, from traces of PyTorch's profiler with selfspec's ranges in them.
+
+Every moment of the run belongs to one part. On a GPU it is that of the kernel that runs; while none runs, the moment
+belongs to the scheduler or to detokenisation if the host is at that, to `host` if the host is at any other part, and is
+`idle` else. On the CPU it is the innermost range that the host is in.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-OUTSIDE = "other"
+PREFIX = "selfspec."
+PART_OF = {
+    "trunk": "trunk",
+    "head": "head",
+    "gate": "gate",
+    "draft": "draft",
+    "verify": "verify",
+    "logits": "verify",
+    "sample": "sampler",
+    "schedule": "scheduler",
+    "detokenise": "detokenise",
+    "step": "other",
+}
+"""The part that each range belongs to."""
+HOST, IDLE, OTHER = "host", "idle", "other"
+PARTS = {
+    "trunk": "the layers that draft",
+    "head": "the exit head",
+    "gate": "taking a draft token, and asking the gate",
+    "draft": "the rest of drafting",
+    "verify": "the full model: verify passes and prefill",
+    "sampler": "sampling, and accepting or rejecting drafts",
+    "scheduler": "vLLM's scheduler",
+    "detokenise": "text of the tokens, and making outputs",
+    OTHER: "the rest of an engine step",
+    HOST: "the GPU waits for the host inside the other parts",
+    IDLE: "nothing of the above",
+}
+PRODUCT = re.compile(
+    r"nvjet|gemm|gemv|xmma|marlin|machete|onednn|(?:^|[:_.])(?:add)?b?mm$|_linear$|linear_(?:pointwise|unary)",
+    re.IGNORECASE,
+)
+"""Names of kernels and operators that multiply by a weight."""
+NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_", re.IGNORECASE)
+
+PASSES = (("full", "full passes", ("verify",)), ("draft", "draft steps", ("trunk", "head")))
+"""Which weights are read in which parts."""
+
+Interval = tuple[float, float, str]
+"""Begin and end in microseconds, and a part."""
 
 
-@dataclass
-class Share:
-    """What one part of a round costs, in microseconds of GPU time a round."""
+@dataclass(frozen=True)
+class Piece:
+    """A kernel, a copy, or an operator on the CPU (without those that it called)."""
 
+    begin: float
+    seconds: float
+    name: str
     part: str
-    busy: float  # kernels and copies launched from this part
-    launches: float  # of kernels, copies and graphs, a round
-    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> (of `busy`, times a round)
 
 
-def shares(events: Sequence[dict[str, Any]], prefix: str = "selfspec.") -> tuple[list[Share], float, int]:
-    """(what each part costs, wall microseconds a round, rounds) of a chrome trace's events.
+@dataclass(frozen=True)
+class Kernel:
+    """All pieces of one name in one part. bytes: of the weights that they read; None where that is not known."""
 
-    A kernel belongs to the innermost range that its launch lies in; kernels of one graph share the graph's launch.
-    What is left of the wall time is "idle": nothing ran on the GPU.
+    name: str
+    part: str
+    seconds: float
+    calls: int
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """seconds: of each part, in the order of PARTS; those without any are left out. wall: of the run. rounds: full
+    passes. kernels: slowest first. gpu: whether kernels of a GPU are what was counted. timeline: the part of every
+    moment. doubts: what the trace does not tell, in words."""
+
+    seconds: dict[str, float]
+    wall: float
+    rounds: int
+    kernels: list[Kernel]
+    gpu: bool
+    timeline: list[Interval] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+
+def read(file: Path, origin: int) -> list[dict[str, Any]]:
+    """The complete events of a trace, their `ts` in microseconds since `origin` (nanoseconds since 1970)."""
+    with gzip.open(file, "rt", encoding="utf-8") as opened:
+        document = json.load(opened)
+    shift = (int(document.get("baseTimeNanoseconds", 0)) - origin) / 1000
+    events = [event for event in document["traceEvents"] if event.get("ph") == "X"]
+    for event in events:
+        event["ts"] += shift
+    return events
+
+
+def breakdown(
+    engine: Sequence[Mapping[str, Any]],
+    frontend: Sequence[Mapping[str, Any]],
+    wall: float,
+    *,
+    step: Sequence[tuple[str, str]] = (),
+    weights: Mapping[str, Sequence[int]] | None = None,
+) -> Breakdown:
+    """Attribute the time of a run that began at 0 and took `wall` seconds.
+
+    engine, frontend: events of the process of the worker, and of another one in front of it (none if it is the same).
+    step: kernels of one draft step with their parts (`draft_step`), for those that a graph launched. weights: bytes of
+    the weights in the order of the products of a full pass (`full`) and of a draft step (`draft`).
+
+    Raises:
+        ValueError: the trace has no range of a full pass.
     """
-    ranges = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(prefix))
+    ranges = _ranges(engine)
+    rounds = sum(name == "verify" for _, _, name in ranges)
+    if not rounds:
+        raise ValueError("the trace has no range of a verify pass")
+    host = _exclusive([(begin, end, PART_OF.get(name, OTHER)) for begin, end, name in ranges])
+    device = [event for event in engine if event.get("cat") in GPU_WORK]
+    if device:
+        pieces = _device_pieces(engine, device, ranges, step)
+        busy = _covered(pieces)
+        waiting = [(begin, end, part if part in ("scheduler", "detokenise") else HOST) for begin, end, part in host]
+        timeline = _filled(busy, waiting)
+    else:
+        pieces, timeline = _operator_pieces(engine, host), host
+    in_front = [one for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
+                if one[2] == "detokenise"]  # fmt: skip
+    timeline = _filled(timeline, in_front)
+    timeline = _filled(timeline, [(0.0, wall * 1e6, IDLE)])
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for begin, end, part in timeline:
+        seconds[part] += (end - begin) / 1e6
+    told = {part: spent for part, spent in seconds.items() if spent > 0}
+    kernels, doubts = _kernels(pieces, weights or {})
+    return Breakdown(told, wall, rounds, kernels, bool(device), timeline, doubts)
+
+
+def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The kernels of one draft step with their parts, in order, from a trace in which they were launched one by one.
+
+    A step ends with its gate. The steps that are most often alike are taken; none where nothing was drafted.
+    """
+    device = [event for event in engine if event.get("cat") in GPU_WORK]
+    pieces = [piece for piece in _device_pieces(engine, device, _ranges(engine), ())
+              if piece.part in ("trunk", "head", "gate", "draft")]  # fmt: skip
+    steps: Counter[tuple[tuple[str, str], ...]] = Counter()
+    step: list[tuple[str, str]] = []
+    for piece in pieces:
+        if step and step[-1][1] == "gate" and piece.part != "gate":
+            steps[tuple(step)] += 1
+            step = []
+        step.append((piece.name, piece.part))
+    whole = [(count, one) for one, count in steps.items() if any(part == "trunk" for _, part in one)]
+    return list(max(whole)[1]) if whole else []
+
+
+def _ranges(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
+    """selfspec's ranges on the host, without their prefix, in order of their begin."""
+    return sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
         for event in events
-        if event.get("cat") == "user_annotation" and event.get("name", "").startswith(prefix)
+        if event.get("cat") in ("user_annotation", "cpu_op") and event.get("name", "").startswith(PREFIX)
     )
+
+
+def _exclusive(ranges: Iterable[Interval]) -> list[Interval]:
+    """Ranges that nest as intervals that do not: every moment belongs to the innermost."""
+    found: list[Interval] = []
+    stack: list[tuple[float, str]] = []  # ends and parts of the ranges that are open
+    at = float("-inf")
+
+    def close(until: float) -> None:
+        nonlocal at
+        while stack and stack[-1][0] <= until:
+            end, part = stack.pop()
+            if end > at:
+                found.append((at, end, part))
+                at = end
+
+    for begin, end, part in sorted(ranges, key=lambda one: (one[0], -one[1])):
+        close(begin)
+        if stack and begin > at:
+            found.append((at, begin, stack[-1][1]))
+        at = max(at, begin)
+        stack.append((min(end, stack[-1][0]) if stack else end, part))
+    close(float("inf"))
+    return found
+
+
+def _filled(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """`first`, and of `second` what lies where `first` has nothing. Each is in order and free of overlaps."""
+    found, place = list(first), 0
+    for begin, end, part in second:
+        while place < len(first) and first[place][1] <= begin:
+            place += 1
+        at, next_ = begin, place
+        while next_ < len(first) and first[next_][0] < end:
+            if first[next_][0] > at:
+                found.append((at, first[next_][0], part))
+            at = max(at, first[next_][1])
+            next_ += 1
+        if end > at:
+            found.append((at, end, part))
+    return sorted(found)
+
+
+def _covered(pieces: Sequence[Piece]) -> list[Interval]:
+    """The parts of a device's moments; where streams overlap, that of the piece that began first."""
+    found, until = [], float("-inf")
+    for piece in pieces:
+        end = piece.begin + piece.seconds * 1e6
+        if end > until:
+            found.append((max(piece.begin, until), end, piece.part))
+            until = end
+    return found
+
+
+def _device_pieces(
+    events: Sequence[Mapping[str, Any]],
+    device: Sequence[Mapping[str, Any]],
+    ranges: Sequence[Interval],
+    step: Sequence[tuple[str, str]],
+) -> list[Piece]:
+    """Work of a GPU with the part that launched it, in order.
+
+    A kernel belongs to the innermost range that its launch lies in, and all kernels of a graph share its launch. Of a
+    loop inside a graph no launch is known. What a graph or nobody launched is looked up in `step` where a range of
+    drafting launched it, or nobody.
+    """
     begins = [begin for begin, _, _ in ranges]
     launched = {
-        event["args"]["correlation"]: _innermost(event["ts"], ranges, begins)
+        event["args"]["correlation"]: (_innermost(event["ts"], ranges, begins), "GraphLaunch" in event["name"])
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
-    work = [event for event in events if event.get("cat") in GPU_WORK]
-    rounds = sum(name == "verify" for _, _, name in ranges)
-    if not work or not rounds:
-        raise ValueError("the trace has no GPU work, or no range of a verify pass")
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for event in work:
-        parts.setdefault(launched.get(event["args"].get("correlation", -1), OUTSIDE), []).append(event)
-    wall = max(event["ts"] + event["dur"] for event in work) - min(event["ts"] for event in work)
-    found = [_share(part, parts[part], rounds) for part in sorted(parts)]
-    return [*found, Share("idle", (wall - _covered(work)) / rounds, 0.0)], wall / rounds, rounds
+    found, place = [], -1
+    for event in sorted(device, key=lambda one: one["ts"]):
+        name, by_graph = launched.get(event.get("args", {}).get("correlation", -1), (None, True))
+        part = OTHER if name is None else PART_OF.get(name, OTHER)
+        if step and by_graph and (name is None or part == "draft"):
+            part, place = _in_step(event["name"], step, place, OTHER if name is None else part)
+        found.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part))
+    return found
 
 
-def _share(part: str, work: Sequence[dict[str, Any]], rounds: int) -> Share:
-    calls = {event["args"].get("correlation", -1) for event in work}
-    kernels: dict[str, tuple[float, float]] = {}
-    for event in work:
-        busy, times = kernels.get(event["name"], (0.0, 0.0))
-        kernels[event["name"]] = (busy + event["dur"] / rounds, times + 1 / rounds)
-    slowest_first = dict(sorted(kernels.items(), key=lambda item: -item[1][0]))
-    return Share(part, sum(event["dur"] for event in work) / rounds, len(calls) / rounds, slowest_first)
+def _in_step(name: str, step: Sequence[tuple[str, str]], place: int, unknown: str) -> tuple[str, int]:
+    """The part of a kernel that runs after the one at `place` of a draft step, and its own place: the next of its name,
+    going round. A name that is in no step is `unknown`, and the place stays."""
+    for ahead in range(1, len(step) + 1):
+        at = (place + ahead) % len(step)
+        if step[at][0] == name:
+            return step[at][1], at
+    return unknown, place
 
 
-def _innermost(ts: float, ranges: Sequence[tuple[float, float, str]], begins: Sequence[float]) -> str:
+def _innermost(ts: float, ranges: Sequence[Interval], begins: Sequence[float]) -> str | None:
     """The range that began last among those that hold `ts`; ranges nest a few deep at most."""
     at = bisect_right(begins, ts)
-    for begin, end, name in reversed(ranges[max(0, at - 8) : at]):
+    for begin, end, name in reversed(ranges[max(0, at - 16) : at]):
         if begin <= ts <= end:
             return name
-    return OUTSIDE
+    return None
 
 
-def _covered(work: Sequence[dict[str, Any]]) -> float:
-    """Microseconds in which at least one piece of work ran; streams may overlap."""
-    covered, until = 0.0, float("-inf")
-    for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in work):
-        covered += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return covered
+def _operator_pieces(events: Sequence[Mapping[str, Any]], host: Sequence[Interval]) -> list[Piece]:
+    """Operators of the CPU, each for the time that no other inside it took, with the part that the host was in."""
+    threads = Counter(event["tid"] for event in events if event.get("name", "").startswith(PREFIX))
+    if not threads:
+        return []
+    main = threads.most_common(1)[0][0]
+    operators = [event for event in events if event.get("tid") == main and event.get("cat") == "cpu_op"
+                 and not event["name"].startswith(PREFIX)]  # fmt: skip
+    begins = [begin for begin, _, _ in host]
+    inside = [0.0] * len(operators)
+    order = sorted(range(len(operators)), key=lambda i: (operators[i]["ts"], -operators[i]["dur"]))
+    stack: list[int] = []
+    for i in order:
+        begin = operators[i]["ts"]
+        while stack and operators[stack[-1]]["ts"] + operators[stack[-1]]["dur"] <= begin:
+            stack.pop()
+        if stack:
+            inside[stack[-1]] += operators[i]["dur"]
+        stack.append(i)
+    return [
+        Piece(operators[i]["ts"], max(0.0, operators[i]["dur"] - inside[i]) / 1e6, operators[i]["name"],
+              _part_at(operators[i]["ts"], host, begins))
+        for i in order
+    ]  # fmt: skip
+
+
+def _part_at(ts: float, host: Sequence[Interval], begins: Sequence[float]) -> str:
+    at = bisect_right(begins, ts) - 1
+    return host[at][2] if at >= 0 and ts <= host[at][1] else IDLE
+
+
+def _kernels(pieces: Sequence[Piece], weights: Mapping[str, Sequence[int]]) -> tuple[list[Kernel], list[str]]:
+    """Pieces by name and part, slowest first, with bytes where every piece is the product with a known weight; and what
+    is not known of them."""
+    sizes: dict[int, int] = {}
+    doubts = []
+    for which, what, parts in PASSES:
+        order = weights.get(which) or []
+        places = [place for place, piece in enumerate(pieces) if piece.part in parts and is_product(piece.name)]
+        if order and len(places) % len(order):
+            doubts.append(f"{what}: {len(places)} products are no whole number of passes over {len(order)} weights, so "
+                          "which reads which is not known")  # fmt: skip
+        elif order:
+            sizes |= {place: order[number % len(order)] for number, place in enumerate(places)}
+    together: dict[tuple[str, str], list[int]] = {}
+    for place, piece in enumerate(pieces):
+        together.setdefault((piece.name, piece.part), []).append(place)
+    found = []
+    for (name, part), places in together.items():
+        known = [sizes[place] for place in places if place in sizes]
+        read = sum(known) if len(known) == len(places) else None
+        found.append(Kernel(name, part, sum(pieces[place].seconds for place in places), len(places), read))
+    return sorted(found, key=lambda one: -one.seconds), doubts
+
+
+def is_product(name: str) -> bool:
+    """Whether a kernel or an operator of this name multiplies by a weight."""
+    return bool(PRODUCT.search(name)) and not NO_PRODUCT.search(name)

@@ -83,7 +83,12 @@ class Plan:
 
 
 def plan(
-    cfgs: Iterable[RunConfig], known: Sequence[Point] = (), *, again: bool = False, reuse_baseline: bool = False
+    cfgs: Iterable[RunConfig],
+    known: Sequence[Point] = (),
+    *,
+    again: bool = False,
+    reuse_baseline: bool = False,
+    retry_failed: bool = False,
 ) -> Plan:
     """Group points by the engine they can share.
 
@@ -92,9 +97,11 @@ def plan(
             comparable ones say how long the others may take.
         again: measure finished points too.
         reuse_baseline: take the newest measured baseline with the right key, where there is one.
+        retry_failed: only points that an earlier command could not measure, and none has since.
     """
     keys = Keys()
     measured = {point.key: point for point in known if point.ok}
+    failed = {point.key for point in known} - measured.keys()
     families: dict[str, Family] = {}
     seen: dict[str, set[str]] = {}
     groups: dict[str, list[Planned]] = {}
@@ -104,6 +111,8 @@ def plan(
         planned = Planned(cfg, keys.run(cfg), base_key, keys.digests(cfg), keys.device(cfg), keys.arm(cfg))
         if planned.key in measured and not again:
             result.skipped.append(planned)
+            continue
+        if retry_failed and planned.key not in failed:
             continue
         name = keys.engine(base)
         family = families.setdefault(name, Family([], []))

@@ -49,6 +49,7 @@ class SweepResult:
     points: list[Point] = field(default_factory=list)
     skipped: int = 0
     bad_input: int = 0  # points that failed because of what the user asked for
+    left: int = 0  # points that there was no time for
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -80,6 +81,7 @@ class _Run:
     result: SweepResult
     folder: Path
     baselines: dict[str, tuple[Point, bool]]
+    go_on: Callable[[], bool]
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
 
     def save(self, point: Point) -> None:
@@ -114,6 +116,8 @@ def run(
     tracker: Tracker | None = None,
     again: bool = False,
     reuse_baseline: bool = False,
+    retry_failed: bool = False,
+    go_on: Callable[[], bool] = lambda: True,
     run_id: str | None = None,
 ) -> SweepResult:
     """Measure every point that is not finished; each is on disk as soon as it is measured.
@@ -126,6 +130,8 @@ def run(
         bench: measures one config on an engine.
         again: measure finished points too.
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
+        retry_failed: only points that an earlier command could not measure.
+        go_on: asked before each point; once it says no, no other point is begun, and the result says how many are left.
 
     Raises:
         ConfigError: the results folder is in use, or cannot be written.
@@ -134,14 +140,16 @@ def run(
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.sweep_lock(folder):
         warnings = results.prepare(folder)
-        todo = plan(cfgs, results.heads(folder), again=again, reuse_baseline=reuse_baseline)
+        more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
+        todo = plan(cfgs, results.heads(folder), **more)
         progress.planned(todo)
         result = SweepResult(run_id or results.new_run_id(), skipped=len(todo.skipped), warnings=warnings)
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
         baselines = {point.key: (point, True) for point in reused}
-        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines)
+        context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, go_on)
         for family in todo.families:
             _family(context, family)
+        result.left = len(todo.points) - len(result.points)
     return result
 
 
@@ -161,7 +169,7 @@ def _family(context: _Run, family: Family) -> None:
 def _on_one_engine(context: _Run, points: list[Planned]) -> None:
     """Measure points on one live engine. A failure that may have broken the engine costs a fresh one for the rest."""
     waiting = list(points)
-    while waiting:
+    while waiting and context.go_on():
         stack = ExitStack()
         began = time.perf_counter()
         context.progress.measuring(waiting[0])
@@ -173,7 +181,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             return
         start_seconds = time.perf_counter() - began
         try:
-            while waiting:
+            while waiting and context.go_on():
                 interrupts.check()
                 if not _measure(context, waiting.pop(0), engine, start_seconds):
                     break

@@ -3,6 +3,7 @@
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.record.point import Measurement, Point, Repeat, compare, point_id
+from selfspec_cli.record.profiles import Profile
 
 RUN = "20261121-000000-aaaa"
 CONFIG = {
@@ -89,3 +90,13 @@ def sweep_points(batches=(1, 4), thresholds=(4.0, 5.0, 6.0), lengths=(2, 4, 6)):
         failed = {"status": "failed", "reason": "out of memory", "repeats": (), "outputs": (), "engine": {}}
         made.append(_point(len(made), draft | {"k": 64, "gate": "none"}, base_measured, **failed))
     return made
+
+
+def profile(point, seconds):
+    """A profile of the arm of a point. seconds: of each part."""
+    wall = sum(seconds.values())
+    return Profile(
+        key=point.key, run_id=RUN, time=point.time, device=point.device, arm=point.arm, seconds=seconds, wall=wall,
+        rounds=100, tokens=128, tok_s=128 / wall, tok_s_profiled=100 / wall, kernels=[], memory_rate=None, gpu=True,
+        unknown=[], trace=f"{point.key}.trace.json.gz",
+    )  # fmt: skip

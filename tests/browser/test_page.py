@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from page_points import sweep_points
+from page_points import profile, sweep_points
 
 from selfspec_cli.record import folder
 from selfspec_cli.report import make
@@ -40,6 +40,7 @@ QUIET = (
 )
 LOOKS = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
 PATIENCE = 120  # seconds, on a machine that is busy
+READY = "return document.documentElement.dataset.ready"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def shown(driver, page, width=1280, scheme="light"):
     driver.get_log("browser")
     driver.get(page.as_uri())
     until = time.monotonic() + PATIENCE
-    while driver.execute_script("return document.documentElement.dataset.ready") != "true":
+    while driver.execute_script(READY) != "true":
         problem = driver.execute_script("return document.getElementById('problem')?.textContent")
         assert not problem, problem
         assert time.monotonic() < until, "the page is not ready"
@@ -104,8 +105,12 @@ def keep_picture(driver, name):
 def pages(tmp_path_factory):
     """A page of points with everything in it, and the pages of the published results."""
     place = tmp_path_factory.mktemp("pages")
-    for point in sweep_points():
+    for number, point in enumerate(sweep_points()):
         folder.save(place / "made_up", point)
+        if number < 2:
+            parts = {"verify": 0.6, "sampler": 0.1, "host": 0.04, "idle": 0.06}
+            drafting = {"trunk": 0.1, "head": 0.05, "gate": 0.02, "draft": 0.03} if number else {}
+            folder.save_profile(place / "made_up", profile(point, parts | drafting), b"")
     published = ROOT / "results" / "published"
     sources = {"made_up": place / "made_up", "cpu": published / "cpu", "published": published}
 
@@ -201,3 +206,24 @@ def test_text_of_points_is_text(driver, tmp_path):
     shown(driver, make.run(tmp_path, tmp_path).page)
     driver.execute_script("document.querySelector('#all td.open button').click()")
     assert driver.execute_script("return [window.hurt ?? null, document.querySelectorAll('img').length]") == [None, 0]
+
+
+def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(driver, tmp_path):
+    points = sweep_points()
+    for point in points[:3]:
+        folder.save(tmp_path, point)
+    page = make.run(tmp_path, tmp_path, reload=1).page
+    shown(driver, page)
+    rows = "return window.selfspecTable?.rows().count()"
+    assert driver.execute_script(rows) == 3 and "A sweep is running" in driver.page_source
+    assert violations(driver) == []
+    driver.execute_script("scrollTo(0, 300)")
+    folder.save(tmp_path, points[3])
+    make.run(tmp_path, tmp_path)
+    until = time.monotonic() + PATIENCE
+    while driver.execute_script(rows) != 4 or driver.execute_script(READY) != "true":
+        assert time.monotonic() < until, "the page did not load the newer one"
+        time.sleep(0.1)
+    assert driver.execute_script("return document.getElementById('watched')") is None
+    assert driver.execute_script("return Math.round(scrollY)") == 300
+    assert told_by_console(driver) == []

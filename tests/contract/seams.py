@@ -97,6 +97,17 @@ SIGNATURES = {
     f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
     "capacities draft_budget num_steps",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
+    # What `selfspec profile` and `engine.nvtx` put ranges around.
+    f"{V1_RUNNER}:GPUModelRunner.execute_model": "scheduler_output intermediate_tensors",
+    f"{V1_RUNNER}:GPUModelRunner.sample_tokens": "grammar_output",
+    f"{V1_RUNNER}:GPUModelRunner.get_model": "",
+    f"{V2_RUNNER}:GPUModelRunner.get_model": "",
+    f"{V2_RUNNER}:GPUModelRunner.sample_tokens": "grammar_output",
+    f"{SCHEDULER}.schedule": "throttle_prefills",
+    f"{SCHEDULER}.update_from_output": "scheduler_output model_runner_output",
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "engine_core_outputs engine_core_timestamp "
+    "iteration_stats weight_version",
+    "vllm.v1.engine.llm_engine:LLMEngine.step": "",
     # Both runners, and the driver.
     "vllm.forward_context:set_forward_context": "attn_metadata vllm_config num_tokens num_tokens_across_dp "
     "cudagraph_runtime_mode batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
@@ -140,7 +151,7 @@ FIELDS = {
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
     f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
-    "vllm.config:ModelConfig": "quantization dtype",
+    "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
     "vllm.config:VllmConfig": "additional_config speculative_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
@@ -177,6 +188,8 @@ ATTRIBUTES = {
     "_capture_descs",
     SCHEDULER: "vllm_config scheduler_config requests dynamic_sd_lookup use_v2_model_runner",
     "vllm.v1.request:Request": "num_computed_tokens",
+    "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
+    "vllm.v1.worker.gpu_worker:Worker": "device rank model_runner",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",
     f"{V2_FOLDER}.block_table:BlockTables": "input_block_tables slot_mappings block_sizes",
     f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",

@@ -57,7 +57,9 @@ def engines(monkeypatch):
     return opened
 
 
-@pytest.mark.parametrize("command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "export"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "bench", "sweep", "fit-lsq", "roc", "tune", "report", "export", "profile"]
+)
 def test_every_command_has_help_with_an_example(command):
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -65,7 +67,7 @@ def test_every_command_has_help_with_an_example(command):
     assert "--json" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["bench", "sweep", "fit-lsq", "roc", "tune"])
+@pytest.mark.parametrize("command", ["bench", "sweep", "fit-lsq", "roc", "tune", "profile"])
 def test_what_starts_an_engine_has_a_dry_run(command):
     assert "--dry-run" in call(command, "--help").stdout
 

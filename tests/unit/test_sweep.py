@@ -379,3 +379,26 @@ def test_how_long_it_may_take_comes_from_comparable_points(lab):
     assert planning.plan(longer, known).seconds is None
     elsewhere = [replace(head, device="another") for head in known]
     assert planning.plan(rest, elsewhere).seconds is None
+
+
+def test_only_what_failed_is_tried_again(lab):
+    lab.fail_point = lambda cfg: RuntimeError("boom") if cfg.tau_v == 5 and cfg.method is not Method.baseline else None
+    asked = [RunConfig(gate=VARH, tau_v=float(tau)) for tau in (4, 5)]
+    assert len(lab.run(asked).failed) == 1
+    lab.fail_point, lab.measured = lambda cfg: None, []
+    more = [*asked, RunConfig(gate=VARH, tau_v=6.0)]
+    found = lab.run(more, retry_failed=True)
+    assert [cfg.tau_v for cfg in lab.measured if cfg.method is not Method.baseline] == [5]
+    assert found.skipped == 1 and found.exit_code == 0
+    assert lab.run(more, retry_failed=True).points == []  # tau_v=6 was never tried, so it has not failed
+    assert [cfg.tau_v for cfg in lab.measured[-1:]] == [5]
+
+
+def test_a_sweep_that_is_out_of_time_ends_between_points_and_goes_on_later(lab):
+    asked = [RunConfig(gate=VARH, tau_v=float(tau)) for tau in (4, 5, 6)]
+    found = lab.run(asked, go_on=lambda: len(lab.measured) < 2)
+    assert (len(found.points), found.left, found.exit_code) == (2, 2, 0)
+    opened = len(lab.engines)
+    assert lab.run(asked, go_on=lambda: False).left == 3 and len(lab.engines) == opened  # no engine for nothing
+    again = lab.run(asked)
+    assert again.left == 0 and {row.threshold for row in lab.rows() if row.arm != "baseline"} == {4, 5, 6}

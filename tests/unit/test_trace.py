@@ -1,42 +1,175 @@
-"""The table of where a round's time goes, on a trace small enough to add up by hand."""
+"""Where a run's time goes, on traces small enough to add up by hand."""
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 
-from selfspec_cli.report.trace import shares
+from selfspec_cli.report import trace
+from selfspec_cli.report.trace import breakdown, draft_step
 
 
-def annotation(name, ts, dur):
-    return {"cat": "user_annotation", "name": f"selfspec.{name}", "ts": ts, "dur": dur}
+def annotation(name, ts, dur, tid=1):
+    return {"ph": "X", "cat": "user_annotation", "name": f"selfspec.{name}", "ts": ts, "dur": dur, "tid": tid}
 
 
-def launch(correlation, ts):
-    return {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+def launch(correlation, ts, name="cudaLaunchKernel"):
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": 1, "args": {"correlation": correlation}}
 
 
-def kernel(correlation, ts, dur):
-    return {"cat": "kernel", "name": "gemm", "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+def kernel(correlation, ts, dur, name="nvjet_tst"):
+    args = {"correlation": correlation}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": args}
 
 
-EVENTS = [
-    annotation("verify", 0, 10), launch(1, 5), kernel(1, 100, 30), kernel(1, 130, 20),
-    annotation("sample", 10, 30), launch(2, 12), kernel(2, 150, 5),
-    annotation("draft", 20, 10), launch(3, 25), kernel(3, 160, 40),  # inside `sample`
-    launch(4, 60), kernel(4, 190, 20),  # in no range, and beside the draft on another stream
+def operator(name, ts, dur, tid=1):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid}
+
+
+def microseconds(found):
+    return {part: round(1e6 * seconds) for part, seconds in found.seconds.items()}
+
+
+GPU = [
+    annotation("schedule", 0, 3), annotation("verify", 3, 7), launch(1, 5, "cudaGraphLaunch"), kernel(1, 20, 30),
+    kernel(1, 50, 20), annotation("sample", 10, 30), launch(2, 12), kernel(2, 70, 5),
+    annotation("draft", 20, 10), launch(3, 25), kernel(3, 75, 40, "_begin_round"),  # inside `sample`
+    launch(4, 60), kernel(4, 105, 20, "memcpy"),  # in no range, and ten beside the draft on another stream
+    annotation("schedule", 130, 10),
 ]  # fmt: skip
 
 
-def test_each_kernel_counts_where_it_was_launched_and_the_rest_is_idle():
-    found, wall, rounds = shares(EVENTS)
-    assert (wall, rounds) == (110, 1)
-    assert {share.part: share.busy for share in found} == {
-        "draft": 40, "other": 20, "sample": 5, "verify": 50, "idle": 110 - 50 - 5 - 50,
+def test_on_a_gpu_each_moment_is_that_of_the_kernel_or_else_of_the_host():
+    found = breakdown(GPU, [], 150e-6)
+    assert microseconds(found) == {
+        "verify": 50, "sampler": 5, "draft": 40, "other": 10, "scheduler": 3 + 10, "host": 17, "idle": 5 + 10,
     }  # fmt: skip
-    assert {share.part: share.launches for share in found}["verify"] == 1  # two kernels of one graph
-    assert {share.part: share.kernels for share in found}["verify"] == {"gemm": (50, 2)}
+    assert sum(microseconds(found).values()) == 150
+    assert found.gpu and found.rounds == 1
+    verify = found.kernels[0]
+    assert (verify.name, verify.part, round(1e6 * verify.seconds), verify.calls) == ("nvjet_tst", "verify", 50, 2)
+
+
+EAGER = [
+    annotation("verify", 0, 1),
+    annotation("draft", 10, 200),
+    *[
+        event
+        for step in range(3)
+        for event in (
+            launch(10 * step + 1, 20 + 40 * step), kernel(10 * step + 1, 1000 + 100 * step, 2, "_slots"),
+            annotation("trunk", 21 + 40 * step, 10), launch(10 * step + 2, 22 + 40 * step),
+            kernel(10 * step + 2, 1010 + 100 * step, 20, "nvjet_a"), launch(10 * step + 3, 25 + 40 * step),
+            kernel(10 * step + 3, 1030 + 100 * step, 5, "norm"),
+            annotation("head", 32 + 40 * step, 5), launch(10 * step + 4, 33 + 40 * step),
+            kernel(10 * step + 4, 1040 + 100 * step, 9, "nvjet_a"),
+            annotation("gate", 40 + 40 * step, 5), launch(10 * step + 5, 41 + 40 * step),
+            kernel(10 * step + 5, 1050 + 100 * step, 1, "_end_step"),
+        )
+    ],
+]  # fmt: skip
+
+
+def test_the_kernels_of_a_draft_step_are_learnt_where_they_are_launched_one_by_one():
+    assert draft_step(EAGER) == [
+        ("_slots", "draft"), ("nvjet_a", "trunk"), ("norm", "trunk"), ("nvjet_a", "head"), ("_end_step", "gate"),
+    ]  # fmt: skip
+
+
+def looped(correlation, unknown=False):
+    """Two steps of a loop inside a graph, whose launch the profiler may know nothing of."""
+    names = [("_slots", 2), ("nvjet_a", 20), ("norm", 5), ("nvjet_a", 9), ("_end_step", 1), ("set_condition", 3)]
+    at, made = 100.0, []
+    for name, dur in names * 2:
+        made.append(kernel(99 if unknown else correlation, at, dur, name))
+        at += dur
+    return made
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_kernels_of_a_captured_loop_are_told_by_their_order(unknown):
+    events = [annotation("verify", 0, 10), launch(1, 5), kernel(1, 50, 50, "nvjet_b"), annotation("draft", 20, 10),
+              launch(2, 22, "cudaGraphLaunch"), *looped(2, unknown)]  # fmt: skip
+    found = breakdown(events, [], 180e-6, step=draft_step(EAGER), weights={"full": [100], "draft": [40, 60]})
+    seconds = microseconds(found)
+    assert {part: seconds[part] for part in ("trunk", "head", "gate", "verify")} == {
+        "trunk": 50, "head": 18, "gate": 2, "verify": 50,
+    }  # fmt: skip
+    # The kernel that sets the loop's condition is in no step.
+    assert seconds["other" if unknown else "draft"] == (6 + (0 if unknown else 4)) and sum(seconds.values()) == 180
+    read = {(one.name, one.part): one.bytes for one in found.kernels}
+    assert read[("nvjet_a", "trunk")] == 2 * 40 and read[("nvjet_a", "head")] == 2 * 60
+    assert read[("nvjet_b", "verify")] == 100 and read[("norm", "trunk")] is None
+    assert found.doubts == []
+
+
+def test_bytes_are_not_known_where_products_and_weights_do_not_pair():
+    found = breakdown(GPU, [], 150e-6, weights={"full": [1, 2, 3]})
+    assert all(one.bytes is None for one in found.kernels)
+    assert found.doubts and "2 products" in found.doubts[0]
+
+
+def test_products_are_told_from_other_kernels_in_a_trace_of_an_h200():
+    """Four products in each of 32 layers, whose lm_head counted as sampling then; three draft steps of 8 layers and a
+    head, on a kernel of ours."""
+    file = Path(__file__).parents[2] / "results" / "published" / "gpu" / "trace_batch1.json"
+    products = [
+        {part["part"]: sum(one["times"] for one in part["kernels"] if trace.is_product(one["name"]))
+         for part in arm["parts"] if part["part"] != "idle"}
+        for arm in json.loads(file.read_text())
+    ]  # fmt: skip
+    plain, drafting, unrolled = products
+    assert plain["verify"] == pytest.approx(4 * 32, rel=0.02) and plain["sample"] == pytest.approx(1, abs=0.02)
+    assert drafting["other"] == unrolled["draft"] == 3 * (4 * 8 + 1)
+
+
+CPU = [
+    annotation("step", 0, 100), annotation("schedule", 5, 10), annotation("verify", 15, 40),
+    operator("aten::linear", 16, 30), operator("aten::addmm", 20, 20), annotation("sample", 55, 30),
+    annotation("draft", 60, 20), annotation("gate", 62, 16), annotation("trunk", 63, 7), annotation("head", 70, 5),
+    annotation("detokenise", 90, 6), operator("aten::mm", 17, 5, tid=2),
+]  # fmt: skip
+
+
+def test_on_the_cpu_each_moment_is_that_of_the_innermost_range():
+    found = breakdown(CPU, [], 120e-6, weights={"full": [64]})
+    assert not found.gpu
+    assert microseconds(found) == {
+        "trunk": 7, "head": 5, "gate": 16 - 12, "draft": 4, "verify": 40, "sampler": 10, "scheduler": 10,
+        "detokenise": 6, "other": 5 + 5 + 4, "idle": 20,
+    }  # fmt: skip
+    # An operator counts without those inside it, and those of other threads are inside somebody's.
+    assert [(one.name, round(1e6 * one.seconds), one.bytes) for one in found.kernels] == [
+        ("aten::addmm", 20, 64), ("aten::linear", 10, None),
+    ]  # fmt: skip
+
+
+def test_what_another_process_does_counts_only_where_the_engine_rests():
+    frontend = [annotation("step", 0, 200), annotation("detokenise", 10, 20), annotation("detokenise", 140, 20)]
+    found = breakdown(GPU, frontend, 200e-6)
+    # 14 to 20: the host is at sampling while no kernel runs. 125 to 130 and from 140 on: nobody is at anything.
+    assert microseconds(found)["detokenise"] == 20
+    assert microseconds(found)["idle"] == 5 + 40
+
+
+def test_parts_outside_the_run_are_not_hidden():
+    """The sum of the parts is then more than the wall time, which is how clocks that disagree are noticed."""
+    found = breakdown(GPU, [], 100e-6)
+    assert sum(microseconds(found).values()) == 135
+
+
+def test_a_trace_is_read_on_the_clock_of_the_run(tmp_path):
+    file = tmp_path / "trace.json.gz"
+    events = [annotation("verify", 5.5, 2), {"ph": "M", "name": "process_name"}]
+    document = {"baseTimeNanoseconds": 1_790_857_026_000_000_000, "traceEvents": events}
+    file.write_bytes(gzip.compress(json.dumps(document).encode()))
+    (event,) = trace.read(file, 1_790_857_026_000_002_000)
+    assert event["ts"] == pytest.approx(3.5)
 
 
 def test_a_trace_without_ranges_is_refused():
     with pytest.raises(ValueError, match="no range of a verify pass"):
-        shares([launch(1, 0), kernel(1, 1, 1)])
+        breakdown([launch(1, 0), kernel(1, 1, 1)], [], 1.0)

@@ -59,5 +59,5 @@ GATE = CalibratedGate(
     high=1.0,
     meaning="the calibrated acceptance probability",
     help="Go on drafting while the acceptance fitted from logged drafts (`selfspec roc`) is at least `tau`.",
-    colour="#1f2933",
+    colour="#c9518d",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report.figures import drafts, engine, exits, quality, speed
+from selfspec_cli.report.figures import drafts, engine, exits, profile, quality, speed
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups
 from selfspec_cli.report.sources import Sources
@@ -27,6 +27,7 @@ def of_sources(found: Sources) -> list[Figure]:
         *drafts.positions(together, found.accepts),
         *engine.cost_model(together),
         *engine.energy(together),
+        *profile.shares(found.profiles),
         *exits.heads(found.heads),
         *exits.roc(found.curves),
         *exits.areas(found.areas),

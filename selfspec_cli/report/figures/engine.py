@@ -77,7 +77,8 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
     x = alt.X("load:O", axis=alt.Axis(title=LOADS[column], labelAngle=0))
     y = alt.Y("speedup:Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False, nice=True))
     tips = ["series:N", "load:O", "speedup:Q", "low:Q", "high:Q", "tok_s:Q", "point:N"]
-    line = rows_chart().mark_line(strokeWidth=2).encode(x=x, y=y, color=series_colour(), tooltip=tips)
+    middle = alt.Y("median(speedup):Q", axis=times_axis("speedup"), scale=alt.Scale(zero=False, nice=True))
+    line = rows_chart().mark_line(strokeWidth=2).encode(x=x, y=middle, color=series_colour())
     dots = (
         rows_chart()
         .mark_point(filled=True, size=70, opacity=1)
@@ -90,7 +91,10 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
     )
     one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(y="one:Q")
     chart = (one + line + dots).properties(width="container", height=300)
-    about = "The speedup of each arm over the baseline of the same load. Red points below 1x are losses."
+    about = (
+        "The speedup of each arm over the baseline of the same load; where several runs measured it, the line goes "
+        "through their median. Red points below 1x are losses."
+    )
     return figure(f"by_{column}", f"Speedup by {LOADS[column]}", about, chart, panels)
 
 

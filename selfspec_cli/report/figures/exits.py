@@ -69,7 +69,9 @@ def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
             detail="series:N",
             strokeDash=alt.StrokeDash(
                 "vocab:N",
-                legend=alt.Legend(title=None, orient="bottom", columns=1),
+                legend=alt.Legend(
+                    title=None, orient="bottom", columns=1, symbolType="stroke", symbolStrokeColor="#84909c"
+                ),
                 scale=alt.Scale(domain=["all tokens", "draft vocabulary"], range=[[1, 0], [3, 3]]),
             ),
             tooltip=tips,
@@ -153,7 +155,7 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
                     "arm": row["gate"],
                     "auc": float(row["auc"]),
                     "at_stake": float(row["auc_at_stake"] or "nan"),
-                    "text": f"{float(row['auc']):.2f}, expected speedup {float(row['expected_speedup']):.2f}x",
+                    "text": f"{float(row['auc']):.2f}, {float(row['expected_speedup']):.2f}x",
                 }
                 for row in sorted(members, key=lambda row: -float(row["auc"]))
             ]
@@ -182,7 +184,10 @@ def areas(found: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Figure]:
     )
     chance = alt.Chart(alt.Data(values=[{"at": 0.5}])).mark_rule(strokeDash=[4, 3]).encode(x="at:Q")
     chart = (bars + chance + names_above() + number).properties(width="container", height=alt.Step(36))
-    about = "From real drafts: 0.5 (dashed) tells nothing. The speedup is what the best threshold is expected to bring."
+    about = (
+        "From real drafts: an area of 0.5 (dashed) tells nothing. Beside it the speedup that the best threshold is "
+        "expected to bring."
+    )
     return figure("auc", "Which gate tells good drafts from bad", about, chart, panels)
 
 

@@ -93,7 +93,9 @@ def _panel(group: Group, name: str, rows: list[Record], data: list[dict[str, Any
 
 def _dots(title: str) -> Any:
     y = alt.Y("arm:N", sort=None, axis=None)
-    x = alt.X("value:Q", axis=alt.Axis(title=title, tickCount=6), scale=alt.Scale(zero=False, padding=12))
+    x = alt.X(
+        "value:Q", axis=alt.Axis(title=title, tickCount=6, format=".4~g"), scale=alt.Scale(zero=False, padding=12)
+    )
     tips = ["arm:N", "value:Q", "low:Q", "high:Q", "point:N"]
     known = rows_chart().transform_filter("isValid(datum.low)")
     whisker = known.mark_rule(strokeWidth=2, yOffset=4).encode(x="low:Q", x2="high:Q", y=y, tooltip=tips)

@@ -29,7 +29,8 @@ function theme(width) {
       labelColor: muted, titleColor: muted, gridColor: line, domain: false, ticks: false, titleFontWeight: "normal",
       labelFontSize: 12, titleFontSize: 12, labelPadding: 6,
     },
-    legend: { labelColor: ink, labelFontSize: 12, labelLimit: Math.max(120, width - 60), symbolType: "circle" },
+    legend: { labelColor: ink, labelFontSize: 12, labelLimit: Math.max(120, width - 60), symbolType: "circle",
+      layout: { bottom: { anchor: "start", direction: "vertical" } } },
   };
 }
 
@@ -233,6 +234,39 @@ function tableIn(DataTable, data) {
   return limit;
 }
 
+// ---- while a sweep runs
+
+// What a reader has chosen stays: where the page is scrolled to, which panel each figure shows, how the table is sorted
+// and searched. A browser that keeps nothing for files begins anew each time.
+function keepUp() {
+  const told = byId("watched");
+  const table = window.selfspecTable;
+  const place = `selfspec ${location.pathname}`;
+  const storage = (action) => { try { return action(sessionStorage); } catch { return null; } };
+  const kept = JSON.parse(storage((found) => found.getItem(place)) ?? "null");
+  storage((found) => found.removeItem(place));
+  if (kept) {
+    table.search(kept.search).order(kept.order).draw();
+    for (const [id, name] of Object.entries(kept.panels)) {
+      const option = [...(byId(id)?.options ?? [])].find((one) => one.textContent === name);
+      if (option && !option.selected) {
+        option.selected = true;
+        option.parentElement.closest("select").dispatchEvent(new Event("change"));
+      }
+    }
+    scrollTo({ top: kept.scroll, behavior: "instant" });
+  }
+  if (!told) return;
+  const timer = setInterval(() => {
+    if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
+    const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));
+    const all = JSON.stringify({ scroll: scrollY, panels, search: table.search(), order: table.order() });
+    storage((found) => found.setItem(place, all));
+    location.reload();
+  }, 1000 * Number(told.dataset.seconds));
+  told.querySelector("button").addEventListener("click", () => { clearInterval(timer); told.hidden = true; });
+}
+
 // ---- all of it
 
 try {
@@ -253,6 +287,7 @@ try {
   const again = () => { paint(); clearTimeout(waiting); waiting = setTimeout(async () => { for (const one of drawn) await one(); }, 150); };
   dark.addEventListener("change", again);
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; again(); } });
+  keepUp();
   document.documentElement.dataset.ready = "true";
 } catch (error) {
   byId("problem").hidden = false;

@@ -97,6 +97,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._set_limits_by_load()
         self._resting = False  # whether the last round drafted nothing, and what it was told is taken in
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
+        self.eager = False  # for a profiler, which sees no parts inside a graph
         self._loop: device_loop.DeviceLoop | None = None
         self._capturing = False
         # The base class feeds hidden states back; nothing does here.
@@ -300,7 +301,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             uniform_token_count=1,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
-            need_eager=is_profile,
+            need_eager=is_profile or self.eager,
             dp_sync_state=dp_sync_state,
         )
         if self.decode_cudagraph_manager is not None:
@@ -342,7 +343,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             return
         self._warm = True
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
+            self._forward(num_tokens)
 
     def _run_all_steps(
         self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
@@ -434,7 +435,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         num_speculative_steps: int,
     ) -> None:
         """First E layers, exit head, gate, and the inputs of the step after."""
-        buffers = self.input_buffers
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
@@ -444,10 +444,14 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             slot_mapping=slot_mappings,
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
         ):
-            hidden = self.model(buffers.input_ids[:num_tokens_padded], buffers.positions[:num_tokens_padded], None)
+            hidden = self._forward(num_tokens_padded)
         logits = self.head.logits(hidden[:num_reqs])
         drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
         self.end_step(self.state, logits, drawn)
+
+    def _forward(self, num_tokens: int) -> Tensor:
+        """The first E layers on the persistent inputs -> normed hidden states [num_tokens, hidden]."""
+        return self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

@@ -1,0 +1,115 @@
+"""Profiles of arms: where the time of a run went, as `selfspec profile` found it.
+
+One profile, one file `results/profiles/<run key>-<run>.json`, with the trace beside it. The newest profile of a run key
+is columns of every row of that key. A profiled run is slower than a measured one, so it is no point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER, FORMAT = "profiles", 1
+SHARES = {
+    "trunk": ("trunk",),
+    "head": ("head",),
+    "gate": ("gate",),
+    "draft": ("draft",),
+    "verify": ("verify",),
+    "sampler": ("sampler",),
+    "scheduler": ("scheduler",),
+    "detokenise": ("detokenise",),
+    "host": ("host",),
+    "idle": ("idle", "other"),
+}
+"""Columns of a row, without their ending `_share`, and the parts of a profile that each is the sum of."""
+COLUMNS = tuple(f"{name}_share" for name in SHARES)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of one arm went.
+
+    arm: columns that name it. seconds: of each part (`report.trace.PARTS`), those without any left out. wall: seconds
+    of the run by a clock that is not the trace's. rounds: full passes. tokens: generated. tok_s: without the profiler;
+    tok_s_profiled: with it. kernels: slowest first, each with name, part, seconds, calls, bytes of the weights that its
+    calls read (None where not known) and rate, their share of the memory's (None where either is not known).
+    memory_rate: bytes a second at most; None where it is not known. unknown: what this profile cannot say, in words.
+    trace: name of the file beside this one.
+    """
+
+    key: str
+    run_id: str
+    time: str
+    device: str
+    arm: dict[str, Any]
+    seconds: dict[str, float]
+    wall: float
+    rounds: int
+    tokens: int
+    tok_s: float
+    tok_s_profiled: float
+    kernels: list[dict[str, Any]]
+    memory_rate: float | None
+    gpu: bool
+    unknown: list[str]
+    trace: str
+    command: list[str] | None = None
+    config: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    git: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the suffix."""
+        return f"{self.key}-{self.run_id}"
+
+    @property
+    def accounted(self) -> float:
+        """The sum of all parts over the wall time: 1, but for what the two clocks see differently."""
+        return sum(self.seconds.values()) / self.wall
+
+    def share(self, *parts: str) -> float | None:
+        """Of the wall time, that of some parts; None where the profile has none of them."""
+        known = [self.seconds[part] for part in parts if part in self.seconds]
+        return sum(known) / self.wall if known else None
+
+    def columns(self) -> dict[str, float | None]:
+        """By the names of a row's columns."""
+        return {f"{name}_share": self.share(*parts) for name, parts in SHARES.items()}
+
+
+def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Path:
+    """Write a profile's trace, and then the profile, each whole or not at all; the profile's file.
+
+    Raises:
+        OSError: one could not be written.
+    """
+    folder = Path(results) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT} | asdict(profile), ensure_ascii=False) + "\n"
+    target = folder / f"{profile.name}.json"
+    for file, content in ((folder / profile.trace, trace), (target, text.encode())):
+        part = file.with_name(f".{file.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(content)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+    return target
+
+
+def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
+    """The newest profile of each run key of a results folder. Files that hold none are left alone."""
+    names = {item.name for item in fields(Profile)}
+    found: list[Profile] = []
+    for file in (Path(results) / FOLDER).glob("[!.]*.json"):
+        with suppress(ValueError, OSError, TypeError, KeyError):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if data["format"] == FORMAT:
+                found.append(Profile(**{name: value for name, value in data.items() if name in names}))
+    return {profile.key: profile for profile in sorted(found, key=lambda one: one.run_id)}

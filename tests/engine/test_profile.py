@@ -1,0 +1,41 @@
+"""A live engine under the profiler: where the time goes adds up, and what drafts is told from what verifies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine.live import open_engine
+from selfspec_cli.record import profiles
+from selfspec_cli.stages import profile
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_parts_of_a_run_add_up_to_its_wall_time(model_dir, tmp_path, report):
+    """Of the baseline and of early exit, in this process (which is where an engine on the CPU runs)."""
+    drafting = RunConfig(
+        model=ModelConfig(path=str(model_dir("llama")), max_model_len=256),
+        engine=replace(EngineConfig(), enforce_eager=True, kv_cache_gib=0.1, extra={"skip_tokenizer_init": True}),
+        workload=WorkloadConfig(name="short", prompts="random", num_prompts=2, batch=2, output_len=32),
+        method=Method.layer_skip, layer=3, k=3, results_dir=str(tmp_path),
+    )  # fmt: skip
+    found = {}
+    for cfg in (replace(drafting, method=Method.baseline), drafting):
+        made, path = profile.run(cfg, open_engine=open_engine, tokens=24)
+        assert made.accounted == pytest.approx(1, abs=0.05)
+        assert Path(path).is_file() and (Path(path).parent / made.trace).stat().st_size > 1000
+        found[str(cfg.method)] = made
+        report(f"{cfg.method}: " + json.dumps({name: round(made.share(name), 3) for name in made.seconds}))
+    plain, early = found["baseline"], found["layer_skip"]
+    assert plain.rounds == 24 and plain.tokens == early.tokens == 48
+    assert not {"trunk", "head", "gate", "draft"} & set(plain.seconds)
+    assert {"trunk", "head", "gate", "draft", "verify", "sampler", "scheduler", "detokenise"} <= set(early.seconds)
+    assert any(one["bytes"] for one in early.kernels if one["part"] == "verify"), early.unknown
+    assert any(one["bytes"] for one in early.kernels if one["part"] == "trunk"), early.unknown
+    assert profile.NO_RATE in early.unknown  # of a CPU's memory nothing is known
+    assert len(profiles.newest(tmp_path)) == 2

@@ -4,6 +4,7 @@
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
 # make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
+# make prometheus  install what the test of the metrics needs (Prometheus); without it that test is skipped
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
@@ -30,7 +31,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test mutants docs lint fresh install browser wheel clean
+.PHONY: demo quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -83,6 +84,10 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt constraints-cpu.txt $(wildcard
 browser:
 	command -v chromium >/dev/null && command -v chromedriver >/dev/null || (apt-get update && apt-get install -y chromium chromium-driver)
 	npm install --prefix .browser --no-save --no-audit --no-fund axe-core@4
+
+# What tests/engine/test_prometheus.py needs: Prometheus and promtool, Debian's package.
+prometheus:
+	command -v prometheus >/dev/null && command -v promtool >/dev/null || (apt-get update && apt-get install -y prometheus)
 
 wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,10 @@ Snapshot = dict[str, Any]
 """Totals since the engine started: `TOTALS` as numbers, `HISTOGRAMS` as lists of counts by value from 0."""
 
 TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "seconds")
-HISTOGRAMS = ("length_histogram", "active_histogram")
+HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
+REASONS = ("load", "context", "request", "acceptance")
+"""Why a request that could be drafted for is not: the table by load, the table by context, its own wish, or because
+too few of its drafts were accepted."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,24 @@ class DraftCounters:
     seconds: float = 0.0  # host time inside the draft loop
     length_histogram: list[int] = field(default_factory=list)  # rounds by number of steps taken, index 0..k
     active_histogram: list[int] = field(default_factory=list)  # steps by number of requests taking part, from 0
+    position_histogram: list[int] = field(default_factory=list)  # tokens drafted at each position of a draft, 0..k-1
+    off: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))  # rounds of a request, by reason
+    in_force: int = 0  # the most tokens that any request might draft in the last round
 
     def __post_init__(self) -> None:
         self.length_histogram = [0] * (self.k + 1)
+        self.position_histogram = [0] * self.k
         self._taken = 0
+
+    def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
+        """How many tokens each request may draft in the round that begins, and why where it may draft none.
+
+        limit: for all of them.
+        """
+        self.in_force = min(limit, max((k for k, _ in requests), default=limit))
+        for _, reason in requests:
+            if reason is not None:
+                self.off[reason] += 1
 
     def round(self, requests: int) -> None:
         """A round begins with so many requests."""
@@ -79,6 +96,7 @@ class DraftCounters:
         self.steps += 1
         self.drafted += requests
         self.active_histogram[requests] += 1
+        self.position_histogram[self._taken] += requests
         self._taken += 1
 
     def ended_early(self) -> None:
@@ -90,6 +108,10 @@ class DraftCounters:
         self._close()
         totals = {name: getattr(self, name) for name in TOTALS}
         return totals | {name: list(getattr(self, name)) for name in HISTOGRAMS}
+
+    def landed(self) -> Snapshot:
+        """What goes to a server's metrics: the counters, and what only the host knows here."""
+        return self.snapshot() | {"off": dict(self.off), "in_force": self.in_force}
 
     def _close(self) -> None:
         if self._taken:

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError, closest
+from selfspec_cli.early_exit.length_table import Cell
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.thresholds import check_threshold
 
@@ -49,3 +50,11 @@ class RequestSettings:
 
 
 NOTHING = RequestSettings()
+
+
+def switched_off_by(cell: Cell, own: RequestSettings) -> str | None:
+    """Which of `counters.REASONS` keeps a request from being drafted for, None if neither the table's entry for it nor
+    its own wish does. Where both do, it is the table."""
+    if not cell.k:
+        return "context" if cell.context else "load"
+    return "request" if own.k == 0 else None

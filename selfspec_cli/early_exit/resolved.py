@@ -63,6 +63,12 @@ class ResolvedSettings(DraftSettings):
         """The draft length by load; k for every load where the user wrote no table."""
         return LengthTable.fixed(self.k) if self.length_table is None else LengthTable.parse(self.length_table, self.k)
 
+    def cost_of_a_draft(self, num_layers: int) -> float:
+        """Of one token, in plain decoding steps of a model of so many layers; the head counts as a layer."""
+        if self.draft_cost is not None:
+            return self.draft_cost
+        return (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers
+
     @property
     def ladder(self) -> Ladder | None:
         """The lengths between which the acceptance of a request chooses; None where every request has the table's."""
@@ -136,8 +142,7 @@ class ResolvedSettings(DraftSettings):
         check_skipped(self.skipped, self.layer)
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.draft_cost is None:
-            # The head counts as a layer.
-            self.draft_cost = (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers
+            self.draft_cost = self.cost_of_a_draft(num_layers)
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None
         self.gate = GateConfig(self.gate.kind, _calibration(self.gate.calibration, self.gate.kind))

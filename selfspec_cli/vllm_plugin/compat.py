@@ -74,6 +74,20 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin register a speculative method",
     ),
     Patch(
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        replacement=f"{_HERE}.hooks:show_drafting",
+        stage="config",
+        reason="a plugin's stat logger is made for every engine, and turns statistics on where a user turned them off",
+        unneeded_when="vLLM asks a plugin's stat logger whether an engine needs it",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        replacement=f"{_HERE}.observe.transport:send",
+        stage="scheduler",
+        reason="statistics go from the scheduler to the API server with fields of vLLM's alone",
+        unneeded_when="vLLM takes statistics of a plugin from a worker to its stat loggers",
+    ),
+    Patch(
         target="vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
         replacement=f"{_HERE}.v2.widths:plan_drafts",
         stage="scheduler",
@@ -86,6 +100,13 @@ PATCHES: tuple[Patch, ...] = (
         stage="scheduler",
         reason="whether drafts pay is known by what was accepted, which the scheduler is told here",
         unneeded_when="vLLM lets a plugin hear how many drafts of a request were accepted",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        replacement=f"{_HERE}.observe.transport:attach",
+        stage="worker",
+        reason="a drafter cannot put what it counts into the output of a step",
+        unneeded_when="vLLM takes statistics of a plugin from a worker to its stat loggers",
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:ModelCudaGraphManager",

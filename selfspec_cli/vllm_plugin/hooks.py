@@ -125,6 +125,20 @@ def patch_before_scheduler(original: Function) -> Function:
     return __init__
 
 
+def show_drafting(original: Function) -> Function:
+    """Replacement for `StatLoggerManager.__init__`: the metrics of an engine with early exit say what drafting did."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if carried_by(vllm_config):
+            from selfspec_cli.vllm_plugin.observe.metrics import add_to
+
+            add_to(self, vllm_config)
+
+    return __init__
+
+
 def refuse_on_request(original: Function, reason: str) -> Function:
     """Replacement for a method of `EngineArgs` on a vLLM with which early exit cannot be had.
 

@@ -32,10 +32,20 @@ SIGNATURES = {
     f"{SCHEDULER}._update_after_schedule": "scheduler_output",
     f"{SCHEDULER}.make_spec_decoding_stats": "spec_decoding_stats num_draft_tokens num_accepted_tokens "
     "num_invalid_spec_tokens request_id",
+    f"{SCHEDULER}.update_from_output": "scheduler_output model_runner_output",
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "vllm_config engine_idxs custom_stat_loggers "
+    "enable_default_loggers aggregate_engine_logging client_count",
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
     f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
     f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.__init__": "vllm_config device cudagraph_mode decode_query_len "
     "lora_capture_cases varlen_decode ubatch_runner",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager._init_candidates": "",
+    # Metrics: overridden, and called.
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase.__init__": "vllm_config engine_indexes",
+    "vllm.v1.metrics.loggers:StatLoggerBase.record": "scheduler_stats iteration_stats mm_cache_stats engine_idx",
+    "vllm.v1.metrics.loggers:StatLoggerBase.log_engine_initialized": "",
+    "vllm.v1.metrics.loggers:StatLoggerManager.record": "scheduler_stats iteration_stats mm_cache_stats engine_idx",
+    "vllm.v1.metrics.utils:create_metric_per_engine": "metric per_engine_labelvalues",
     # V1: overridden.
     f"{V1_PROPOSER}.__init__": "vllm_config device runner",
     f"{V1_PROPOSER}.load_model": "target_model",
@@ -141,6 +151,8 @@ FIELDS = {
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens "
     "seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
     "positions",
+    "vllm.v1.metrics.stats:SchedulerStats": "num_kv_fetch_reqs_by_stage spec_decoding_stats",
+    "vllm.v1.outputs:ModelRunnerOutput": "req_ids",
     "vllm.v1.metrics.stats:RequestStateStats": "first_token_latency first_token_ts last_token_ts",
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
@@ -187,6 +199,10 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
     "_capture_descs",
     SCHEDULER: "vllm_config scheduler_config requests dynamic_sd_lookup use_v2_model_runner",
+    "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers engine_indexes",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger": "per_engine_labelvalues",
+    f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output",
+    "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     "vllm.v1.request:Request": "num_computed_tokens",
     "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
     "vllm.v1.worker.gpu_worker:Worker": "device rank model_runner",

@@ -6,8 +6,9 @@ the two, requests are preempted, and the widths of successive steps differ.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +45,7 @@ def make(folder, monkeypatch):
     register()
     compat.apply("scheduler")
 
-    def scheduler(asynchronous=True, blocks=1000, **spec):
+    def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
         spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
         config = EngineArgs(
             str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=MOST, max_model_len=LEN,
@@ -61,6 +62,7 @@ def make(folder, monkeypatch):
             return kind(
                 vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
                 kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
+                log_stats=log_stats,
             )  # fmt: skip
 
     return scheduler
@@ -172,6 +174,52 @@ def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
     steady = [(load, widths) for load, widths in runner.lengths if widths == {wanted[load]}]
     assert len(steady) > 0.8 * len(runner.lengths)
     assert {load for load, _ in steady} == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch):
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, take_out
+    from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
+    scheduler, sums, lengths = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), []
+    update = scheduler.update_from_output
+
+    def listening(*arguments):
+        outputs = update(*arguments)
+        for stats in (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None):
+            news = take_out(stats)
+            lengths.extend([news.pop("in_force")] if "in_force" in news else [])
+            sums.update(news)
+            assert not any(name.startswith("selfspec") for name in getattr(stats, CARRIER))
+        return outputs
+
+    monkeypatch.setattr(scheduler, "update_from_output", listening)
+    serve(scheduler, crowd(12, extra=lambda number: {"selfspec_k": 0} if number == 3 else None))
+    counted = {f"off.{reason}": number for reason, number in planner_of(scheduler).off.items() if number}
+    assert sums == counted
+    assert set(counted) == {"off.load", "off.request"}
+    assert set(lengths) == {0, 2, 4}
+    assert all(one != other for one, other in itertools.pairwise(lengths))  # sent where it changed
+
+
+def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monkeypatch):
+    import vllm.envs
+
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, RUST_FRONTEND
+
+    assert RUST_FRONTEND in vllm.envs.environment_variables
+    monkeypatch.setenv(RUST_FRONTEND, "1")
+    scheduler, seen = make(log_stats=True, length_table="1:0"), []
+    update = scheduler.update_from_output
+
+    def listening(*arguments):
+        outputs = update(*arguments)
+        seen.extend(each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
+        return outputs
+
+    monkeypatch.setattr(scheduler, "update_from_output", listening)
+    serve(scheduler, crowd(2))
+    assert seen
+    assert not any(name.startswith("selfspec") for stats in seen for name in getattr(stats, CARRIER))
 
 
 def test_where_all_opt_out_every_step_is_plain(make):

@@ -62,6 +62,46 @@ def test_a_request_inside_its_prefill_wants_nothing():
     assert plan.width(step(requests, tokens=64), requests) == 4
 
 
+def test_steps_without_drafts_are_counted_by_what_switched_them_off():
+    plan = planner(length_table="1@100:0 4:0")
+    off, no_drafts = plan.off, {"selfspec_k": 0}
+    requests = running(a=10, b=150, c=10) | {"new": SimpleNamespace(num_computed_tokens=0, num_tokens=64)}
+    plan.width(step(dict.fromkeys("abc"), new=[("c", no_drafts)]), requests)
+    assert off == {"load": 0, "context": 1, "request": 1, "acceptance": 0}
+    assert plan.landed() == {"off": off, "in_force": 4}
+    plan.width(step(requests), requests)  # the fourth is inside its prefill
+    assert off == {"load": 3, "context": 1, "request": 1, "acceptance": 0}
+    assert plan.landed()["in_force"] == 0
+
+
+def test_where_the_load_alone_decides_a_prefill_is_told_by_its_many_tokens():
+    plan = planner(length_table="3:0")
+    requests = running(a=10, b=10, c=10)
+    plan.width(step(requests), requests)
+    assert plan.off["load"] == 3
+    filling = step(requests)
+    filling.num_scheduled_tokens["c"] = 40
+    plan.width(filling, requests)
+    assert plan.off["load"] == 5
+
+
+def test_a_batch_that_acceptance_keeps_from_drafting_is_counted_but_for_whom_something_else_does():
+    plan = planner(adaptive_length=True, draft_cost=0.5)
+    requests = running(a=10, b=10, c=10)
+    plan.width(step(requests, new=[("c", {"selfspec_k": 0})]), requests)
+    for _ in range(200):
+        for name in "ab":
+            plan.switch.verdict(name, 0)
+    plan.off.update(dict.fromkeys(plan.off, 0))
+    assert plan.width(step(requests), requests) == 0
+    assert plan.off == {"load": 0, "context": 0, "request": 1, "acceptance": 2}
+    requests["d"] = SimpleNamespace(num_computed_tokens=0, num_tokens=64)
+    ends_its_prefill = step(requests, new=[("d", {"selfspec_k": 0})])
+    ends_its_prefill.num_scheduled_tokens |= {"a": 64, "b": 64, "d": 64}
+    plan.width(ends_its_prefill, requests)
+    assert min(plan.off.values()) >= 0  # a counter takes nothing negative
+
+
 def test_where_every_request_opts_out_nothing_is_planned_and_a_shorter_wish_takes_the_next_width():
     plan = planner(length_table="100:2")
     requests = running(a=10, b=10)

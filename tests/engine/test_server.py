@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from served import START_SECONDS, metric, served
 
 from selfspec_cli.config.paths import reference_model_dir
 
@@ -29,11 +27,8 @@ pytestmark = pytest.mark.engine
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 48
-START_SECONDS = 480  # two processes import vLLM one after the other
-ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 # A model of this size would go on with spaces between two fields for as long as it may.
 NO_SPACES = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
 
 
 @dataclass
@@ -49,10 +44,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
-        values = re.findall(rf"^vllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert values, name
-        return sum(map(float, values))
+        return metric(self.url, name)
 
     def ask(self, what: str, **request: Any) -> Any:
         """A completion, or a chat where there are messages; noted down with what came back."""
@@ -70,31 +62,16 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     template = folder / "chat.jinja"  # the embedded model has none of its own
     template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
-    words = ["serve", "layer=3", "k=4", "gate=margin", *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1",
-             "--chat-template", str(template), *ONE_PROCESS_FEWER, *NO_SPACES]  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
-    log = folder / "server.log"
-    with open(log, "wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *words], stdout=out, stderr=out, cwd=folder,
-                                   env=environment)  # fmt: skip
-    found = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        _wait(found)
-        found.client = openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+    options = ["--chat-template", str(template), *NO_SPACES]
+    of_development = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
+    with served(folder, ["layer=3", "k=4", "gate=margin"], options, **of_development) as (process, url, log):
+        found = Server(process, url, log)
+        found.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         found.model = found.client.models.list().data[0].id
         yield found
-    finally:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(120)
-        process.kill()
-        _keep(found)
+    _keep(found)
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +88,6 @@ def plain(server: Server) -> str:
 def _draft_at_most(server: Server, k: int) -> None:
     asked = {"method": "early_exit_set_draft_length", "args": [k]}
     httpx.post(f"{server.url}/collective_rpc", json=asked).raise_for_status()
-
-
-def _wait(server: Server) -> None:
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        assert server.process.poll() is None, server.log.read_text()[-3000:]
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health").status_code == 200:
-                return
-        time.sleep(0.5)
-    pytest.fail(server.log.read_text()[-3000:])
 
 
 def _keep(server: Server) -> None:

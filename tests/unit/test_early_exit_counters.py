@@ -18,6 +18,7 @@ def test_what_is_counted():
     assert (counted["rounds"], counted["steps"], counted["drafted"], counted["gate_ended"]) == (3, 6, 14, 2)
     assert counted["length_histogram"] == [0, 1, 1, 1]
     assert counted["active_histogram"] == [0, 1, 3, 1, 1]
+    assert counted["position_histogram"] == [4 + 3 + 2, 2 + 2, 1]
 
 
 def test_a_stretch_is_the_difference_of_two_snapshots():
@@ -56,7 +57,7 @@ def test_what_was_not_counted_is_none_and_not_zero():
 def test_counting_begins_at_zero():
     assert DraftCounters(2).snapshot() == {"rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0,
                                            "seconds": 0.0, "length_histogram": [0, 0, 0],
-                                           "active_histogram": []}  # fmt: skip
+                                           "active_histogram": [], "position_histogram": [0, 0]}  # fmt: skip
 
 
 def test_one_stretch_is_its_own_total():

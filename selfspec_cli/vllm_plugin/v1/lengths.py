@@ -10,17 +10,19 @@ from typing import Any
 
 from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, RequestEstimate
 from selfspec_cli.early_exit.estimate import trials, updated
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.requests import own_settings
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a request may draft in a round. k: tokens; threshold: of the gate, None for the gate's own."""
+    """What a request may draft in a round. k: tokens; threshold: of the gate, None for the gate's own; off: why it
+    drafts nothing (one of `counters.REASONS`), None where it drafts."""
 
     k: int
     threshold: float | None
+    off: str | None = None
 
 
 class DraftLengths:
@@ -70,4 +72,5 @@ class DraftLengths:
             if name not in self._estimates:
                 self._estimates[name] = RequestEstimate.beginning(self._ladder, self._usual)
             k = min(k, self._estimates[name].length())
-        return Allowance(k, cell.threshold if own.threshold is None else own.threshold)
+        off = None if k else switched_off_by(cell, own) or "acceptance"
+        return Allowance(k, cell.threshold if own.threshold is None else own.threshold, off)

@@ -260,6 +260,7 @@ class _EarlyExit(DraftModelProposer):
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.allowances(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, allowance in enumerate(allowed) if allowance.k]
+        self.counters.allowed(limit, [(allowance.k, allowance.off) for allowance in allowed])
         if not kept:
             return None
         allowed = [allowed[place] for place in kept]

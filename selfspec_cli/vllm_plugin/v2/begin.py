@@ -163,7 +163,7 @@ def _begin_round(
     tl.store(going, 0)
     if count > 0:
         tl.store(counts + ROUNDS, tl.load(counts + ROUNDS) + 1)
-        _count_step(counts, count, K)
+        _count_step(counts, count, 0, K)
 
 
 def begin_round(

@@ -20,16 +20,19 @@ from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
-# Places of the counters, in `DraftState.counts`; the two histograms follow.
+# Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
+# active rows.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
 
 
 @triton.jit
-def _count_step(counts, rows, K: tl.constexpr):
-    """A draft step over so many rows is about to run."""
+def _count_step(counts, rows, step, K: tl.constexpr):
+    """A draft step over so many rows is about to run; step: its number in the round, from 0."""
     tl.store(counts + STEPS, tl.load(counts + STEPS) + 1)
     tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
-    place = counts + TOTALS + K + 1 + rows
+    place = counts + TOTALS + K + 1 + step
+    tl.store(place, tl.load(place) + rows)
+    place = counts + TOTALS + K + 1 + K + rows
     tl.store(place, tl.load(place) + 1)
 
 
@@ -167,7 +170,7 @@ def _turn(step_ptr, round_limit, active, going, counts, K: tl.constexpr):
     tl.store(active, after)
     tl.store(going, 0)
     if after > 0:
-        _count_step(counts, after, K)
+        _count_step(counts, after, step, K)
     elif before > 0:
         place = counts + TOTALS + step
         tl.store(place, tl.load(place) + 1)

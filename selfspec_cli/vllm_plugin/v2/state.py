@@ -12,10 +12,11 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.counters import HISTOGRAMS, Snapshot
+from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
+from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.v2.allowances import Allowances
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class DraftState:
     max_model_len: int
     features: tuple[str, ...]
     allowances: Allowances
+    _copy: LateCopy | None = None
 
     @classmethod
     def around(
@@ -108,7 +110,7 @@ class DraftState:
             zeros(1),
             zeros(1).fill_(-1),
             zeros(2, dtype=torch.float32),
-            zeros(len(COUNTED) + k + 1 + rows + 1, dtype=torch.int64),
+            zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
             max_model_len,
             features,
             Allowances.of(table or LengthTable.fixed(k), ladder, rows, device),
@@ -124,9 +126,24 @@ class DraftState:
     def snapshot(self) -> Snapshot:
         """The counters since the engine started. Waits for the device."""
         values = self.counts.tolist()
+        return self._named(values) | {"active_histogram": values[self._before_active :]}
+
+    def landed(self) -> Snapshot | None:
+        """What goes to a server's metrics, a moment old and without waiting for the device; None if nothing is new."""
+        if self._copy is None:
+            self._copy = LateCopy(self.counts[: self._before_active])
+        values = self._copy.read()
+        return None if values is None else self._named(values)
+
+    @property
+    def _before_active(self) -> int:
+        return len(COUNTED) + 2 * self.draft_tokens.shape[1] + 1
+
+    def _named(self, values: list[int]) -> Snapshot:
         after = len(COUNTED) + self.draft_tokens.shape[1] + 1
-        histograms = dict(zip(HISTOGRAMS, (values[len(COUNTED) : after], values[after:]), strict=True))
-        return dict(zip(COUNTED, values, strict=False)) | histograms
+        lengths, positions = values[len(COUNTED) : after], values[after : self._before_active]
+        totals = dict(zip(COUNTED, values, strict=False))
+        return totals | {"length_histogram": lengths, "position_histogram": positions}
 
 
 class DeviceGate(LiveGate):

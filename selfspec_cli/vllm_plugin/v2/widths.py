@@ -10,12 +10,14 @@ without places are vLLM's plain decode steps.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from selfspec_cli.early_exit.acceptance import BatchSwitch
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.counters import REASONS, Snapshot
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -34,7 +36,10 @@ class WidthPlanner:
     def __init__(self, settings: ResolvedSettings) -> None:
         self.k, self.widths = settings.k, widths(settings)
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
+        self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
+        self.in_force = settings.k  # places of the step planned last
         self._settings, self._table = settings, settings.table
+        self._some_off = any(cell.k == 0 for cell in settings.table.cells)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
@@ -49,31 +54,49 @@ class WidthPlanner:
         for name in output.finished_req_ids:
             self._own.pop(name, None)
         scheduled = output.num_scheduled_tokens
-        wanted = self._longest(scheduled, requests)
+        wanted, off = self._longest(scheduled, requests)
         width = min(width for width in self.widths if width >= wanted)
         if self.switch is not None:
             self.switch.forget(output.finished_req_ids)
             if width and not self.switch.open(scheduled.keys(), width, self._table.at(len(scheduled)).cost):
-                return 0
+                off["acceptance"] = max(0, self._decoding(scheduled) - sum(off.values()))
+                width = 0
+        for reason, number in off.items():
+            self.off[reason] += number
+        self.in_force = width
         return width
 
-    def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> int:
-        """The most that any scheduled request may draft after its step."""
+    def landed(self) -> Snapshot:
+        """What goes to a server's metrics."""
+        return {"off": dict(self.off), "in_force": self.in_force}
+
+    def _decoding(self, scheduled: Mapping[str, int]) -> int:
+        """Requests that are past their prefill, told by their few tokens: exact but for the end of a long prompt."""
+        return sum(tokens <= 1 + self.k for tokens in scheduled.values())
+
+    def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+        """The most that any scheduled request may draft after its step, and how many may not draft, by reason."""
         load = len(scheduled)
         if not (self._table.by_context or self._own):
-            return self._table.at(load).k
-        longest = 0
+            k = self._table.at(load).k
+            return k, {} if k else {"load": self._decoding(scheduled)}
+        # Where nobody may be without drafts, nobody has to be counted.
+        counting = self._some_off or any(own.k == 0 for own in self._own.values())
+        longest, off = 0, Counter[str]()
         for name, tokens in scheduled.items():
             request = requests[name]
             context = request.num_computed_tokens + tokens
             if context < request.num_tokens:
                 continue  # inside its prefill, where nothing is drafted
-            own = self._own.get(name, NOTHING).k
-            length = self._table.at(load, context).k
-            longest = max(longest, length if own is None else min(length, own))
-            if longest == self.k:
-                break
-        return longest
+            own, cell = self._own.get(name, NOTHING), self._table.at(load, context)
+            reason = switched_off_by(cell, own)
+            if reason is None:
+                longest = max(longest, cell.k if own.k is None else min(cell.k, own.k))
+                if longest == self.k and not counting:
+                    break
+            else:
+                off[reason] += 1
+        return longest, off
 
 
 _planners: WeakKeyDictionary[Any, WidthPlanner | None] = WeakKeyDictionary()

@@ -1,0 +1,100 @@
+"""What drafting did, among vLLM's own metrics. Runs in the process that answers /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from selfspec_cli.early_exit.counters import REASONS
+from selfspec_cli.vllm_plugin.observe.transport import IN_FORCE, take_out
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+NAME = "vllm:selfspec_"
+"""Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.
+"""
+PLAIN = (
+    ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
+    ("steps", "draft_steps", "Forward passes of the layers that draft."),
+    ("gate_ended", "rounds_ended_by_gate", "Rounds that the gate ended before the draft length."),
+    ("nan_logits", "nan_logits", "Drafted tokens whose logits were no numbers."),
+)
+"""Name as it travels, name of the counter, what it counts."""
+
+
+def add_to(manager: StatLoggerManager, vllm_config: VllmConfig) -> None:
+    """Show what drafting did beside vLLM's own metrics, where an engine drafts with its own layers.
+
+    The logger comes first, so that it takes its numbers out before vLLM's look at what they came in.
+    """
+    settings = settings_of(vllm_config)
+    own = next((one for one in manager.stat_loggers if isinstance(one, PrometheusStatLogger)), None)
+    if settings is not None and settings.verify and own is not None:
+        manager.stat_loggers.insert(0, DraftingStatLogger(vllm_config, manager.engine_indexes, own))
+
+
+class DraftingStatLogger(AggregateStatLoggerBase):
+    """Counters of drafting, one for each engine. own: vLLM's logger, whose kinds of metrics and labels these share."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int], own: PrometheusStatLogger) -> None:
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self._own, self._engines = own, {index: own.per_engine_labelvalues[index] for index in engine_indexes}
+        self._counters: dict[str, dict[int, Any]] = {}
+        for travelling, name, what in PLAIN:
+            self._counters[travelling] = create_metric_per_engine(self._counter(name, what), self._engines)
+        self._labelled("length_histogram", "draft_rounds_by_length", "length", range(1, settings.k + 1),
+                       "Rounds by the number of draft steps that they took.")  # fmt: skip
+        self._labelled("position_histogram", "draft_tokens_per_pos", "position", range(settings.k),
+                       "Tokens drafted at each position of a draft.")  # fmt: skip
+        self._labelled("off", "rounds_without_drafts", "reason", REASONS,
+                       "Steps after which a request was not drafted for, by what switched it off.")  # fmt: skip
+        self._in_force = self._gauge("draft_length", "Most tokens that a running request may draft.")
+        cost = self._gauge("draft_cost", "Estimated cost of one draft step, in plain decoding steps.")
+        layers = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+        for index in engine_indexes:
+            self._in_force[index].set(settings.k)
+            cost[index].set(settings.cost_of_a_draft(layers))
+
+    def _counter(self, name: str, what: str, *labels: str) -> Any:
+        names = ["model_name", "engine", *labels]
+        return self._own._counter_cls(name=NAME + name, documentation=what, labelnames=names)
+
+    def _labelled(self, travelling: str, name: str, label: str, values: Iterable[object], what: str) -> None:
+        """A counter with one more label, one for each of its values."""
+        counter = self._counter(name, what, label)
+        for value in values:
+            labels = {index: [*given, str(value)] for index, given in self._engines.items()}
+            self._counters[f"{travelling}.{value}"] = create_metric_per_engine(counter, labels)
+
+    def _gauge(self, name: str, what: str) -> Any:
+        names = ["model_name", "engine"]
+        gauge = self._own._gauge_cls(
+            name=NAME + name, documentation=what, labelnames=names, multiprocess_mode="mostrecent"
+        )
+        return create_metric_per_engine(gauge, self._engines)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Called by vLLM for each step with statistics."""
+        if scheduler_stats is None:
+            return
+        for name, number in take_out(scheduler_stats).items():
+            if name == IN_FORCE:
+                self._in_force[engine_idx].set(number)
+            elif name in self._counters:
+                self._counters[name][engine_idx].inc(number)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

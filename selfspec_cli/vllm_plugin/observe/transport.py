@@ -1,0 +1,126 @@
+"""How what drafting counts gets from a worker to the process that answers /metrics: within what vLLM sends anyway.
+
+A worker lays its totals on the output of a step (`attach`), which vLLM takes to the scheduler. There they are joined
+with the scheduler's own, and what is new since the last step goes into the step's SchedulerStats (`send`), which vLLM
+takes to one of the API servers; metrics.py takes it out there. Nobody waits for a device, and an engine without
+statistics (`disable_log_stats`) sends nothing.
+
+Of SchedulerStats, `num_kv_fetch_reqs_by_stage` holds the numbers: it is numbers by name, and vLLM reads only the names
+that it knows. What is decoded there has the type of SchedulerStats itself, so fields of our own would be lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from selfspec_cli.early_exit.counters import Snapshot
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.v2.widths import planner_of
+
+Method = Callable[..., Any]
+Numbers = dict[str, int]
+
+ATTRIBUTE = "early_exit_totals"
+"""Of vLLM's ModelRunnerOutput: what the worker counted."""
+CARRIER = "num_kv_fetch_reqs_by_stage"
+"""The field of vLLM's SchedulerStats that the numbers travel in."""
+PREFIX = "selfspec."
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+"""Environment variable of a vLLM whose API server is not in Python, and so without our logger."""
+IN_FORCE = "in_force"
+"""The one number that is a state, and no count."""
+UNSENT = ("seconds", "active_histogram", "drafted")
+"""Of a snapshot, what is long, no whole number, or a sum of what is sent."""
+
+
+def flat(snapshot: Snapshot) -> Numbers:
+    """A snapshot as numbers by name: "rounds", "off.load", "length_histogram.3"."""
+    numbers: Numbers = {}
+    for name, value in snapshot.items():
+        if name in UNSENT:
+            continue
+        if isinstance(value, int):
+            numbers[name] = value
+        else:
+            parts: Iterable[tuple[Any, int]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+            numbers |= {f"{name}.{key}": part for key, part in parts}
+    return numbers
+
+
+def attach(original: Method) -> Method:
+    """Replacement for the worker's `sample_tokens`: its answer also says what drafting counted."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
+        landed = getattr(getattr(drafter, "counters", None), "landed", None)
+        if landed is not None and answer is not None:
+            totals = landed()
+            output = getattr(answer, "model_runner_output", answer)  # of the V2 runner, that of a step under way
+            if totals is not None and getattr(output, "req_ids", None):  # not vLLM's shared empty output
+                setattr(output, ATTRIBUTE, flat(totals))
+        return answer
+
+    return sample_tokens
+
+
+class News:
+    """What is new since it was last asked for."""
+
+    def __init__(self) -> None:
+        self._known: Numbers = {}
+
+    def since(self, totals: Numbers) -> Numbers:
+        """The growth of each total, and the state where it changed; what did not change is left out."""
+        news = {}
+        for name, value in totals.items():
+            before = self._known.get(name)
+            if name == IN_FORCE and value != before:
+                news[name] = value
+            elif name != IN_FORCE and value > (before or 0):  # a counter takes nothing negative
+                news[name] = value - (before or 0)
+        self._known |= totals
+        return news
+
+
+_news: WeakKeyDictionary[Any, News | None] = WeakKeyDictionary()
+
+
+def _news_of(scheduler: Any) -> News | None:
+    """None where nothing is to be sent: without early exit, and where nobody would take the numbers out again."""
+    if scheduler not in _news:
+        settings = settings_of(scheduler.vllm_config)
+        wanted = settings is not None and settings.verify and os.environ.get(RUST_FRONTEND, "0") == "0"
+        _news[scheduler] = News() if wanted else None
+    return _news[scheduler]
+
+
+def send(original: Method) -> Method:
+    """Replacement for `Scheduler.update_from_output`: the statistics of the step also say what drafting counted."""
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
+        news, stats = _news_of(self), next(found, None)
+        if news is not None and stats is not None:
+            planner = planner_of(self)
+            totals = getattr(model_runner_output, ATTRIBUTE, {})
+            if planner is not None:
+                totals = totals | flat(planner.landed())
+            getattr(stats, CARRIER).update({PREFIX + name: number for name, number in news.since(totals).items()})
+        return outputs
+
+    return update_from_output
+
+
+def take_out(stats: Any) -> Numbers:
+    """The numbers in a SchedulerStats that are ours; they are not there afterwards."""
+    carrier = getattr(stats, CARRIER)
+    names = [name for name in carrier if name.startswith(PREFIX)]
+    return {name.removeprefix(PREFIX): carrier.pop(name) for name in names}

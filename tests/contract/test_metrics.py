@@ -1,0 +1,174 @@
+"""What drafting counts, on its way through vLLM's own classes to vLLM's own registry; starts no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+K = 3
+TOTALS = {"rounds": 5, "steps": 9, "gate_ended": 2, "nan_logits": 0, "length_histogram.1": 2, "position_histogram.0": 7,
+          "off.load": 4, "in_force": 2}  # fmt: skip
+
+
+@pytest.fixture
+def stats():
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    return SchedulerStats
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The configuration of an engine with early exit, and of a plain one."""
+    from transformers import LlamaConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from selfspec_cli.vllm_plugin import register
+
+    register()
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+
+    def made(spec):
+        return EngineArgs(
+            str(tmp_path), skip_tokenizer_init=True, dtype="float32", speculative_config=spec, served_model_name="tiny"
+        ).create_engine_config()
+
+    return made
+
+
+EARLY_EXIT = {"method": "layer_skip", "layer_skip": 1, "num_speculative_tokens": K}
+
+
+def shown() -> dict[tuple[str, str], float]:
+    """What a scrape sees of ours: value by name and by the labels that are not of the engine."""
+    from prometheus_client import REGISTRY
+
+    found = {}
+    for metric in REGISTRY.collect():
+        for one in metric.samples:
+            more = [value for name, value in one.labels.items() if name not in ("model_name", "engine")]
+            if one.name.startswith("vllm:selfspec_") and not one.name.endswith("_created"):
+                found[one.name.removeprefix("vllm:selfspec_"), *more] = one.value
+                assert (one.labels["model_name"], one.labels["engine"]) == ("tiny", "0")
+    return found
+
+
+def watched(record, seen):
+    """A logger's `record` that notes what the numbers came in."""
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER
+
+    def noting(stats, *arguments, **more):
+        if stats is not None:
+            seen.append(dict(getattr(stats, CARRIER)))
+        return record(stats, *arguments, **more)
+
+    return noting
+
+
+def test_an_engine_with_early_exit_shows_what_it_drafted_and_a_plain_one_has_nothing_of_ours(config, stats):
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX
+
+    manager = StatLoggerManager(config(EARLY_EXIT))
+    at_first = shown()
+    assert at_first["draft_length",] == K
+    assert at_first["draft_cost",] == (1 + 1) / 4
+    assert {name for name, number in at_first.items() if number} == {("draft_length",), ("draft_cost",)}
+    assert {name[1] for name in at_first if name[0] == "rounds_without_drafts_total"} == {"load", "context", "request",
+                                                                                          "acceptance"}  # fmt: skip
+    assert [name[1] for name in at_first if name[0] == "draft_rounds_by_length_total"] == ["1", "2", "3"]
+    assert [name[1] for name in at_first if name[0] == "draft_tokens_per_pos_total"] == ["0", "1", "2"]
+
+    seen = []
+    for logger in manager.stat_loggers[1:]:
+        logger.record = watched(logger.record, seen)
+    for _ in range(2):
+        of_step = stats(**{CARRIER: {"in_progress": 3} | {PREFIX + name: number for name, number in TOTALS.items()}})
+        manager.record(of_step, None)
+    manager.record(None, None)
+    assert seen and all(one == {"in_progress": 3} for one in seen)
+    grown = shown()
+    assert grown["draft_rounds_total",] == 10
+    assert grown["draft_steps_total",] == 18
+    assert grown["rounds_ended_by_gate_total",] == 4
+    assert grown["draft_rounds_by_length_total", "1"] == 4
+    assert grown["draft_tokens_per_pos_total", "0"] == 14
+    assert grown["rounds_without_drafts_total", "load"] == 8
+    assert grown["draft_length",] == 2
+
+    again = StatLoggerManager(config(EARLY_EXIT))  # another engine in the same process begins anew
+    assert shown() == at_first
+    plain = StatLoggerManager(config(None))
+    assert not shown()
+    kinds = [type(one) for one in plain.stat_loggers]
+    assert len(again.stat_loggers) == len(kinds) + 1
+    assert PrometheusStatLogger in kinds
+    assert all(kind.__module__.startswith("vllm.") for kind in kinds)
+
+
+def test_the_numbers_survive_the_way_between_two_processes(stats):
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, PREFIX, take_out
+
+    sent = stats(num_running_reqs=2, **{CARRIER: {PREFIX + name: number for name, number in TOTALS.items()}})
+    parts = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=sent))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(parts).scheduler_stats
+    assert take_out(arrived) == TOTALS
+    assert getattr(arrived, CARRIER) == {}
+    assert arrived.num_running_reqs == 2
+
+
+class Drafter:
+    """Its counters, as a step leaves them."""
+
+    def __init__(self, totals):
+        self.counters = SimpleNamespace(landed=lambda: totals)
+
+
+def worker(answer, drafter):
+    runner = SimpleNamespace(drafter=drafter, sample_tokens=lambda grammar: answer)
+    return SimpleNamespace(model_runner=runner)
+
+
+def test_a_worker_lays_its_totals_on_what_goes_to_the_scheduler_also_while_the_step_is_under_way():
+    import pickle
+
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+    from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, attach
+
+    def step(answer, totals):
+        return attach(lambda self, grammar: answer)(worker(answer, Drafter(totals)), None)
+
+    totals = {"rounds": 3, "off": {"load": 1}, "length_histogram": [0, 2], "active_histogram": [0, 1], "seconds": 0.5}
+    wanted = {"rounds": 3, "off.load": 1, "length_histogram.0": 0, "length_histogram.1": 2}
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    assert step(output, totals) is output
+    assert getattr(pickle.loads(pickle.dumps(output)), ATTRIBUTE) == wanted  # it may have to leave the process
+    late = SimpleNamespace(model_runner_output=ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0}))
+    assert getattr(step(late, totals).model_runner_output, ATTRIBUTE) == wanted
+    assert not hasattr(step(EMPTY_MODEL_RUNNER_OUTPUT, totals), ATTRIBUTE)  # vLLM shares it between steps
+    nothing_new = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    assert not hasattr(step(nothing_new, None), ATTRIBUTE)
+    assert step(None, totals) is None
+    bare = attach(lambda self, grammar: output)
+    assert bare(SimpleNamespace(model_runner=SimpleNamespace(drafter=object(), speculator=None)), None) is output
+
+
+def test_the_output_of_a_step_that_is_under_way_is_the_object_that_the_scheduler_gets():
+    import inspect
+
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    source = inspect.getsource(AsyncOutput.get_output)
+    assert "return self.model_runner_output" in source
+    assert "self.model_runner_output =" not in source

@@ -1,0 +1,71 @@
+"""Servers started by `selfspec serve`, for as long as a test wants them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+START_SECONDS = 480  # two processes import vLLM one after the other
+ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
+LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of one of a server's metrics over those of its series that have these labels."""
+    text = httpx.get(f"{url}/metrics").text
+    series = re.findall(rf"^vllm:{name}(?:{{([^}}]*)}})? (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    values = [float(value) for found, value in series if all(one in found for one in wanted)]
+    assert values, (name, labels)
+    return sum(values)
+
+
+@contextmanager
+def served(
+    folder: Path, words: Sequence[str], options: Sequence[str] = (), **environment: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """(process, address, log) of `selfspec serve WORDS -- OPTIONS` once it answers; it is gone afterwards."""
+    port, log = free_port(), folder / "server.log"
+    command = ["serve", *words, *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1", *ONE_PROCESS_FEWER, *options]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    with open(log, "wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *command], stdout=out, stderr=out, cwd=folder,
+                                   env=inherited | environment)  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, url, log)
+        yield process, url, log
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(120)
+        process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.5)
+    pytest.fail(log.read_text()[-3000:])

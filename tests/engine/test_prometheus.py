@@ -1,0 +1,184 @@
+"""A real Prometheus scrapes a real server: what drafting did arrives there, every panel of the Grafana dashboard has
+data, and the alert rules are evaluated. `make prometheus` installs it; without it this test is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import START_SECONDS, free_port, metric, served
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed; make prometheus does"),
+]
+
+INFRA = Path(__file__).resolve().parents[2] / "infra"
+CODE = "def read_lines(path):\n"
+K, MANY, LONG = 4, 3, 150
+SETTINGS = ["layer=3", f"k={K}", "gate=margin", "adaptive_length=true", "draft_cost=0.45",
+            f"length_table={MANY}:0 1@{LONG}:0"]  # fmt: skip
+WINDOW = "10m"  # of a rate; Grafana puts in one that fits its own zoom
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("server"), SETTINGS) as (_, url, _):
+        yield url
+
+
+def test_what_drafting_did_reaches_the_dashboard_and_the_alerts(server, tmp_path):
+    with prometheus(server, tmp_path) as ask:
+        before = metric(server, "generation_tokens_total")
+        assert metric(server, "selfspec_draft_length") == K
+        assert metric(server, "selfspec_draft_cost") == 0.45
+        assert metric(server, "selfspec_draft_rounds_total") == 0  # the series is there before the first request
+
+        tokens = complete(server, CODE, 48)
+        assert metric(server, "spec_decode_num_accepted_tokens_total") > 0
+        assert off(server, "request") == off(server, "load") == off(server, "context") == 0
+        assert complete(server, CODE, 48, vllm_xargs={"selfspec_k": 0}) == tokens
+        assert off(server, "request") == 48  # after each of its tokens
+        assert off(server, "load") == off(server, "context") == 0
+
+        assert len(complete(server, CODE * 30, 20)) == 20  # some 7 tokens a line
+        assert off(server, "context") > 0 == off(server, "load")
+        at_once([lambda: complete(server, CODE, 40)] * (MANY + 1))
+        assert off(server, "load") > 0
+        for seed in range(4):
+            complete(server, CODE, 40, temperature=3.0, seed=seed)  # what nobody would guess
+        assert off(server, "acceptance") > 0
+        assert metric(server, "generation_tokens_total") > before
+
+        drafted = metric(server, "selfspec_draft_tokens_per_pos_total")
+        accepted = metric(server, "spec_decode_num_accepted_tokens_total")
+        assert 0 < accepted < drafted
+        # vLLM counts drafts that were verified; those of a request that has just ended are not.
+        assert 0 <= drafted - metric(server, "spec_decode_num_draft_tokens_total") <= 20 * K
+        first, last = (metric(server, "selfspec_draft_tokens_per_pos_total", position=str(at)) for at in (0, K - 1))
+        assert first > last > 0
+        rounds, steps = metric(server, "selfspec_draft_rounds_total"), metric(server, "selfspec_draft_steps_total")
+        by_length = [metric(server, "selfspec_draft_rounds_by_length_total", length=str(n + 1)) for n in range(K)]
+        assert sum(by_length) == rounds
+        assert sum((n + 1) * count for n, count in enumerate(by_length)) == steps
+        assert 0 < metric(server, "selfspec_rounds_ended_by_gate_total") < rounds
+
+        wait_for(lambda: value(ask(f"sum({TOTAL})")) == rounds, "the last scrape")
+        assert value(ask(f"sum({DRAFTED})")) == drafted
+        assert len(queries()) >= 12
+        for query in queries():
+            wait_for(lambda query=query: finite(ask(query)), f"no data for {query}")
+        assert_rules_are_evaluated(ask)
+
+
+TOTAL, DRAFTED = "vllm:selfspec_draft_rounds_total", "vllm:selfspec_draft_tokens_per_pos_total"
+
+
+def queries() -> list[str]:
+    """Every query of every panel, with what Grafana would put in for its variables."""
+    dashboard = json.loads((INFRA / "grafana" / "selfspec.json").read_text(encoding="utf-8"))
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return [query.replace("$__rate_interval", WINDOW).replace("$model_name", ".*") for query in found]
+
+
+def assert_rules_are_evaluated(ask: Callable[..., Any]) -> None:
+    """All of them, without an error; drafting that is new raises no alarm."""
+
+    def evaluated() -> list[Any]:
+        rules = [rule for group in ask(None, "rules")["groups"] for rule in group["rules"]]
+        return rules if all(rule["health"] == "ok" for rule in rules) else []
+
+    wait_for(lambda: bool(evaluated()), "rules that are evaluated")
+    rules = evaluated()
+    assert {rule["type"] for rule in rules} == {"recording", "alerting"}
+    assert not [rule["name"] for rule in rules if rule.get("state") == "firing"]
+    for rule in rules:
+        if rule["type"] == "recording":
+            wait_for(lambda name=rule["name"]: finite(ask(name)), f"no data for {rule['name']}")
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def complete(url: str, prompt: str, tokens: int, temperature: float = 0, **more: Any) -> list[str]:
+    """The tokens of a completion of exactly so many."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True, "logprobs": 0}
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{url}/v1/completions", json={"model": model, **asked, **more}, timeout=START_SECONDS)
+    answer.raise_for_status()
+    return list(answer.json()["choices"][0]["logprobs"]["tokens"])
+
+
+def at_once(calls: list[Callable[[], Any]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def off(url: str, reason: str) -> float:
+    return metric(url, "selfspec_rounds_without_drafts_total", reason=reason)
+
+
+# ---- Prometheus ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def prometheus(url: str, folder: Path) -> Iterator[Callable[..., Any]]:
+    """Our own configuration, over this server and every two seconds; yields what asks Prometheus's HTTP API."""
+    text = (INFRA / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
+    assert text.count("localhost:8000") == 1 and text.count("15s") == 2
+    shutil.copy(INFRA / "prometheus" / "alerts.yml", folder)
+    text = text.replace("localhost:8000", url.removeprefix("http://")).replace("15s", "2s")
+    (folder / "prometheus.yml").write_text(text, encoding="utf-8")
+    port, log = free_port(), folder / "prometheus.log"
+    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+               f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+
+    def ask(query: str | None, what: str = "query") -> Any:
+        parameters = {} if query is None else {"query": query}
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/{what}", params=parameters).json()
+        assert answer["status"] == "success", (query, answer)
+        return answer["data"]
+
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        wait_for(lambda: process.poll() is not None or value(ask("up")) == 1, "a first scrape")
+        assert process.poll() is None, log.read_text()[-2000:]
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def value(answer: Any) -> float | None:
+    """Of a query with one series."""
+    return float(answer["result"][0]["value"][1]) if len(answer["result"]) == 1 else None
+
+
+def finite(answer: Any) -> bool:
+    """Whether a query has data, and all of it is numbers."""
+    return bool(answer["result"]) and all(math.isfinite(float(one["value"][1])) for one in answer["result"])
+
+
+def wait_for(done: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        with suppress(httpx.HTTPError):
+            if done():
+                return
+        time.sleep(0.2)
+    pytest.fail(f"waited in vain: {what}")

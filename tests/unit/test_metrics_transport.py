@@ -1,0 +1,145 @@
+"""Numbers of drafting on their way to a server's metrics, and the dashboard and alert rules that read them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit.counters import REASONS, DraftCounters
+from selfspec_cli.early_exit.length_table import Cell
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
+from selfspec_cli.vllm_plugin.observe import late_copy
+from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
+from selfspec_cli.vllm_plugin.observe.transport import News, flat
+
+INFRA = Path(__file__).resolve().parents[2] / "infra"
+
+
+def test_news_are_what_grew_and_a_state_that_changed():
+    news = News()
+    assert news.since({"rounds": 3, "off.load": 0, "in_force": 4}) == {"rounds": 3, "in_force": 4}
+    assert news.since({"rounds": 3, "off.load": 0, "in_force": 4}) == {}
+    assert news.since({}) == {}  # a step whose worker had nothing new
+    assert news.since({"rounds": 5, "off.load": 2, "in_force": 0}) == {"rounds": 2, "off.load": 2, "in_force": 0}
+
+
+def test_all_news_add_up_to_the_totals_whatever_steps_they_were_asked_for_at():
+    counters, news, sums = DraftCounters(3), News(), {}
+    for number in range(20):
+        counters.allowed(3, [(number % 4, "request" if number % 4 == 0 else None)])
+        counters.round(2)
+        counters.step(2)
+        if number % 3:
+            counters.step(1)
+        if number % 5 == 0:
+            for name, grown in news.since(flat(counters.landed())).items():
+                sums[name] = grown if name == "in_force" else sums.get(name, 0) + grown
+    for name, grown in news.since(flat(counters.landed())).items():
+        sums[name] = grown if name == "in_force" else sums.get(name, 0) + grown
+    assert sums == {name: total for name, total in flat(counters.landed()).items() if total}
+    assert sums["off.request"] == 5 and sums["position_histogram.0"] == 40 and sums["in_force"] == 3
+
+
+def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
+    counters = DraftCounters(4)
+    counters.allowed(4, [(0, "load"), (2, None), (0, "load"), (0, "request")])
+    assert (counters.off["load"], counters.off["request"], counters.in_force) == (2, 1, 2)
+    counters.allowed(1, [(4, None)])  # a live engine was told to draft one token at most
+    assert counters.in_force == 1
+    counters.allowed(0, [])
+    assert counters.in_force == 0
+    assert set(counters.off) == set(REASONS)
+
+
+@pytest.mark.parametrize(("cell", "own", "reason"), [
+    (Cell(1, 0, 4), NOTHING, None),
+    (Cell(1, 0, 4), RequestSettings(2), None),
+    (Cell(1, 0, 4), RequestSettings(0), "request"),
+    (Cell(8, 0, 0), NOTHING, "load"),
+    (Cell(8, 0, 0), RequestSettings(0), "load"),
+    (Cell(1, 4096, 0), NOTHING, "context"),
+])  # fmt: skip
+def test_what_switches_drafting_off(cell, own, reason):
+    assert switched_off_by(cell, own) == reason
+
+
+class Event:
+    """Of a device that finishes when it is told to."""
+
+    done = True
+    recorded = 0
+
+    def record(self):
+        Event.recorded += 1
+
+    def query(self):
+        return Event.done
+
+
+def test_a_late_copy_never_waits_and_is_made_once_in_a_while(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(late_copy.time, "monotonic", lambda: clock[0])
+    source = torch.tensor([1, 2])
+    copy = LateCopy(source, every=0.5)
+    copy._done = Event()
+    Event.done = False
+    assert copy.read() is None and Event.recorded == 1
+    source += 10
+    clock[0] += 10
+    assert copy.read() is None and Event.recorded == 1  # the device has not come to it: nothing else is begun
+    Event.done = True
+    assert copy.read() == [1, 2]  # as they were, and the next one is under way
+    assert Event.recorded == 2
+    assert copy.read() == [11, 12]
+    clock[0] += 0.4
+    assert copy.read() is None and Event.recorded == 2
+    clock[0] += 0.2
+    assert copy.read() is None and Event.recorded == 3
+
+
+# ---- dashboard and alerts --------------------------------------------------------------------------------------------
+
+
+def our_metrics() -> set[str]:
+    """Names of the metrics that the plugin makes, from its source."""
+    source = (Path(late_copy.__file__).parent / "metrics.py").read_text(encoding="utf-8")
+    plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
+    labelled = re.findall(r'_labelled\("\w+", "(\w+)"', source)
+    gauges = re.findall(r'_gauge\("(\w+)"', source)
+    assert len(plain) == 4 and len(labelled) == 3 and len(gauges) == 2
+    return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
+
+
+def used(text: str) -> set[str]:
+    return set(re.findall(r"vllm:selfspec_\w+", text))
+
+
+def test_the_dashboard_and_the_rules_use_our_metrics_by_the_names_that_they_have_and_the_page_explains_each():
+    dashboard = (INFRA / "grafana" / "selfspec.json").read_text(encoding="utf-8")
+    assert used(dashboard) == our_metrics()
+    assert used((INFRA / "prometheus" / "alerts.yml").read_text(encoding="utf-8")) <= our_metrics()
+    assert used((INFRA.parent / "docs" / "metrics.md").read_text(encoding="utf-8")) == our_metrics()
+
+
+def test_panels_do_not_overlap_and_each_says_what_it_shows():
+    panels = json.loads((INFRA / "grafana" / "selfspec.json").read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(panels)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+    assert all(panel["title"] and panel["description"] and panel["targets"] for panel in panels)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed; make prometheus does")
+@pytest.mark.parametrize("words", ["check config prometheus.yml", "check rules alerts.yml",
+                                   "test rules alerts_test.yml"])  # fmt: skip
+def test_promtool(words):
+    folder = INFRA / "prometheus"
+    run = subprocess.run(["promtool", *words.split()], cwd=folder, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

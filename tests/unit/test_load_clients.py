@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from selfspec_cli.engine.clients import CHAT, COMPLETIONS, ClientsError, Job, Ru
 from selfspec_cli.record import folder, tables
 from selfspec_cli.stages import load, load_url
 
-pytest.importorskip("locust")
+# Looked for and not imported: that would replace this process's sockets by gevent's.
+needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
 BODY = {"model": "toy", "max_tokens": 8, "stream": True, "temperature": 0}
 
 
@@ -41,6 +43,7 @@ def config(tmp_path, **changes):
 
 
 @pytest.mark.slow
+@needs_locust
 def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 13, 14)]
     run = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=12), tmp_path, check=nothing)
@@ -67,6 +70,7 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 
 
 @pytest.mark.slow
+@needs_locust
 def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_path):
     moments = [0.0, 0.0, 0.2, 0.4, 0.4]
     slow = [{"prompt": [15]}]  # two seconds each: all are asked before the first has ended
@@ -80,6 +84,7 @@ def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_pat
 
 
 @pytest.mark.slow
+@needs_locust
 def test_chats_are_counted_by_what_they_say(toy, tmp_path):
     asked = [{"messages": [{"role": "user", "content": "abc"}]}]
     run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=2), tmp_path, check=nothing)
@@ -110,6 +115,7 @@ def test_servers_that_cannot_be_asked_are_named(toy, url, model, said):
 
 
 @pytest.mark.slow
+@needs_locust
 def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_path):
     slower, asked_of_slower, end = serve(step=0.02)
     loader = load.Loader(tmp_path / "raw", knows_model=False)
@@ -135,6 +141,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
 
 
 @pytest.mark.slow
+@needs_locust
 def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
     loader = load.Loader(tmp_path / "raw", knows_model=False)
     found = server.connect(toy.url)
@@ -147,6 +154,7 @@ def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
 
 
 @pytest.mark.slow
+@needs_locust
 def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
     cfg = config(tmp_path, requests=None, seconds=600.0, repeats=3)
     loader, found = load.Loader(tmp_path / "raw", knows_model=False), server.connect(toy.url)
@@ -169,6 +177,7 @@ def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
 
 
 @pytest.mark.slow
+@needs_locust
 def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
     with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):
         load.Loader(tmp_path / "raw", knows_model=False, ignores_eos=False)._run(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +47,8 @@ def processes(word):
     return found
 
 
+@pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
 def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path):
-    pytest.importorskip("locust")
     results = tmp_path / "results"
     result = call("load", *WORDS, f"results_dir={results}", "--ttft-limit", "60000", "--json", "--", "--seed", "7")
     assert result.exit_code == 0, result.stderr

@@ -16,7 +16,8 @@ _WITH_PARENT = (
     "import ctypes, os, sys\n"
     "try: ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
     "except (OSError, AttributeError): pass\n"
-    "os.execvp(sys.argv[1], sys.argv[1:])"
+    "if os.getppid() != int(sys.argv[1]): sys.exit('the command that started this is gone')\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -24,7 +25,7 @@ def start(command: Sequence[str], out: BinaryIO, environment: Mapping[str, str])
     """Start a process whose output goes to `out`. Ctrl-C at the terminal does not reach it; when this process is gone,
     it is told to end (Linux)."""
     return subprocess.Popen(
-        [sys.executable, "-c", _WITH_PARENT, *command],
+        [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=out,

@@ -10,6 +10,7 @@ EXTRAS = {
     "data": ("datasets",),
     "track": ("wandb",),
     "eval": ("lm_eval",),
+    "load": ("locust",),
 }  # fmt: skip
 """Extra -> modules, by the names under which they are imported."""
 FROM_VLLM = ("torch", "transformers", "triton", "vllm")

@@ -21,6 +21,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.record import folder, tables
+from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
 from selfspec_cli.stages import preflight
@@ -112,7 +113,7 @@ def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
         speedup = _speedup(point)
         words = [] if speedup <= 1 else ["--config", str(file)]
         row = tables.row(point)
-        what = {"what": f"{cfg.model.name}: {label(row)}, {speedup:.2f}x at batch {row.batch}"}
+        what = {"what": f"{cfg.model.name}: {label(row)}, {speedup:.2f}x at {asked(row)}"}
         found.append(what | chosen("report", cfg, speedup, words))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ from selfspec_cli.commands.configs import NO_COMPILER
 from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
+from selfspec_cli.record.point import Point
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make as report_stage
 from selfspec_cli.report.rows import label
@@ -50,8 +51,41 @@ class Ways:
         return {name: getattr(self, name) for name in ("again", "reuse_baseline", "retry_failed")}
 
 
-def measure(command: str, runs: list[RunConfig], ways: Ways, *, as_json: bool, dry_run: bool, debug: bool) -> None:
+@dataclass(frozen=True)
+class Means:
+    """What arms are measured on, engines in this process or servers.
+
+    opened: for the screen and the run id of a command, what starts one for a config, and what measures a config on it.
+    doubts: what points say against their own figures. page: writes the report page of a folder; None for a command that
+    writes none."""
+
+    opened: Callable[[Progress, str], tuple[sweep_stage.OpenEngine, sweep_stage.Bench]]
+    doubts: Callable[[Sequence[Point]], list[str]] = lambda points: []
+    page: Callable[[Path], Path | None] | None = None
+
+
+def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, sweep_stage.Bench]:
+    from selfspec_cli.stages.bench import run as bench_one
+
+    return shown_starting(shown), bench_one
+
+
+ENGINES = Means(_engines)
+
+
+def measure(
+    command: str,
+    runs: list[RunConfig],
+    ways: Ways,
+    *,
+    as_json: bool,
+    dry_run: bool,
+    debug: bool,
+    means: Means = ENGINES,
+) -> None:
     """Plan, measure, show; the exit code says how it went. command: how the log is called."""
+    if means is ENGINES and any(cfg.load != LoadConfig() for cfg in runs):
+        raise ConfigError(f"load.* are settings of a load test of a server, and {command} has none: selfspec load ...")
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
     asked, runs = runs, preflight.for_this_machine(runs)
@@ -63,8 +97,10 @@ def measure(command: str, runs: list[RunConfig], ways: Ways, *, as_json: bool, d
         plan = planning.plan(runs, results_folder.heads(folder), **ways.plan)
         return emit(screen.plan_document(plan)) if as_json else screen.show_plan(plan)
     preflight.check_device(runs[0])
-    result, plans = _sweep(command, runs, ways, debug)
+    result, plans = _sweep(command, runs, ways, debug, means)
+    result.warnings += means.doubts(result.points)
     warn(result.warnings)
+    page = None if means.page is None or not result.points else means.page(folder)
     failed = len(result.failed)
     counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
     if result.left:
@@ -74,14 +110,16 @@ def measure(command: str, runs: list[RunConfig], ways: Ways, *, as_json: bool, d
     summary = folder / results_folder.SUMMARY
     if as_json:
         drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
-        told = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
-        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **told})
+        more: dict[str, Any] = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
+        more |= {} if page is None else {"page": page}
+        emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})
     else:
         from selfspec_cli.report import table
 
         wanted = {planned.key for plan in plans for planned in [*plan.points, *plan.skipped]}
         table.show(_with_baselines(folder, wanted), Console())
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
+        say(f"page: {page}") if page is not None else None
     raise typer.Exit(result.exit_code)
 
 
@@ -95,21 +133,21 @@ def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
 
 
 def _sweep(
-    command: str, runs: list[RunConfig], ways: Ways, debug: bool
+    command: str, runs: list[RunConfig], ways: Ways, debug: bool, means: Means
 ) -> tuple[sweep_stage.SweepResult, list[planning.Plan]]:
     """The sweep on real engines, with the tracker; and what it had planned."""
     from selfspec_cli.record.tracking import open_tracker
-    from selfspec_cli.stages.bench import run as bench_one
 
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
     end = None if ways.max_hours is None else time.monotonic() + 3600 * ways.max_hours
     with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
+        open_engine, bench = means.opened(shown, run_id)
         try:
             result = sweep_stage.run(
                 runs,
-                open_engine=shown_starting(shown),
-                bench=bench_one,
+                open_engine=open_engine,
+                bench=bench,
                 progress=shown,
                 tracker=tracker,
                 go_on=lambda: end is None or time.monotonic() < end,

@@ -102,6 +102,11 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
     return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} | calibration
 
 
+def _load(cfg: RunConfig) -> tuple[str, ...]:
+    """The group of settings that only a load test looks at."""
+    return ("load",) if cfg.load.kind else ()
+
+
 def _head_facts(head: HeadConfig) -> dict[str, Any]:
     """A head's fields that are not left at their default."""
     return {name: value for name, value in vars(head).items() if value != getattr(_DEFAULT.head, name)}
@@ -149,7 +154,7 @@ class Keys:
 
     def baseline(self, cfg: RunConfig) -> tuple[str, RunConfig]:
         """The key and the config of the baseline that a config is compared with."""
-        parts = [self._part(cfg, name) for name in ("model", "engine", "workload")]
+        parts = [self._part(cfg, name) for name in ("model", "engine", "workload", *_load(cfg))]
         name = repr([device_of(cfg), *parts, *(getattr(cfg, name) for name in MEASURING)])
         if name not in self._baselines:
             baseline = baseline_of(cfg)
@@ -159,6 +164,7 @@ class Keys:
     def settings(self, cfg: RunConfig) -> str:
         """`settings_key` of a config."""
         facts = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")} | _gate_facts(cfg)
+        facts |= {name: self._part(cfg, name) for name in _load(cfg)}
         return _digest(facts | {name: getattr(cfg, name) for name in MEASURING})
 
     def arm(self, cfg: RunConfig) -> str:

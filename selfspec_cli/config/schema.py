@@ -58,6 +58,8 @@ class TrackerKind(StrEnum):
 
 PROMPTS = ("heldout", "chat", "random")
 """The words of `workload.prompts` that name no file."""
+PROMPT_TABLES = (".json", ".jsonl", ".parquet")
+"""Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
 
 # What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
@@ -155,6 +157,61 @@ class EngineConfig:
 
 
 @dataclass
+class LoadConfig:
+    """What `selfspec load` asks of a server. It is a load test where `kind` is not empty; other commands take none."""
+
+    clients: int | None = knob(
+        None,
+        help="clients of a closed loop, each of which asks again when its request has ended; with share, those that "
+        "find the saturation",
+        unit="clients",
+        low=1,
+        unset="8, where nothing else says how much to ask",
+    )
+    rate: float | None = knob(
+        None,
+        help="requests that arrive, whether or not others have ended (open loop)",
+        unit="requests/s",
+        above=0,
+        unset="a closed loop",
+    )
+    share: float | None = knob(
+        None,
+        help="the rate as a share of the requests that the baseline completes in a closed loop",
+        unit="fraction",
+        above=0,
+        high=4,
+        unset="a closed loop, or a rate",
+    )
+    burst: int = knob(
+        1, help="requests that arrive together; 1 is a Poisson process, more are Poisson bursts", unit="requests", low=1
+    )
+    requests: int | None = knob(
+        None, help="a run ends after so many", unit="requests", low=1, unset="as many as begin within seconds"
+    )
+    seconds: float = knob(30.0, help="requests begin for so long, where their number is not given", unit="s", above=0)
+    repeats: int = knob(3, help="timed runs at one load, on one server", low=1)
+    ttft_limit: float | None = knob(
+        None, help="goodput counts requests whose time to first token is no longer", unit="ms", above=0, unset="none"
+    )
+    tpot_limit: float | None = knob(None, help="likewise the time per output token", unit="ms", above=0, unset="none")
+    e2e_limit: float | None = knob(None, help="likewise the time to the last token", unit="ms", above=0, unset="none")
+    column: str | None = knob(
+        None,
+        help="of a .json, .jsonl or .parquet file of prompts, the one that holds them",
+        unset="turns, conversations, messages, prompt, question or text",
+    )
+    category: str = knob("category", help="the column that names the category of a prompt, where there is one")
+
+    @property
+    def kind(self) -> str:
+        """How requests arrive: closed, poisson or bursty; empty where this is no load test."""
+        if self.rate is not None or self.share is not None:
+            return "poisson" if self.burst == 1 else "bursty"
+        return "closed" if self.clients is not None else ""
+
+
+@dataclass
 class TrackerConfig:
     """An experiment tracker; Weights & Biases runs offline where there is no key."""
 
@@ -178,6 +235,7 @@ class RunConfig(DraftSettings):
     model: ModelConfig = field(default_factory=ModelConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     engine: EngineConfig = field(default_factory=_default_engine)
+    load: LoadConfig = field(default_factory=LoadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     runner: Runner = knob(Runner.auto, help="which of vLLM's model runners drafts (CUDA only)", choices=tuple(Runner))
     seed: int = knob(0, help="of prompts and of sampling", low=0)

@@ -12,6 +12,7 @@ from typing import Any
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
 from selfspec_cli.config.schema import (
+    PROMPT_TABLES,
     PROMPTS,
     ConfigError,
     GateConfig,
@@ -53,13 +54,15 @@ def validate(cfg: RunConfig) -> None:
     _validate_verification(cfg)
     _validate_length_table(cfg)
     _validate_runner(cfg)
+    _validate_load(cfg)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
     prompts = cfg.workload.prompts
     if prompts not in PROMPTS and not Path(prompts).is_file():
         words = ", ".join(f'"{word}"' for word in PROMPTS)
-        raise ConfigError(f"workload.prompts={prompts}: must be {words} or a text file that exists")
+        raise ConfigError(f"workload.prompts={prompts}: must be {words}, or a file of text or of prompts "
+                          f"({', '.join(PROMPT_TABLES)}) that exists")  # fmt: skip
 
 
 def check_value(option: Option, value: Any) -> None:
@@ -243,6 +246,8 @@ def _validate_engine(cfg: RunConfig) -> None:
                 f"{key}={value}: pipeline parallelism is not supported, the draft and the target share every layer "
                 "in one worker; use model.tensor_parallel_size"
             )
+    if cfg.load.kind:
+        return  # clients may be more than an engine runs at once: they wait
     if cfg.workload.batch > cfg.engine.max_num_seqs:
         raise ConfigError(
             f"workload.batch={cfg.workload.batch}: the engine runs engine.max_num_seqs={cfg.engine.max_num_seqs} "
@@ -253,3 +258,21 @@ def _validate_engine(cfg: RunConfig) -> None:
             f"workload.batch={cfg.workload.batch} with workload.num_prompts={cfg.workload.num_prompts}: fewer requests "
             f"than are to be in flight at once; use workload.num_prompts={cfg.workload.batch} or more"
         )
+
+
+def _validate_load(cfg: RunConfig) -> None:
+    load = cfg.load
+    if load.rate is not None and (load.clients is not None or load.share is not None):
+        other = "clients" if load.clients is not None else "share"
+        raise ConfigError(f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; "
+                          "requests arrive at a rate, or each client sends its own when the last one has ended"
+                          )  # fmt: skip
+    if load.burst > 1 and load.kind == "closed":
+        raise ConfigError(f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
+                          "load.rate or load.share")  # fmt: skip
+    if load.requests is not None and load.clients is not None and load.requests < load.clients and load.share is None:
+        raise ConfigError(f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than "
+                          f"clients; use load.requests={load.clients} or more")  # fmt: skip
+    if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
+        raise ConfigError(f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
+                          f"a {', '.join(PROMPT_TABLES)} file have columns")  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.artifacts.head_files import head_file
-from selfspec_cli.config.facts import config_document, config_file, needed
+from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.settings import default_exit_layer, to_spec, vllm_keys
@@ -105,14 +107,74 @@ def tokenizer(cfg: RunConfig) -> Encode:
     Raises:
         ConfigError: the model has none.
     """
+    found = load_tokenizer(cfg, "it has no tokenizer to count tokens with; give vocab a file of token ids")
+    return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
+
+
+def load_tokenizer(cfg: RunConfig, without: str) -> Any:
+    """The tokenizer of `cfg`'s model, as transformers has it. without: what is said of a model that has none.
+
+    Raises:
+        ConfigError: it has none.
+    """
     from transformers import AutoTokenizer
 
     model = cfg.model
     try:
-        found = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             model.tokenizer or model_path(model), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model={model.name}: it has no tokenizer to count tokens with; give vocab a file of token "
-                          "ids") from error  # fmt: skip
-    return lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))
+        raise ConfigError(f"model={model.name}: {without}") from error
+
+
+def chat_tokens(tokenizer: Any, question: str, name: str) -> list[int]:
+    """A user's question -> the token ids of a prompt, by a tokenizer's own chat template. name: of its model.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, "
+                          "random, or a file of text or of prompts")  # fmt: skip
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass
+class ModelTokens:
+    """What prompts need to know of a model, from its files; starts no engine."""
+
+    cfg: RunConfig
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together; without a limit where the files name none."""
+        return longest_request(self.cfg) or sys.maxsize
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to this, exclusive; raises ConfigError."""
+        return needed(self.cfg, "vocab_size")
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.cfg, "it has no tokenizer; use workload.prompts=random")
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def chat(self, question: str) -> list[int]:
+        """A user's question -> the token ids of a prompt, by the model's own chat template; raises ConfigError."""
+        return chat_tokens(self._tokenizer, question, self.cfg.model.name)
+
+    def decode(self, ids: list[int]) -> str:
+        """Token ids -> text."""
+        return str(self._tokenizer.decode(ids))

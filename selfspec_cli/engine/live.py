@@ -25,7 +25,7 @@ from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import default_exit_layer
-from selfspec_cli.engine.arguments import llm_arguments
+from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes
 
@@ -105,13 +105,12 @@ class Engine:
         Raises:
             ConfigError: it has none.
         """
-        tokenizer = self.llm.get_tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(f"workload.prompts=chat: the tokenizer of {self.cfg.model.name} has no chat template; "
-                              "allowed: heldout, random or a text file")  # fmt: skip
-        messages = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return chat_tokens(self.llm.get_tokenizer(), question, self.cfg.model.name)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self.llm.get_tokenizer(), "chat_template", None))
 
     def set_view(self, cfg: RunConfig) -> None:
         """Draft by the layers and the weights of another config from now on; the engine must be eager."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 QUANTILES = (50, 90, 99)  # per cent
+WINDOW = 60.0  # seconds of one window of a long run
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,64 @@ def summary(requests: Iterable[RequestTimes]) -> dict[str, float]:
         if (found := quantiles(seconds)) is not None:
             columns |= dict(zip((f"{name}_ms", f"{name}_p90_ms", f"{name}_p99_ms"), found, strict=True))
     return columns
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must keep to be counted as good, in milliseconds; None asks for nothing."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is asked for."""
+        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
+
+    def kept(self, request: RequestTimes) -> bool:
+        """Whether a request is within all limits. A request of one token has no TPOT, and keeps any limit of it."""
+        pairs = ((self.ttft, ttft(request)), (self.tpot, tpot(request)), (self.e2e, end_to_end(request)))
+        return all(limit is None or value is None or 1000 * value <= limit for limit, value in pairs)
+
+
+def goodput(requests: Iterable[RequestTimes], seconds: float, limits: Limits) -> float:
+    """Requests a second that keep the limits, as `vllm bench serve --goodput` counts them."""
+    return sum(map(limits.kept, requests)) / seconds
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a long run. start: seconds. tok_s: tokens that arrived in it, a second. ttft, tpot: the 50th, 90th and
+    99th percentile in milliseconds over the requests that ended in it; None where none did."""
+
+    start: float
+    requests: int
+    tok_s: float
+    ttft: tuple[float, ...] | None
+    tpot: tuple[float, ...] | None
+
+
+def windows(requests: Iterable[RequestTimes], seconds: float, length: float = WINDOW) -> list[Window]:
+    """The whole windows of a run, in order; what is left of it at the end is not one. The tokens of a request are
+    spread evenly over its outputs, because an output does not say how many it holds."""
+    count = int(seconds / length + 1e-9)
+    ended: list[list[RequestTimes]] = [[] for _ in range(count)]
+    tokens = [0.0] * count
+    for request in requests:
+        each = request.tokens / len(request.events)
+        for event in request.events:
+            if event < count * length:
+                tokens[int(event / length)] += each
+        if request.events[-1] < count * length:
+            ended[int(request.events[-1] / length)].append(request)
+    return [
+        Window(
+            start=number * length,
+            requests=len(some),
+            tok_s=tokens[number] / length,
+            ttft=quantiles([ttft(request) for request in some]),
+            tpot=quantiles([value for request in some if (value := tpot(request)) is not None]),
+        )
+        for number, some in enumerate(ended)
+    ]

@@ -154,7 +154,7 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
     theirs = baseline.tok_s
     interval = speedup_interval(ours.tok_s, theirs) or (None, None)
     same = None
-    if real_text and len(ours.outputs) == len(baseline.outputs):
+    if real_text and ours.outputs and len(ours.outputs) == len(baseline.outputs):
         same = sum(one == other for one, other in zip(ours.outputs, baseline.outputs, strict=True))
     return Comparison(
         baseline=baseline.id,

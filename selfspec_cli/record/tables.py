@@ -18,7 +18,7 @@ from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.record import latency
+from selfspec_cli.record import latency, load_columns
 from selfspec_cli.record.point import FAILED, OK, Point, median
 
 
@@ -121,6 +121,23 @@ class Record:
     detokenise_share: float | None = None  # text of the tokens, and making outputs
     host_share: float | None = None  # the GPU waits for the host inside the other parts
     idle_share: float | None = None  # nothing of the above, and the rest of an engine step
+    arrivals: str | None = None  # of a load test: closed, poisson or bursty
+    clients: int | None = None  # of a closed loop
+    rate: float | None = None  # requests a second that arrive
+    load_share: float | None = None  # the rate over what the baseline completes in a closed loop
+    burst: int | None = None  # requests that arrive together
+    load_seconds: float | None = None  # of one run, from the first request to the last token, median
+    requests: int | None = None  # that ended well, of all runs
+    failed_requests: int | None = None  # refused, broken off or without an output
+    req_s: float | None = None  # requests that end in a second, median of the runs
+    goodput: float | None = None  # requests a second that keep the limits below, median of the runs
+    ttft_limit_ms: float | None = None
+    tpot_limit_ms: float | None = None
+    e2e_limit_ms: float | None = None
+    tpot_p99_first_ms: float | None = None  # of the first whole minute of a run of three minutes and more
+    tpot_p99_last_ms: float | None = None  # of the last one
+    rss_mib: float | None = None  # resident memory of the server's processes after the last run
+    rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -162,6 +179,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         "input_len": work.input_len, "output_len": work.output_len, "temperature": work.temperature,
         "seed": cfg.seed, "repeats": cfg.repeats,
     }  # fmt: skip
+    if cfg.load.kind:
+        columns |= load_columns.asked_for(cfg.load)
     if cfg.method in EARLY_EXIT or cfg.method == "draft_model":
         columns["E"] = cfg.layer if cfg.layer is not None else layer
     if cfg.method in EARLY_EXIT:
@@ -261,6 +280,8 @@ def _measured(record: Record, point: Point) -> Record:
                          identical=against.identical, outputs=against.outputs)  # fmt: skip
         if record.ppl is not None and against.perplexity is not None:
             record.delta_ppl = record.ppl - against.perplexity
+    if record.arrivals is not None:
+        record = replace(record, **load_columns.measured(point))
     return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind
 from selfspec_cli.record import folder, latency, tables
+from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point, to_json
 from selfspec_cli.record.tables import Record, header
 
@@ -121,7 +122,7 @@ def latencies(point: Point) -> dict[str, list[float]]:
 
 def _name(row: Record) -> str:
     parts = [row.arm, row.E and f"E={row.E}", row.k and f"k={row.k}", row.head, row.gate, row.threshold]
-    return " ".join(str(part) for part in parts if part not in (None, "none")) + f", batch {row.batch}"
+    return " ".join(str(part) for part in parts if part not in (None, "none")) + f", {asked(row)}"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.intervals import overlap
+from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import Record
 
@@ -31,8 +32,8 @@ def label(row: Record) -> str:
 
 
 def _arm(row: Record) -> str:
-    if row.arm == "baseline":
-        return "baseline"
+    if row.arm in ("baseline", "server"):
+        return row.arm
     runner = f" ({row.runner})" if row.runner else ""
     if row.arm == "ngram":
         return f"vLLM n-gram k={row.k}{runner}"
@@ -65,7 +66,7 @@ def latest(rows: Iterable[Record]) -> list[Record]:
 def group_title(row: Record) -> str:
     """What all rows of a group share."""
     sampling = "greedy" if not row.temperature else f"temperature {row.temperature:g}"
-    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, batch {row.batch}, {sampling}"
+    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, {asked(row)}, {sampling}"
 
 
 @dataclass
@@ -108,7 +109,7 @@ def groups(rows: Iterable[Record]) -> list[Group]:
 
 def _alike(row: Record) -> tuple[object, ...]:
     return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
-            row.temperature, row.device)  # fmt: skip
+            row.temperature, row.device, row.arrivals, row.clients, row.load_share or row.rate, row.burst)  # fmt: skip
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:

@@ -95,6 +95,12 @@ COLUMNS: list[Column] = [
         "time between successive outputs of a request, which may hold several tokens, median",
         lambda row: _number(2)(row.itl_ms),
     ),
+    ("TTFT p99", "99th percentile of a load test, ms", lambda row: _number(1)(row.ttft_p99_ms) if row.arrivals else ""),
+    ("TPOT p99", "99th percentile of a load test, ms", lambda row: _number(2)(row.tpot_p99_ms) if row.arrivals else ""),
+    ("E2E p99", "99th percentile of a load test, ms", lambda row: _number(0)(row.e2e_p99_ms) if row.arrivals else ""),
+    ("req/s", "requests that end in a second", lambda row: _number(2)(row.req_s)),
+    ("goodput", "requests a second that keep the limits that were stated", lambda row: _number(2)(row.goodput)),
+    ("failed", "requests that failed", lambda row: str(row.failed_requests) if row.failed_requests else ""),
     (
         "PPL",
         "perplexity of a held-out text under the arm's own predictions, with the 95 % interval (bootstrap over "

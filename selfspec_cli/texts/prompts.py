@@ -1,21 +1,41 @@
-"""The prompts of a workload: token ids, the same for every arm of a run. All but chat prompts have exactly the asked
-length."""
+"""The prompts of a workload: token ids, the same for every arm of a run. All but chat prompts, and those of a file of
+prompts, have exactly the asked length."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.texts import chat, library
-
-if TYPE_CHECKING:
-    from selfspec_cli.engine.live import Engine
+from selfspec_cli.texts import chat, library, prompt_files
 
 
-def workload_prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
-    """`num_prompts` prompts of `input_len` token ids (chat prompts: at most), drawn by `cfg.seed`.
+class Tokens(Protocol):
+    """What prompts need of an engine, or of whatever else knows a model's tokenizer."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that prompt and output may have together."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run from 0 to this, exclusive."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether `chat` can be asked."""
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> token ids, without special tokens."""
+
+    def chat(self, question: str) -> list[int]:
+        """A user's question in the model's chat template -> token ids."""
+
+
+def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
+    """`num_prompts` prompts of `input_len` token ids (chat prompts and those of a file of prompts: at most, and of a
+    shorter file all of them), drawn by `cfg.seed`.
 
     Raises:
         ConfigError: prompt and output are longer than the model allows, the text is too short, or the model has no chat
@@ -32,6 +52,9 @@ def workload_prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
     if work.prompts == "chat":
         return _chat(cfg, engine)
+    if prompt_files.is_prompt_file(work.prompts):
+        template = engine.chat if engine.has_template else None
+        return prompt_files.encoded(file_prompts(cfg), engine.encode, template, work.input_len)
     texts = library.held_out_text()
     if work.prompts != "heldout":
         texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
@@ -41,7 +64,13 @@ def workload_prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
 
 
-def _chat(cfg: RunConfig, engine: Engine) -> list[list[int]]:
+def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
+    """The prompts that a config draws from a file of prompts, with their categories; raises ConfigError."""
+    found = prompt_files.read(cfg.workload.prompts, cfg.load.column, cfg.load.category)
+    return prompt_files.drawn(found, cfg.workload.num_prompts, cfg.seed)
+
+
+def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     work = cfg.workload
     found = [engine.chat(question) for question in chat.chosen(work.num_prompts, cfg.seed)]
     longest = max(map(len, found))

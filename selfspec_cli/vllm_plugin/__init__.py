@@ -31,8 +31,8 @@ loaded_model.py   what is done to a model once it is loaded: cut it (method `ski
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
                   timing.py times them there; moments.py looks at what linear layers see, and makes copies for it
 observe/          annotate.py names what a profiler shows, profiler.py starts one; gpu_meter.py says how busy a GPU was;
-                  metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there, late_copy.py
-                  off the device
+                  metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
+                  late_copy.py off the device
 planted/          faults that `selfspec verify` plants in an engine of its own: worker.py is that engine's worker, v1.py
                   and v2.py the faults on each model runner, admission.py what adaptive verification may look at,
                   wrap.py how they come and go; no other module imports them

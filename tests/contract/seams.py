@@ -114,7 +114,6 @@ SIGNATURES = {
     f"{V2_RUNNER}:GPUModelRunner.get_model": "",
     f"{V2_RUNNER}:GPUModelRunner.sample_tokens": "grammar_output",
     f"{SCHEDULER}.schedule": "throttle_prefills",
-    f"{SCHEDULER}.update_from_output": "scheduler_output model_runner_output",
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "engine_core_outputs engine_core_timestamp "
     "iteration_stats weight_version",
     "vllm.v1.engine.llm_engine:LLMEngine.step": "",
@@ -202,7 +201,6 @@ ATTRIBUTES = {
     "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers engine_indexes",
     "vllm.v1.metrics.loggers:PrometheusStatLogger": "per_engine_labelvalues",
     f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output",
-    "vllm.v1.worker.gpu_worker:Worker": "model_runner",
     "vllm.v1.request:Request": "num_computed_tokens",
     "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
     "vllm.v1.worker.gpu_worker:Worker": "device rank model_runner",

@@ -186,7 +186,7 @@ def examples():
     written = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "figures.md"]  # as typed long ago
     pages = [root / "README.md", root / "ee_head" / "README.md", *written]
     texts += [page.read_text(encoding="utf-8") for page in pages]
-    commands = "sweep|bench|fit|fit-weights|heads|roc|views|tune|serve|verify|ppl|eval|doctor"
+    commands = "sweep|bench|load|fit|fit-weights|heads|roc|views|tune|serve|verify|ppl|eval|doctor"
     shown = re.findall(rf"selfspec (?:{commands}) ([^`#·\n]*)", "\n".join(texts))
     found = {tuple(word for word in shlex.split(words) if re.fullmatch(r"[\w.]+=\S+", word)) for words in shown}
     # Files and folders that only the reader has.
@@ -254,7 +254,7 @@ def test_published_experiments_are_the_promised_grids():
 def test_the_header_of_an_experiment_is_its_command():
     for name, file in experiment_files().items():
         first = file.read_text().splitlines()[0]
-        assert first.endswith((f"selfspec sweep experiment={name}", f"selfspec bench experiment={name}"))
+        assert first.endswith(tuple(f"selfspec {command} experiment={name}" for command in ("sweep", "bench", "load")))
 
 
 @pytest.mark.parametrize(

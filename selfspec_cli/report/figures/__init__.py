@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from selfspec_cli.record.tables import Record
-from selfspec_cli.report.figures import drafts, engine, exits, profile, quality, speed
+from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups
 from selfspec_cli.report.sources import Sources
@@ -18,7 +18,10 @@ def of_sources(found: Sources) -> list[Figure]:
     made = [
         *speed.speedups(together, found.targets),
         *speed.throughput(together),
-        *(figure for load in engine.LOADS if load in columns for figure in engine.by_load(together, load)),
+        *(figure for name in engine.LOADS if name in columns for figure in engine.by_load(together, name)),
+        *load.curves(found.rows),
+        *load.over_time(found.points),
+        *load.categories(found.points),
         *drafts.frontier(together),
         *quality.perplexities(together),
         *quality.scores(together),

@@ -31,7 +31,7 @@ from selfspec_cli.report.figures.base import (
 )
 from selfspec_cli.report.rows import Group, acceptance, label
 
-LOADS = {"batch": "requests in flight (batch)", "clients": "clients"}
+LOADS = {"batch": "requests in flight (batch)", "clients": "clients", "rate": "requests that arrive in a second"}
 """Columns that say how much is asked of the engine at once; those that a record has are drawn."""
 
 
@@ -100,7 +100,7 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
 
 def _family(row: Record, column: str) -> tuple[Any, ...]:
     """What rows have in common that differ in their load alone."""
-    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
+    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length", "burst")
     return (*(getattr(row, name) for name in names), *(getattr(row, name, None) for name in LOADS if name != column))
 
 

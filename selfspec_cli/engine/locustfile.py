@@ -1,0 +1,172 @@
+"""The clients of a load test, run by locust in a process of its own; `engine.clients` starts it.
+
+locust replaces Python's sockets by gevent's, so nothing of vLLM may live in this process, and this file imports nothing
+of selfspec. It reads what to ask from the file that SELFSPEC_LOAD names, and writes a line of JSON for each request:
+its number, when it was sent and when each output arrived (microseconds of the machine's monotonic clock), how many
+tokens the server counted, and a digest of the text. locust's own statistics are rounded to milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import gevent
+from locust import User, events, task
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.stats import CSV_STATS_INTERVAL_SEC
+
+JOB: dict[str, Any] = json.loads(Path(os.environ["SELFSPEC_LOAD"]).read_text(encoding="utf-8"))
+NAME = JOB["path"]
+SERVER = urlsplit(JOB["url"])
+HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+if os.environ.get("OPENAI_API_KEY"):
+    HEADERS["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
+ERROR_LENGTH = 300
+READ_BYTES = 65536
+Part = tuple[float, bytes]
+
+
+class Run:
+    """What the clients of this process share: which request is next, and where samples go."""
+
+    def __init__(self) -> None:
+        self.environment: Environment | None = None
+        self.taken = 0
+        self.began, self.cpu = time.monotonic(), time.process_time()
+        self.active = JOB["clients"] or 1
+        self.out = open(JOB["out"], "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
+        self.idle: list[http.client.HTTPConnection] = []
+
+    def take(self) -> int | None:
+        """The number of the next request of a closed loop; None when no more may begin."""
+        if self.taken == 0:
+            self.began, self.cpu = time.monotonic(), time.process_time()
+        limit = JOB["requests"]
+        if (self.taken >= limit) if limit is not None else (time.monotonic() - self.began >= JOB["seconds"]):
+            return None
+        self.taken += 1
+        return self.taken - 1
+
+    def ended(self) -> None:
+        """A client has nothing more to do; the last one ends the run."""
+        self.active -= 1
+        if self.active == 0:
+            used = {"client_cpu_s": time.process_time() - self.cpu, "client_s": time.monotonic() - self.began}
+            self.out.write(json.dumps(used) + "\n")
+            self.out.close()
+            assert self.environment is not None and self.environment.runner is not None
+            # locust does not write its tables once more when it quits.
+            gevent.spawn_later(CSV_STATS_INTERVAL_SEC + 0.2, self.environment.runner.quit)
+
+    def ask(self, number: int, late: float = 0.0) -> None:
+        """One request, to its end. late: seconds that it was sent after its time."""
+        sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late)}
+        sent, error = time.monotonic(), None
+        parts: list[Part] = []
+        kind = http.client.HTTPSConnection if SERVER.scheme == "https" else http.client.HTTPConnection
+        connection = self.idle.pop() if self.idle else kind(SERVER.netloc, timeout=JOB["timeout"])
+        try:
+            connection.request("POST", SERVER.path.rstrip("/") + NAME, BODIES[number % len(BODIES)], HEADERS)
+            response = connection.getresponse()
+            if response.status == 200:
+                _receive(response, parts)
+            else:
+                error = f"HTTP {response.status}: {response.read().decode(errors='replace')[:ERROR_LENGTH]}"
+            self.idle.append(connection)
+        except Exception as problem:  # of the network, and of what came over it: a failed request and no failed run
+            connection.close()
+            error = f"{type(problem).__name__}: {problem}"[:ERROR_LENGTH]
+        sample |= _read(parts)
+        if error is None and not sample.pop("whole"):
+            error = "the stream broke off before its end"
+        sample.pop("whole", None)
+        if error is None and not sample["events_us"]:
+            error = "no output came"
+        sample |= {"sent_us": round(1e6 * sent), "error": error}
+        self.out.write(json.dumps(sample) + "\n")
+        self.out.flush()
+        self._tell_locust(sample)
+
+    def _tell_locust(self, sample: dict[str, Any]) -> None:
+        """The request in locust's statistics: its whole time, and its first token as an entry of its own."""
+        assert self.environment is not None
+        fire, sent, arrived = self.environment.events.request.fire, sample["sent_us"], sample["events_us"]
+        failure = None if sample["error"] is None else RuntimeError(sample["error"])
+        last = (arrived[-1] - sent) / 1000 if arrived else (1e6 * time.monotonic() - sent) / 1000
+        more: dict[str, Any] = {"response_length": sample["tokens"] or 0, "exception": failure, "context": {}}
+        fire(request_type="POST", name=NAME, response_time=last, **more)
+        if arrived and failure is None:
+            fire(request_type="TTFT", name=NAME, response_time=(arrived[0] - sent) / 1000, **more)
+            if (sample["tokens"] or 0) > 1:
+                each = (arrived[-1] - arrived[0]) / 1000 / (sample["tokens"] - 1)
+                fire(request_type="TPOT", name=NAME, response_time=each, **more)
+
+
+def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:
+    """Every `data:` line of a stream with the moment at which it came; raises when the stream breaks off."""
+    rest = b""
+    while data := response.read1(READ_BYTES):  # at most what has come: never waits for more than there is
+        moment = time.monotonic()
+        *lines, rest = (rest + data).split(b"\n")
+        parts += [(moment, line) for line in lines if line.startswith(b"data:")]
+
+
+def _read(parts: list[Part]) -> dict[str, Any]:
+    """What a stream held. tokens: None where the server did not count them. whole: it ended as streams end."""
+    moments, texts, whole = [], [], False
+    usage: dict[str, Any] = {}
+    for moment, line in parts:
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            whole = True
+            continue
+        try:
+            event = json.loads(data)
+        except ValueError:
+            continue
+        usage = event.get("usage") or usage
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta")
+            text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
+            if delta is None or text:
+                moments.append(round(1e6 * moment))
+                texts.append(text or "")
+    digest = hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    told = {"tokens": usage.get("completion_tokens"), "prompt_tokens": usage.get("prompt_tokens")}
+    return {"events_us": moments, "digest": digest, "whole": whole, **told}
+
+
+RUN = Run()
+
+
+@events.init.add_listener
+def _begin(environment: Environment, **_: Any) -> None:
+    RUN.environment = environment
+
+
+class Client(User):
+    """Of a closed loop, one of its clients; of an open loop, who sends all requests, each in a greenlet of its own."""
+
+    @task
+    def go(self) -> None:
+        """Everything that this client asks."""
+        if JOB["arrivals"] is None:
+            while (number := RUN.take()) is not None:
+                RUN.ask(number)
+        else:
+            RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
+            for number, moment in enumerate(JOB["arrivals"]):
+                gevent.sleep(max(0.0, RUN.began + moment - time.monotonic()))
+                sent.append(gevent.spawn(RUN.ask, number, max(0.0, time.monotonic() - RUN.began - moment)))
+            gevent.joinall(sent)
+        RUN.ended()
+        raise StopUser

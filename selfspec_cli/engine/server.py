@@ -1,0 +1,222 @@
+"""A vLLM server as a process of its own, and what is asked of a server beside completions: its model, its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli import interrupts
+from selfspec_cli.config.facts import exit_layer
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.engine import children
+from selfspec_cli.engine.deployment import Deployment, deployment
+from selfspec_cli.terminal import last_lines
+
+START_SECONDS = 1800.0
+STOP_SECONDS = 120.0
+POLL_SECONDS = 0.25
+ANSWER_SECONDS = 60.0  # for anything but a completion
+MIB = 2**20
+
+
+class ServerError(RuntimeError):
+    """A server did not start, or ended."""
+
+
+@dataclass
+class Server:
+    """A server that answers. model: what it calls its model. cfg, process: of one that was started here."""
+
+    url: str
+    model: str
+    cfg: RunConfig | None = None
+    process: subprocess.Popen[bytes] | None = None
+    log: Path | None = None
+
+    @property
+    def layer(self) -> int | None:
+        """The exit layer in force; None for a server that has none, or of which it is not known."""
+        return exit_layer(self.cfg) if self.cfg is not None and self.cfg.method in (Method.layer_skip,) else None
+
+    def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:
+        """Change the gate between two rounds; nothing is reloaded."""
+        self.call("early_exit_set_gate", kind, threshold, calibration)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The first worker's answer to one of `EarlyExitWorker`'s methods; of a server that was started here."""
+        answer = ask(f"{self.url}/collective_rpc", {"method": method, "args": list(args)})
+        found = json.loads(answer) if answer else {"results": [None]}
+        return found["results"][0]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The server's Prometheus metrics: name -> labels -> value; empty for a server without them."""
+        try:
+            return read_metrics(ask(f"{self.url}/metrics"))
+        except (OSError, ValueError):
+            return {}
+
+    def verify_counts(self, metrics: dict[str, dict[str, float]]) -> VerifyCounts | None:
+        """vLLM's counters of speculative decoding since the server started; None for one that does not draft."""
+        name = "vllm:spec_decode_num_{}_total"
+        sums = [sum(metrics.get(name.format(part), {}).values()) for part in ("drafts", "draft_tokens",
+                                                                             "accepted_tokens")]  # fmt: skip
+        if name.format("drafts") not in metrics:
+            return None
+        found: dict[int, float] = {}
+        for labels, value in metrics.get(name.format("accepted_tokens_per_pos"), {}).items():
+            place = re.search(r'position="(\d+)"', labels)
+            if place is not None:
+                found[int(place[1])] = found.get(int(place[1]), 0.0) + value
+        at = [int(found[place]) for place in sorted(found)]
+        rounds, places, accepted = map(int, sums)
+        return VerifyCounts(rounds, places, accepted, at)
+
+    def drafting(self) -> counters.Snapshot | None:
+        """The draft loop's own counters; None for a server that was not started here, or does not draft."""
+        if self.cfg is None or self.cfg.method is not Method.layer_skip:
+            return None
+        return self.call("early_exit_counters")
+
+    def resident_mib(self) -> float | None:
+        """Resident memory of the processes of a server that was started here, shared pages counted once for each."""
+        if self.process is None:
+            return None
+        pages = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError, ValueError, IndexError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid:  # its session, which began with the server
+                    pages += int(fields[21])
+        return pages * os.sysconf("SC_PAGE_SIZE") / MIB if pages else None
+
+    def check(self) -> None:
+        """Raises ServerError if a server that was started here has ended."""
+        if self.process is not None and (code := self.process.poll()) is not None:
+            raise ServerError(f"the server ended with exit code {code}{_tail(self.log)}")
+
+
+def connect(url: str, model: str | None = None) -> Server:
+    """A server that runs already.
+
+    Args:
+        url: where its API begins, with or without /v1. model: one of several that it serves.
+
+    Raises:
+        ConfigError: nobody answers there, or the server has no such model.
+    """
+    base = re.sub(r"/v1/?$", "", url.rstrip("/"))
+    if not re.match(r"https?://[^/]+", base):
+        raise ConfigError(f"--url {url}: write http://HOST:PORT")
+    try:
+        known = [str(one["id"]) for one in json.loads(ask(f"{base}/v1/models"))["data"]]
+    except urllib.error.HTTPError as error:
+        told = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
+        raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{told}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"
+                          ) from error  # fmt: skip
+    if model is not None and model not in known:
+        raise ConfigError(f"--served-model {model}: the server at {url} has {', '.join(known)}")
+    if not known:
+        raise ConfigError(f"--url {url}: the server names no model; give one with --served-model")
+    return Server(base, model or known[0])
+
+
+@contextmanager
+def open_server(cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path) -> Iterator[Server]:
+    """Start a server for `cfg`, give it when it answers, and end it.
+
+    Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
+
+    Args:
+        more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts.
+
+    Raises:
+        ConfigError, HeadError: what `cfg` asks for cannot be had.
+        ServerError: it ended, or did not answer; the message has the end of its log.
+    """
+    made, port = deployment(cfg, scratch), free_port()
+    cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
+    command = [*made.command(), cache, "--host", "127.0.0.1", "--port", str(port), *more]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as out:
+        process = children.start(command, out, _environment(made))
+    server = Server(f"http://127.0.0.1:{port}", "", cfg, process, log)
+    try:
+        _wait(server)
+        server.model = str(json.loads(ask(f"{server.url}/v1/models"))["data"][0]["id"])
+        yield server
+    finally:
+        children.end(process, signal.SIGINT, STOP_SECONDS)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
+    """The text of an answer; body: posted as JSON.
+
+    Raises:
+        OSError: nobody answers, or with an error.
+    """
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as answer:
+        return str(answer.read().decode())
+
+
+def read_metrics(text: str) -> dict[str, dict[str, float]]:
+    """Prometheus's text format: name -> labels as they stand -> value."""
+    found: dict[str, dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.MULTILINE):
+        found.setdefault(name, {})[labels] = float(value)
+    return found
+
+
+def _environment(made: Deployment) -> dict[str, str]:
+    """Of the server. Its development mode lets this command read the draft loop's counters."""
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return os.environ | own | made.environment
+
+
+def _wait(server: Server) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        interrupts.check()
+        server.check()
+        with suppress(OSError):
+            ask(f"{server.url}/health", seconds=2.0)
+            return
+        time.sleep(POLL_SECONDS)
+    raise ServerError(f"the server did not answer within {START_SECONDS / 60:.0f} minutes{_tail(server.log)}")
+
+
+def _tail(log: Path | None) -> str:
+    """The lines of a log that say what went wrong, and where it is."""
+    if log is None:
+        return ""
+    lines = last_lines(log, 200)
+    errors = [line for line in lines if re.search(r"Error|error:|FATAL|refus", line)]
+    chosen = [re.sub(r"^.*?(?=\w*Error)", "", line, count=1) for line in errors[-2:] or lines[-2:]]
+    return f": {' · '.join(line.strip()[:200] for line in chosen)}; all of it: {log}"

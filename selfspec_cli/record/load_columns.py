@@ -1,0 +1,62 @@
+"""The columns of a row that only a load test has, and what they say in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from selfspec_cli.config.schema import LoadConfig
+from selfspec_cli.record import latency
+from selfspec_cli.record.point import Point, median
+
+if TYPE_CHECKING:
+    from selfspec_cli.record.tables import Record
+
+TOLD = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
+"""Columns that the server told, or that followed from what was measured before (`Point.engine`)."""
+DRIFT = 3  # whole windows that a run needs for its first and its last one to be compared
+
+
+def asked_for(load: LoadConfig) -> dict[str, Any]:
+    """What a load test asks of a server."""
+    closed = load.kind == "closed"
+    return {
+        "batch": None, "repeats": load.repeats, "arrivals": load.kind, "clients": load.clients if closed else None,
+        "rate": load.rate, "load_share": load.share, "burst": None if closed else load.burst,
+        "ttft_limit_ms": load.ttft_limit, "tpot_limit_ms": load.tpot_limit, "e2e_limit_ms": load.e2e_limit,
+    }  # fmt: skip
+
+
+def limits(arm: dict[str, Any]) -> latency.Limits:
+    """The limits of a point, by its arm's columns."""
+    return latency.Limits(arm.get("ttft_limit_ms"), arm.get("tpot_limit_ms"), arm.get("e2e_limit_ms"))
+
+
+def measured(point: Point) -> dict[str, Any]:
+    """What a load test found, besides speed and latencies, which every point has."""
+    found: dict[str, Any] = {name: point.engine[name] for name in TOLD if point.engine.get(name) is not None}
+    found["requests"] = sum(len(repeat.requests) for repeat in point.repeats)
+    if not point.repeats:
+        return found
+    found["load_seconds"] = median([repeat.seconds for repeat in point.repeats])
+    found["req_s"] = median([len(repeat.requests) / repeat.seconds for repeat in point.repeats])
+    wanted = limits(point.arm)
+    if wanted.any:
+        found["goodput"] = median([latency.goodput(one.requests, one.seconds, wanted) for one in point.repeats])
+    last = point.repeats[-1]
+    parts = latency.windows(last.requests, last.seconds)
+    if len(parts) >= DRIFT:
+        first_last = [None if part.tpot is None else part.tpot[-1] for part in (parts[0], parts[-1])]
+        found |= dict(zip(("tpot_p99_first_ms", "tpot_p99_last_ms"), first_last, strict=True))
+    return found
+
+
+def asked(row: Record) -> str:
+    """How much is asked of an engine at once, in words."""
+    if row.arrivals is None:
+        return f"batch {row.batch}"
+    if row.clients is not None:
+        return f"{row.clients} client{'s' if row.clients > 1 else ''}"
+    rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
+    share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
+    bursts = f" in bursts of {row.burst}" if row.burst and row.burst > 1 else ""
+    return (f"{rate} ({share})" if rate and share else rate or share) + bursts

@@ -1,0 +1,152 @@
+"""Figures of load tests: what is served and what is waited for as more is asked, over time, and by category."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import altair as alt
+
+from selfspec_cli.record import latency, tables
+from selfspec_cli.record.load_columns import asked
+from selfspec_cli.record.point import OK, Point
+from selfspec_cli.record.tables import Record
+from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, series_colour, short, sig
+from selfspec_cli.report.rows import label, latest
+
+CURVES = {
+    "tok_s_median": "tokens a second",
+    "req_s": "requests that end in a second",
+    "goodput": "requests a second that keep the limits",
+    "ttft_p99_ms": "time to first token (TTFT, ms), 99th percentile",
+    "tpot_p99_ms": "time per output token (TPOT, ms), 99th percentile",
+    "itl_p99_ms": "time between outputs (ITL, ms), 99th percentile",
+    "e2e_p99_ms": "time to the last token (E2E, ms), 99th percentile",
+    "failed_requests": "requests that failed",
+}
+PARTS = {"tok_s": "tokens a second", "ttft": "TTFT p99, ms", "tpot": "TPOT p99, ms"}
+
+
+def curves(rows: Iterable[Record]) -> list[Figure]:
+    """Throughput and 99th percentiles by the number of clients or the rate, one line an arm."""
+    families: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for row in latest(rows):
+        if row.arrivals is not None and row.status == OK:
+            families[_family(row)].append(row)
+    panels = []
+    for some in families.values():
+        column = "clients" if some[0].clients is not None else "rate"
+        if len({getattr(row, column) for row in some}) < 2:
+            continue
+        ordered = sorted(some, key=lambda row: getattr(row, column) or 0)
+        for name, meaning in CURVES.items():
+            data = [
+                {
+                    "series": label(row),
+                    "load": sig(getattr(row, column), 4),
+                    "value": sig(getattr(row, name)),
+                    "asked": asked(row),
+                    "point": row.point,
+                }
+                for row in ordered
+                if getattr(row, name) is not None
+            ]
+            told = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
+            if any(one["value"] for one in data):
+                panels.append(Panel(_where(some[0]), told, data, tuple(row.point for row in some)))
+    x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
+    tips = ["series:N", "asked:N", "value:Q", "point:N"]
+    base = rows_chart().encode(x=x, y=y, color=series_colour(), tooltip=tips)
+    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)).properties(
+        width="container", height=300
+    )
+    about = (
+        "A closed loop keeps each client at one request; in an open loop requests arrive whether or not others have "
+        "ended, and a server that is asked for more than it can do falls behind. Percentiles are over the requests of "
+        "all runs, by the definitions of vLLM's own benchmark."
+    )
+    return figure("load", "Throughput and tails under load", about, chart, panels)
+
+
+def over_time(points: Sequence[Point]) -> list[Figure]:
+    """Each minute of the last run of long load tests: does what is served stay what it was?"""
+    found: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    names: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for point in points:
+        if not point.arm.get("arrivals") or not point.repeats:
+            continue
+        parts = latency.windows(point.repeats[-1].requests, point.repeats[-1].seconds)
+        if len(parts) < 3:
+            continue
+        row = tables.row(point)
+        family = (*_family(row), asked(row))
+        names[family].append(point.id)
+        for part in parts:
+            values: dict[str, float | None] = {"tok_s": part.tok_s, "ttft": _last(part.ttft), "tpot": _last(part.tpot)}
+            for name, value in values.items():
+                if value is not None:
+                    minute = 1 + part.start / latency.WINDOW
+                    data = {"series": label(row), "minute": minute, "value": sig(value), "point": point.id}
+                    found[family][name].append(data)
+    panels = [
+        Panel(f"{family[0]}, {family[-1]}", PARTS[name], data, tuple(names[family]))
+        for family, by_name in found.items()
+        for name, data in by_name.items()
+    ]
+    x = alt.X("minute:Q", axis=alt.Axis(title="minute", tickMinStep=1))
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
+    base = rows_chart().encode(x=x, y=y, color=series_colour(), tooltip=["series:N", "minute:Q", "value:Q", "point:N"])
+    chart = (base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=40, opacity=1)).properties(
+        width="container", height=260
+    )
+    about = "Every whole minute of the last run, by the requests that ended in it."
+    return figure("over_time", "Over time", about, chart, panels)
+
+
+def categories(points: Sequence[Point]) -> list[Figure]:
+    """The speedup of each category of prompts: the baseline's median time per output token over the arm's."""
+    known = {point.id: point for point in points}
+    panels = []
+    for point in points:
+        base = known.get(point.compared_with.baseline) if point.compared_with is not None else None
+        ours, theirs = (one.engine.get("categories") or {} for one in (point, base or point))
+        if base is None or not ours:
+            continue
+        row = tables.row(point)
+        data = [
+            {
+                "category": name,
+                "speedup": sig(theirs[name]["tpot_ms"] / ours[name]["tpot_ms"]),
+                "requests": ours[name]["requests"],
+                "tpot_ms": sig(ours[name]["tpot_ms"]),
+                "point": point.id,
+            }
+            for name in ours
+            if ours[name].get("tpot_ms") and theirs.get(name, {}).get("tpot_ms")
+        ]
+        panels.append(Panel(_where(row), f"{label(row)}, {asked(row)}", data, (point.id,)))
+    y = alt.Y("category:N", axis=alt.Axis(title=None, labelLimit=220))
+    x = alt.X("speedup:Q", axis=alt.Axis(title="times the baseline's"), scale=alt.Scale(zero=True))
+    tips = ["category:N", "speedup:Q", "requests:Q", "tpot_ms:Q"]
+    one = alt.Chart(alt.Data(values=[{"one": 1}])).mark_rule(strokeDash=[4, 3]).encode(x="one:Q")
+    bars = rows_chart().mark_bar(size=13).encode(x=x, y=y, tooltip=tips)
+    chart = (bars + one).properties(width="container", height=alt.Step(24))
+    about = "Medians over the requests of a category; the file of prompts names the categories."
+    return figure("categories", "Speedup of a token by category", about, chart, panels)
+
+
+def _family(row: Record) -> tuple[Any, ...]:
+    """What rows have in common that belong on one chart."""
+    load = "clients" if row.clients is not None else "rate"
+    return (row.model, row.device if row.arm != "server" else "", row.workload, row.output_len, row.temperature, load,
+            row.burst)  # fmt: skip
+
+
+def _last(values: Sequence[float] | None) -> float | None:
+    return None if values is None else values[-1]
+
+
+def _where(row: Record) -> str:
+    return f"{row.model}, {row.input_len} tokens in, {row.output_len} out, {short(row)}"

@@ -1,0 +1,268 @@
+"""Measure a server under load: one arm at one load, and a server that somebody else has started.
+
+`selfspec load` runs as a sweep does (`sweep.run`): the baseline's server first, with every load, then the servers of
+the arms; here is what takes the place of an engine's bench. Prompts, their order and the moments at which requests
+arrive are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.config.schema import RunConfig, to_plain
+from selfspec_cli.early_exit import counters
+from selfspec_cli.engine.clients import BUSY, COMPLETIONS, ClientsError, Job, Run
+from selfspec_cli.engine.clients import run as run_clients
+from selfspec_cli.engine.server import Server
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import latency
+from selfspec_cli.record.point import Measurement, Repeat, median
+from selfspec_cli.stages.arrivals import schedule
+from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
+
+FOLDER = "load"  # of raw samples, in the results folder
+FEW = 8  # clients that warm up a server, and that ask where nothing says how much
+ERRORS = 5  # kinds of failure that a point keeps
+LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it is said
+
+
+def asked(cfg: RunConfig) -> RunConfig:
+    """`cfg` as a load test: a closed loop of FEW clients where nothing says how much to ask."""
+    return cfg if cfg.load.kind else replace(cfg, load=replace(cfg.load, clients=FEW))
+
+
+@dataclass
+class Loader:
+    """Measures arms on servers; given to `sweep.run` as its bench.
+
+    folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
+    model; else text. saturation: requests a second that a baseline completed in a closed loop, by what was asked of it.
+    """
+
+    folder: Path
+    path: str = COMPLETIONS
+    knows_model: bool = True
+    ignores_eos: bool = True
+    saturation: dict[str, float] = field(default_factory=dict)
+    _points: int = 0
+
+    def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
+        """One arm at one load: warm-up, then every run. A run that an interrupt cuts short is kept as far as it came.
+
+        Raises:
+            ConfigError: the prompts cannot be had. ClientsError: no request ended well. ServerError: the server ended.
+            KeyboardInterrupt: before any request had ended.
+        """
+        began = time.perf_counter()
+        self._points += 1
+        place = self.folder / f"{self._points:03d}"
+        prompts = self.prompts(cfg)
+        cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
+        total = cfg.warmup + cfg.load.repeats
+        for number in range(cfg.warmup):
+            _uninterrupted(self._run(cfg, server, self._warm_up(cfg, server, prompts), place / "warmup", progress))
+            progress("repeats", number + 1, total)
+        before = server.resident_mib()
+        runs: list[tuple[Run, Repeat]] = []
+        for number in range(cfg.load.repeats):
+            job = self.job(cfg, server, prompts, number)
+            run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
+            if repeat is not None:
+                runs.append((run, repeat))
+                progress.speeds([one.tok_s for _, one in runs])
+                progress("repeats", cfg.warmup + number + 1, total)
+            if run.interrupted:
+                facts["interrupted"] = True
+                break
+        if not runs:
+            raise KeyboardInterrupt
+        facts |= _facts([run for run, _ in runs], prompts, before, server, place)
+        return Measurement(
+            repeats=tuple(repeat for _, repeat in runs),
+            outputs=answers(runs[-1][0], len(prompts.bodies)),
+            engine=facts,
+            seconds=time.perf_counter() - began,
+        )
+
+    def prompts(self, cfg: RunConfig) -> Prompts:
+        """What a config asks; raises ConfigError."""
+        return of_model(cfg) if self.knows_model else of_text(cfg, self.path)
+
+    def job(self, cfg: RunConfig, server: Server, prompts: Prompts, number: int) -> Job:
+        """The requests of one run. Every run of every arm sends the same prompts in the same order; each run of an arm
+        has arrivals of its own, and run n of all arms the same ones."""
+        load = cfg.load
+        base = self._job(cfg, server, prompts)
+        seconds = None if load.requests is not None else load.seconds
+        if load.kind == "closed":
+            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds)
+        assert load.rate is not None
+        moments = schedule(load.rate, 1000 * cfg.seed + number, burst=load.burst, requests=load.requests,
+                           seconds=seconds)  # fmt: skip
+        return replace(base, arrivals=moments)
+
+    def _job(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
+        body: dict[str, Any] = {
+            "model": server.model,
+            "max_tokens": cfg.workload.output_len,
+            "temperature": cfg.workload.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignores_eos:
+            body["ignore_eos"] = True
+        return Job(server.url, self.path, body, prompts.bodies)
+
+    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
+        """A closed loop in which each client asks once, of as many clients as the load may have at once."""
+        load = cfg.load
+        clients = load.clients or max(load.burst, min(FEW, cfg.engine.max_num_seqs))
+        return replace(self._job(cfg, server, prompts), clients=clients, requests=clients)
+
+    def _with_rate(
+        self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
+    ) -> tuple[RunConfig, dict[str, Any]]:
+        """The config with its rate in requests a second, where it is a share of what the baseline completes; the first
+        arm that asks, which is the baseline, is the one that is measured for it."""
+        load = cfg.load
+        if load.share is None:
+            return cfg, {}
+        clients = load.clients or cfg.engine.max_num_seqs
+        closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
+        name = _digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
+        if name not in self.saturation:
+            _uninterrupted(self._run(cfg, server, self._warm_up(closed, server, prompts), place / "warmup", progress))
+            job = self.job(closed, server, prompts, 0)
+            found = _uninterrupted(self._run(cfg, server, job, place / "saturation", progress))
+            self.saturation[name] = len(found.good) / found.seconds
+        full = self.saturation[name]
+        facts = {"rate": load.share * full, "saturation_req_s": full, "saturation_clients": clients}
+        return replace(cfg, load=replace(load, rate=load.share * full)), facts
+
+    def _timed(
+        self, cfg: RunConfig, server: Server, job: Job, place: Path, progress: Progress
+    ) -> tuple[Run, Repeat | None]:
+        """One run, with what the server counted meanwhile; no repeat for one in which nothing ended before it was
+        interrupted."""
+        counts, own = server.verify_counts(server.metrics()), server.drafting()
+        run = self._run(cfg, server, job, place, progress)
+        if not run.good and run.interrupted:
+            return run, None
+        after = server.verify_counts(server.metrics())
+        verified = None if counts is None or after is None else after.since(counts)
+        return run, Repeat(run.seconds, run.times(), verified, counters.since(server.drafting(), own))
+
+    def _run(self, cfg: RunConfig, server: Server, job: Job, place: Path, progress: Progress) -> Run:
+        total = job.requests or (len(job.arrivals) if job.arrivals is not None else 0)
+
+        def told(ended: int, gone: float) -> None:
+            if total:
+                progress("requests", min(ended, total - 1), total)
+            elif job.seconds is not None:
+                progress("seconds", min(int(gone), int(job.seconds)), int(job.seconds) + 1)
+
+        run = run_clients(job, place, check=server.check, told=told)
+        if total or job.seconds is not None:
+            size = total or int(job.seconds or 0) + 1
+            progress("requests" if total else "seconds", size, size)
+        if not run.good and not run.interrupted:
+            raise ClientsError(f"no request ended well: {run.failed[0].error}")
+        return run
+
+
+def _uninterrupted(run: Run) -> Run:
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run
+
+
+def answers(run: Run, prompts: int) -> tuple[str, ...]:
+    """A digest of the first answer to each prompt; empty where not every prompt was answered."""
+    found: dict[int, str] = {}
+    for one in run.good:
+        found.setdefault(one.number % prompts, one.digest)
+    return tuple(found[number] for number in range(prompts)) if len(found) == prompts else ()
+
+
+def unlike(runs: Sequence[Run], prompts: int) -> int:
+    """Prompts that did not get one and the same answer each time that they were asked."""
+    found: dict[int, set[str]] = {}
+    for run in runs:
+        for one in run.good:
+            found.setdefault(one.number % prompts, set()).add(one.digest)
+    return sum(len(digests) > 1 for digests in found.values())
+
+
+def by_category(runs: Sequence[Run], categories: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of each category its requests and the columns of `latency.summary`; empty without categories."""
+    parts: dict[str, list[latency.RequestTimes]] = {}
+    for run in runs if categories else ():
+        for one, times in zip(run.good, run.times(), strict=True):
+            parts.setdefault(categories[one.number % len(categories)] or "none", []).append(times)
+    return {name: {"requests": len(some)} | latency.summary(some) for name, some in sorted(parts.items())}
+
+
+def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:
+    """What is known of a point besides its repeats, by names of columns where there are such."""
+    samples = [one for run in runs for one in run.good]
+    failed = [one for run in runs for one in run.failed]
+    now = server.resident_mib()
+    facts: dict[str, Any] = {
+        "layer": server.layer,
+        "kv_blocks": kv_blocks(server.metrics()),
+        "failed_requests": len(failed),
+        "errors": dict(Counter(str(one.error)[:120] for one in failed).most_common(ERRORS)),
+        "unlike_answers": unlike(runs, len(prompts.bodies)),
+        "tokens_counted": all(run.counted for run in runs),
+        "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
+        "late_p99_ms": (latency.quantiles([one.late for one in samples]) or (0.0,))[-1],
+        "rss_mib": now,
+        "rss_growth_mib": None if now is None or before is None else now - before,
+        "samples": str(place),
+        "server": server.url if server.process is None else None,
+    }
+    if (kinds := by_category(runs, prompts.categories)) != {}:
+        facts["categories"] = kinds
+    if not prompts.exact:
+        known = [one.prompt_tokens for one in samples if one.prompt_tokens is not None]
+        facts["input_len"] = round(median(known)) if known else None
+    return facts
+
+
+def kv_blocks(metrics: dict[str, dict[str, float]]) -> int | None:
+    """Blocks of the KV cache, as vLLM's metrics say; None where they do not."""
+    import re
+
+    for labels in metrics.get("vllm:cache_config_info", {}):
+        if found := re.search(r'num_gpu_blocks="(\d+)"', labels):
+            return int(found[1])
+    return None
+
+
+def doubts(engine: dict[str, Any]) -> list[str]:
+    """What a point's facts say against its figures."""
+    found = []
+    if engine.get("interrupted"):
+        found.append("it was interrupted, and holds what had ended until then")
+    if failed := engine.get("failed_requests"):
+        told = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
+        found.append(f"{failed} requests failed: {told}")
+    if (engine.get("client_cpu") or 0) > BUSY:
+        found.append(f"the clients used {engine['client_cpu']:.0%} of a core: they, too, may be what was measured")
+    if engine.get("late_p99_ms", 0.0) > LATE_MS:
+        found.append(f"requests were sent up to {engine['late_p99_ms']:.0f} ms late (99th percentile)")
+    if engine.get("tokens_counted") is False:
+        found.append("the server does not count its tokens: each output was taken for one")
+    return found
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

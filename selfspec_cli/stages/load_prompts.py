@@ -1,0 +1,90 @@
+"""The prompts of a load test as a server is asked for them: token ids where the model is known, else text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.engine.arguments import ModelTokens
+from selfspec_cli.engine.clients import CHAT
+from selfspec_cli.texts import chat, library, prompt_files
+from selfspec_cli.texts.prompts import file_prompts, workload_prompts
+
+CHARACTERS = 4  # of a token, where nobody here knows the server's tokenizer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """bodies: what each prompt says in the body of its request. categories: of each; empty where there are none.
+    exact: every prompt has exactly `workload.input_len` tokens."""
+
+    bodies: list[dict[str, Any]]
+    categories: list[str]
+    exact: bool
+
+
+def of_model(cfg: RunConfig) -> Prompts:
+    """The prompts that every other command would give to the model of `cfg`, as token ids.
+
+    Raises:
+        ConfigError: as `workload_prompts`.
+    """
+    tokens = workload_prompts(cfg, ModelTokens(cfg))
+    bodies = [{"prompt": one} for one in tokens]
+    return Prompts(_seeded(cfg, bodies), _categories(cfg), len({len(one) for one in tokens}) == 1)
+
+
+def of_text(cfg: RunConfig, path: str) -> Prompts:
+    """Prompts as text, for a server of which the tokenizer is not known: `workload.input_len` counts tokens of four
+    characters.
+
+    Args:
+        path: of the API: completions or chats.
+
+    Raises:
+        ConfigError: the file cannot be read, the text is too short, or the prompts are random token ids.
+    """
+    work = cfg.workload
+    if work.prompts == "random":
+        raise ConfigError("workload.prompts=random with --url: token ids need the model; name it with model=..., or "
+                          "use heldout, chat or a file")  # fmt: skip
+    if work.prompts == "chat":
+        texts = chat.chosen(work.num_prompts, cfg.seed)
+    elif prompt_files.is_prompt_file(work.prompts):
+        texts = [prompt.text[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
+    else:
+        texts = _windows(cfg)
+    bodies: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    if path == CHAT:
+        bodies = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    return Prompts(_seeded(cfg, bodies), _categories(cfg), False)
+
+
+def _windows(cfg: RunConfig) -> list[str]:
+    work = cfg.workload
+    named = library.held_out_text()
+    if work.prompts != "heldout":
+        named = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
+    length = CHARACTERS * work.input_len
+    try:
+        windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed)
+    except ValueError as error:
+        raise ConfigError(f"workload.prompts={work.prompts}: {error} (characters, here)") from error
+    return ["".join(map(chr, window)) for window in windows]
+
+
+def _seeded(cfg: RunConfig, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sampled requests have a seed each, so that both sides and every repeat draw alike."""
+    if cfg.workload.temperature == 0:
+        return list(bodies)
+    return [body | {"seed": cfg.seed + number} for number, body in enumerate(bodies)]
+
+
+def _categories(cfg: RunConfig) -> list[str]:
+    if not prompt_files.is_prompt_file(cfg.workload.prompts):
+        return []
+    found = [prompt.category for prompt in file_prompts(cfg)]
+    return found if any(found) else []

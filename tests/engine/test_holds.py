@@ -1,0 +1,269 @@
+"""A server that is treated badly: clients that vanish, requests that are none, a cache that holds few, a kill.
+
+Afterwards its KV blocks are free, its memory is what it was, and every output is what plain decoding gives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from harness import GATES, greedy, live, tokens
+from models import LAYERS, VOCAB, save_tiny, save_tokenizer
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.engine import children
+from selfspec_cli.engine import server as servers
+from selfspec_cli.engine.server import Server, open_server
+
+pytestmark = pytest.mark.engine
+
+LIMIT = 384  # tokens of prompt and output together
+BLOCKS = 24  # of 32 tokens; a request of the crowd grows to four or five
+CROWD, LENGTH = 64, 96
+LEAK_MIB = 24  # resident memory that three more storms may add, after three that warmed all of it
+ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]
+PATIENCE = 300.0  # seconds, for what is waited for and not measured
+
+
+def prompt(number: int, length: int | None = None) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(3, VOCAB) for _ in range(length or draw.randrange(8, 40))]
+
+
+PROMPTS = [prompt(number) for number in range(CROWD)]
+FULL = [(prompt(1000, LIMIT - 1), 1), (prompt(1001, LIMIT - 60), 60), (prompt(1002, 2), LIMIT - 2)]
+"""Requests that reach the limit: with the prompt, with both, with the output."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("holds"))
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """What the model alone says: to the crowd's prompts, and to those at the limit."""
+    with live(model, max_model_len=LIMIT) as engine:
+        crowd = tokens(engine.generate(PROMPTS, [greedy(LENGTH)] * CROWD))
+        full = tokens(engine.generate([ids for ids, _ in FULL], [greedy(length) for _, length in FULL]))
+    return crowd, full
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
+    """Starts a server; each one that it started is ended with the module."""
+    words = [f"model={model}", "model.dtype=float32", f"model.max_model_len={LIMIT}", f"layer={LAYERS // 2}", "k=4",
+             "gate=maxp", f"tau={GATES['maxp']}", "engine.enforce_eager=true", f"engine.max_num_seqs={CROWD}",
+             f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}"]  # fmt: skip
+    (cfg,) = compose_runs(None, words)
+    folder = tmp_path_factory.mktemp("servers")
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(open_server(cfg, ONE_PROCESS_FEWER, folder / "server.log", folder))
+    os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
+    if before is not None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+@pytest.fixture(scope="module")
+def server(plain: Any, start: Callable[[], Server]) -> Server:
+    return start()
+
+
+def body(server: Server, ids: list[int], length: int = LENGTH, **more: Any) -> dict[str, Any]:
+    return {"model": server.model, "prompt": ids, "max_tokens": length, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **more}  # fmt: skip
+
+
+def complete(server: Server, ids: list[int], length: int = LENGTH) -> list[int]:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body(server, ids, length), timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text[:300]
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def crowd(server: Server, count: int = CROWD) -> list[list[int]]:
+    """The answers to `count` prompts that are asked all at once."""
+    with ThreadPoolExecutor(count) as clients:
+        return list(clients.map(lambda ids: complete(server, ids), PROMPTS[:count]))
+
+
+def vanish(server: Server, ids: list[int], parts: int) -> None:
+    """A client that reads some parts of a stream and is gone."""
+    request = body(server, ids, LIMIT - len(ids), stream=True)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=PATIENCE) as answer:
+        for number, _ in enumerate(answer.iter_lines()):
+            if number >= parts:
+                return
+
+
+def value(server: Server, name: str) -> float:
+    found = server.metrics()[f"vllm:{name}"]
+    return sum(found.values())
+
+
+def at_rest(server: Server) -> None:
+    """Nothing runs and nothing waits, and then every block of the KV cache is free."""
+    until = time.monotonic() + PATIENCE
+    while value(server, "num_requests_running") or value(server, "num_requests_waiting"):
+        assert time.monotonic() < until, "requests of clients that are gone go on"
+        time.sleep(0.1)
+    complete(server, PROMPTS[0], 4)  # the gauge of the cache is that of the last step
+    while value(server, "kv_cache_usage_perc"):
+        assert time.monotonic() < until, "blocks of requests that have ended are not free"
+        time.sleep(0.1)
+
+
+def test_many_at_once_with_a_cache_that_holds_few(server, plain):
+    before = {name: value(server, f"{name}_total") for name in ("num_preemptions", "spec_decode_num_accepted_tokens")}
+    assert crowd(server) == plain[0]
+    for name, old in before.items():
+        assert value(server, f"{name}_total") > old, name
+    drafted = value(server, "spec_decode_num_draft_tokens_total")
+    assert 0 < value(server, "spec_decode_num_accepted_tokens_total") < drafted
+    at_rest(server)
+
+
+def test_clients_that_vanish_in_the_middle_of_a_stream_take_nothing_with_them(server, plain):
+    with ThreadPoolExecutor(32) as clients:
+        gone = [clients.submit(vanish, server, prompt(2000 + number), number % 5) for number in range(16)]
+        stay = [clients.submit(complete, server, ids) for ids in PROMPTS[:16]]
+        for one in gone:
+            one.result()
+        assert [one.result() for one in stay] == plain[0][:16]
+    at_rest(server)
+
+
+def test_requests_at_the_limit_are_answered_to_the_last_token_and_longer_ones_are_refused(server, plain):
+    with ThreadPoolExecutor(8) as clients:
+        full = [clients.submit(complete, server, ids, length) for ids, length in FULL]
+        stay = [clients.submit(complete, server, ids) for ids in PROMPTS[:5]]
+        assert [one.result() for one in full] == plain[1]
+        assert [one.result() for one in stay] == plain[0][:5]
+    for ids, length in ((prompt(1, LIMIT), 1), (prompt(1, LIMIT + 100), 1), (prompt(1, LIMIT - 10), 11)):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body(server, ids, length), timeout=PATIENCE)
+        assert answer.status_code == 400, (len(ids), length, answer.text[:200])
+    at_rest(server)
+
+
+def test_what_is_no_request_is_refused_beside_others_that_are_answered(server, plain):
+    good = body(server, PROMPTS[0])
+    changes = ({"prompt": [VOCAB + 5]}, {"prompt": [-1]}, {"prompt": []}, {"max_tokens": -3}, {"temperature": -1},
+               {"top_p": 7}, {"n": 0}, {"model": "nobody"}, {"vllm_xargs": {"selfspec_k": 99}})  # fmt: skip
+    wrong = [b"", b"{", b"[1, 2]", json.dumps(good)[:-9].encode()]
+    wrong += [json.dumps(good | change).encode() for change in changes]
+    headers = {"Content-Type": "application/json"}
+
+    def refused(content: bytes) -> int:
+        url = f"{server.url}/v1/completions"
+        return httpx.post(url, content=content, headers=headers, timeout=PATIENCE).status_code
+
+    with ThreadPoolExecutor(32) as clients:
+        stay = [clients.submit(complete, server, ids) for ids in PROMPTS[:12]]
+        codes = list(clients.map(refused, wrong))
+        _half_a_request(server)
+        assert [one.result() for one in stay] == plain[0][:12]
+    assert all(400 <= code < 500 for code in codes), list(zip(wrong, codes, strict=True))
+    at_rest(server)
+
+
+def _half_a_request(server: Server) -> None:
+    """A client that promises more than it sends."""
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: 5000\r\n\r\n" + b'{"model": ')  # fmt: skip
+
+
+def test_gate_and_draft_length_changed_while_it_serves(server, plain):
+    settings = cycle([("none", None), ("maxp", 0.9), ("varH", 1.0), ("maxp", 0.0)])
+    done, changes = threading.Event(), []
+
+    def change() -> None:
+        for k in cycle((4, 0, 2, 1)):
+            if done.is_set():
+                return
+            server.set_gate(*next(settings))
+            server.call("early_exit_set_draft_length", k)
+            changes.append(k)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        assert crowd(server, 32) == plain[0][:32]
+    finally:
+        done.set()
+        changing.join()
+    assert len(changes) > 1
+    server.set_gate("maxp", GATES["maxp"])
+    server.call("early_exit_set_draft_length", 4)
+    at_rest(server)
+
+
+def test_memory_is_what_it_was(server, plain):
+    def storm() -> None:
+        with ThreadPoolExecutor(24) as clients:
+            gone = [clients.submit(vanish, server, prompt(3000 + number), 2) for number in range(8)]
+            assert list(clients.map(lambda ids: complete(server, ids), PROMPTS[:16])) == plain[0][:16]
+            for one in gone:
+                one.result()
+        at_rest(server)
+
+    for _ in range(3):
+        storm()
+    before = server.resident_mib()
+    for _ in range(3):
+        storm()
+    assert server.resident_mib() - before < LEAK_MIB
+
+
+def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plain, start):
+    """Last in this file."""
+    begun = threading.Event()
+
+    def broken() -> str:
+        request = body(server, PROMPTS[1], LIMIT - len(PROMPTS[1]), stream=True)
+        try:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=PATIENCE) as answer:
+                for line in answer.iter_lines():
+                    begun.set()
+                    if line == "data: [DONE]":
+                        return "whole"
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        return "cut"
+
+    with ThreadPoolExecutor(CROWD) as clients:
+        asked = [clients.submit(broken) for _ in range(CROWD)]
+        assert begun.wait(PATIENCE)
+        os.kill(server.process.pid, signal.SIGKILL)
+        ended = [one.result() for one in asked]
+    assert set(ended) - {"whole"}, "the kill came too late"
+    with pytest.raises(servers.ServerError, match="exit code -9"):
+        _until_gone(server)
+    children.end(server.process, signal.SIGKILL, 0)  # the engine's process, which may not know yet
+    again = start()
+    assert crowd(again, 32) == plain[0][:32]
+    at_rest(again)
+
+
+def _until_gone(server: Server) -> None:
+    server.process.wait(PATIENCE)
+    server.check()

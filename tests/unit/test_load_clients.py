@@ -1,0 +1,205 @@
+"""Clients of a load test, against a server that knows no model: real locust, real HTTP, times that can be checked."""
+
+import json
+import signal
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from openai_server import serve
+
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine import clients, server
+from selfspec_cli.engine.clients import CHAT, COMPLETIONS, ClientsError, Job, Run, Sample
+from selfspec_cli.record import folder, tables
+from selfspec_cli.stages import load, load_url
+
+# Looked for and not imported: that would replace this process's sockets by gevent's.
+needs_locust = pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
+BODY = {"model": "toy", "max_tokens": 8, "stream": True, "temperature": 0}
+
+
+@pytest.fixture
+def toy():
+    url, asked, end = serve()
+    yield SimpleNamespace(url=url, asked=asked)
+    end()
+
+
+def nothing(*_):
+    return None
+
+
+def config(tmp_path, **changes):
+    """A load test of the toy server with the prompts of a file."""
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"turns": [f"question {n}"], "category": "ab"[n % 2]}) + "\n" for n in range(4)))
+    work = WorkloadConfig(input_len=8, output_len=8, num_prompts=4, prompts=str(file))
+    fields = {"clients": 2, "requests": 8, "repeats": 2} | changes
+    return RunConfig(method="baseline", workload=work, load=LoadConfig(**fields), results_dir=str(tmp_path / "results"))
+
+
+@pytest.mark.slow
+@needs_locust
+def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart(toy, tmp_path):
+    prompts = [{"prompt": [n]} for n in (1, 2, 13, 14)]
+    run = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=12), tmp_path, check=nothing)
+    assert sorted(one.number for one in run.samples) == list(range(12))
+    assert {one.number % 4 for one in run.good} == {0, 1}
+    assert {one.number % 4: one.error.split(":")[0] for one in run.failed} == {2: "HTTP 400", 3: "IncompleteRead"}
+    assert len(toy.asked) == 12
+    for one in run.good:
+        assert (one.tokens, one.prompt_tokens, len(one.events)) == (8, 1, 4)
+        # The server waits 2 ms before each of four outputs.
+        assert one.events[0] - one.sent >= 0.002
+        assert one.events[-1] - one.sent >= 0.008
+    assert any(one.events[0] < one.events[-1] for one in run.good)  # read as it came, and not at its end
+    flights = sorted([(one.sent, 1) for one in run.good] + [(one.events[-1], -1) for one in run.good])
+    at_once, most = 0, 0
+    for _, change in flights:
+        at_once += change
+        most = max(most, at_once)
+    assert most <= 3
+    assert len({one.digest for one in run.good if one.number % 4 == 0}) == 1
+    table = (tmp_path / "locust_stats.csv").read_text()
+    assert "POST,/v1/completions,12,6" in table and "TTFT,/v1/completions,6,0" in table
+    assert clients.read(tmp_path / "samples.jsonl").good == run.good
+
+
+@pytest.mark.slow
+@needs_locust
+def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_path):
+    moments = [0.0, 0.0, 0.2, 0.4, 0.4]
+    slow = [{"prompt": [15]}]  # two seconds each: all are asked before the first has ended
+    run = clients.run(Job(toy.url, COMPLETIONS, BODY, slow, arrivals=moments), tmp_path, check=nothing)
+    known = sorted(run.good, key=lambda one: one.number)
+    assert len(known) == 5 and all(one.late >= 0 for one in known)
+    began = known[0].sent - known[0].late
+    for moment, one in zip(moments, known, strict=True):
+        assert one.sent >= began + moment - 0.2
+    assert max(one.sent for one in known) < min(one.events[0] for one in known)
+
+
+@pytest.mark.slow
+@needs_locust
+def test_chats_are_counted_by_what_they_say(toy, tmp_path):
+    asked = [{"messages": [{"role": "user", "content": "abc"}]}]
+    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=2), tmp_path, check=nothing)
+    assert [len(one.events) for one in run.good] == [4, 4]
+
+
+def test_a_server_that_runs_already_is_asked_for_its_model_and_its_counters(toy):
+    found = server.connect(f"{toy.url}/v1/")
+    assert (found.url, found.model) == (toy.url, "toy")
+    counts = found.verify_counts(found.metrics())
+    assert (counts.rounds, counts.places, counts.accepted, counts.accepted_at) == (7, 28, 14, [9, 5])
+    assert load.kv_blocks(found.metrics()) == 77
+    assert found.drafting() is None and found.resident_mib() is None
+
+
+@pytest.mark.parametrize(
+    ("url", "model", "said"),
+    [
+        ("localhost:8000", None, "write http://HOST:PORT"),
+        ("http://127.0.0.1:9", None, "no OpenAI API answers there"),
+        ("{toy}", "other", "--served-model other: the server at {toy} has toy"),
+    ],
+)
+def test_servers_that_cannot_be_asked_are_named(toy, url, model, said):
+    with pytest.raises(ConfigError) as error:
+        server.connect(url.format(toy=toy.url), model)
+    assert said.format(toy=toy.url) in str(error.value)
+
+
+@pytest.mark.slow
+@needs_locust
+def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_path):
+    slower, asked_of_slower, end = serve(step=0.02)
+    loader = load.Loader(tmp_path / "raw", knows_model=False)
+    cfg = config(tmp_path)
+    both = [server.connect(slower), server.connect(toy.url)]
+    try:
+        result = load_url.run([cfg], both, loader=loader, run_id=folder.new_run_id())
+    finally:
+        end()
+    base, point = result.points
+    assert (base.arm["arm"], point.arm["arm"]) == ("baseline", "server")
+    row = tables.row(point)
+    assert row.speedup > 1 and row.baseline == base.id and row.speedup_low is not None
+    assert (row.requests, row.failed_requests, row.clients, row.identical, row.outputs) == (16, 0, 2, 4, 4)
+    assert row.tpot_p99_ms >= row.tpot_ms > 0
+    assert set(point.engine["categories"]) == {"a", "b"}
+    # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
+    assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)
+    assert all(body["ignore_eos"] and body["max_tokens"] == 8 for _, body in toy.asked)
+    points, _ = folder.read(tmp_path / "results")
+    assert [one.id for one in points] == [base.id, point.id]
+    assert Path(point.engine["samples"], "repeat-2", "samples.jsonl").is_file()
+
+
+@pytest.mark.slow
+@needs_locust
+def test_a_share_of_the_saturation_is_measured_once_for_all_arms(toy, tmp_path):
+    loader = load.Loader(tmp_path / "raw", knows_model=False)
+    found = server.connect(toy.url)
+    cfg = config(tmp_path, share=0.5, clients=2, requests=6, repeats=1)
+    first, again = (loader(cfg, found).engine for _ in range(2))
+    assert len(loader.saturation) == 1
+    assert first["rate"] == again["rate"] == 0.5 * first["saturation_req_s"]
+    assert (tmp_path / "raw" / "001" / "saturation" / "samples.jsonl").is_file()
+    assert not (tmp_path / "raw" / "002" / "saturation").exists()
+
+
+@pytest.mark.slow
+@needs_locust
+def test_an_interrupt_keeps_what_had_ended(toy, tmp_path):
+    cfg = config(tmp_path, requests=None, seconds=600.0, repeats=3)
+    loader, found = load.Loader(tmp_path / "raw", knows_model=False), server.connect(toy.url)
+
+    def interrupt():
+        file = tmp_path / "raw" / "001" / "repeat-1" / "samples.jsonl"
+        while not (file.is_file() and file.read_text().count("\n") > 20):
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        load_url.run([cfg], [found], loader=loader, run_id=folder.new_run_id())
+    thread.join()
+    (point,), _ = folder.read(tmp_path / "results")
+    assert point.ok and point.engine["interrupted"]
+    assert len(point.repeats) == 1 and len(point.repeats[0].requests) > 20
+    assert "it was interrupted" in load.doubts(point.engine)[0]
+
+
+@pytest.mark.slow
+@needs_locust
+def test_a_point_in_which_every_request_fails_says_why(toy, tmp_path):
+    with pytest.raises(ClientsError, match="no request ended well: HTTP 400"):
+        load.Loader(tmp_path / "raw", knows_model=False, ignores_eos=False)._run(
+            config(tmp_path), server.connect(toy.url),
+            Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}], clients=1, requests=2), tmp_path / "x", load.ignore,
+        )  # fmt: skip
+
+
+def sample(number, sent=0.0, digest="d", error=None):
+    return Sample(number, sent, (sent + 1.0, sent + 2.0), 8, 4, digest, 0.0, error)
+
+
+def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
+    run = Run([sample(1, 1.0, "b"), sample(0, 0.0, "a"), sample(2, 2.0, "c")])
+    assert load.answers(run, 2) == ("a", "b")
+    assert load.answers(run, 4) == ()  # one was never asked: nothing to compare
+    assert load.unlike([run], 2) == 1  # prompt 0 got "a" and "c"
+    assert load.unlike([Run([sample(0), sample(2)])], 2) == 0
+
+
+def test_what_casts_doubt_on_figures_is_said():
+    found = load.doubts({"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0})
+    assert "3 requests failed: 3 times HTTP 500" in found[0]
+    assert "93% of a core" in found[1] and "55 ms late" in found[2]
+    assert load.doubts({"failed_requests": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}) == []

@@ -1,0 +1,127 @@
+"""What a load test's columns and figures are made of: goodput, minutes, categories, and rows of its points."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from points import ARM, BASELINE, against, point
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import settings_key
+from selfspec_cli.record import latency, tables
+from selfspec_cli.record.latency import Limits, RequestTimes, goodput, windows
+from selfspec_cli.record.point import Measurement, Repeat, from_json, to_json
+from selfspec_cli.report import figures, sources
+from selfspec_cli.report.rows import group_title
+
+CLOSED = {"batch": None, "arrivals": "closed", "clients": 8, "rate": None, "load_share": None, "burst": None}
+
+
+def request(sent, first, last, tokens=5, outputs=3):
+    """A request with its first output after `first` seconds and its last after `last`."""
+    between = [first + (last - first) * part / (outputs - 1) for part in range(outputs)]
+    return RequestTimes(sent, tuple(sent + moment for moment in between), tokens)
+
+
+def test_goodput_counts_requests_within_every_limit_and_no_others():
+    # TTFT 100, 300, 100 ms; TPOT 100, 100, 300 ms; end to end 500, 700, 1300 ms
+    some = [request(0, 0.1, 0.5), request(0, 0.3, 0.7), request(0, 0.1, 1.3)]
+    assert goodput(some, 2.0, Limits(ttft=200)) == 1.0
+    assert goodput(some, 2.0, Limits(tpot=200)) == 1.0
+    assert goodput(some, 2.0, Limits(ttft=200, tpot=200)) == 0.5
+    assert goodput(some, 2.0, Limits(e2e=800)) == 1.0
+    assert goodput(some, 2.0, Limits(ttft=1000, tpot=1000, e2e=10_000)) == 1.5
+    assert goodput([RequestTimes(0, (0.1,), 1)], 1.0, Limits(tpot=0.001)) == 1.0  # one token has no TPOT
+
+
+def test_minutes_have_the_tokens_that_arrived_and_the_requests_that_ended_in_them():
+    some = [request(0.0, 10.0, 30.0, tokens=3), request(50.0, 9.0, 11.0, tokens=30), request(150.0, 1.0, 9.0)]
+    first, second, third = windows(some, 185.0)
+    assert [part.start for part in (first, second, third)] == [0.0, 60.0, 120.0]
+    assert [part.requests for part in (first, second, third)] == [1, 1, 1]
+    # Of the second request the first output (at 59 s) fell into the first minute, with a third of its 30 tokens.
+    assert first.tok_s == pytest.approx((3 + 10) / 60)
+    assert second.tok_s == pytest.approx(20 / 60)
+    assert second.tpot == pytest.approx((2000 / 29,) * 3)
+    assert windows(some, 59.0) == []
+
+
+def load_point(tok_s, *, arm=None, key="1", base=None, clients=8, engine=None, number=0):
+    """A point of a load test with three runs of four requests; base: what it is compared with."""
+    repeats = []
+    for factor in (1.0, 1.1, 0.9):
+        seconds = 20 / (tok_s * factor)
+        requests = tuple(request(seconds * part / 4, seconds / 10, seconds / 4) for part in range(4))
+        repeats.append(Repeat(seconds, requests))
+    columns = (arm or BASELINE) | CLOSED | {"clients": clients, "tpot_limit_ms": 40.0}
+    facts = {"failed_requests": 2, "rss_mib": 900.0} | (engine or {})
+    found = Measurement(tuple(repeats), ("a", "b"), facts, seconds=3.0)
+    return point(key, columns, found, number=number) if base is None else replace(
+        against(base, key, arm=columns), repeats=found.repeats, engine=facts, number=number
+    )  # fmt: skip
+
+
+def test_a_row_of_a_load_test_says_what_was_asked_and_what_was_found():
+    made = tables.row(load_point(100.0))
+    assert (made.arrivals, made.clients, made.batch) == ("closed", 8, None)
+    assert (made.requests, made.failed_requests, made.rss_mib) == (12, 2, 900.0)
+    assert made.load_seconds == pytest.approx(0.2)
+    assert made.req_s == pytest.approx(20.0)
+    assert made.goodput == pytest.approx(20.0)  # of 12 requests all have a TPOT below 40 ms
+    assert made.tpot_p99_first_ms is None  # no whole minutes
+    assert group_title(made).startswith("m, 32 tokens in, 4 out, 8 clients")
+    assert tables.row(from_json(to_json(load_point(100.0)))).clients == 8
+
+
+def test_of_a_long_run_the_first_and_the_last_minute_are_told_apart():
+    slow = [request(second, 0.1, 0.5 if second < 120 else 0.9) for second in range(0, 181, 2)]
+    found = replace(load_point(100.0), repeats=(Repeat(182.0, tuple(slow)),))
+    made = tables.row(found)
+    assert made.tpot_p99_first_ms == pytest.approx(100.0)
+    assert made.tpot_p99_last_ms == pytest.approx(200.0)
+
+
+def test_rows_of_other_commands_have_no_columns_of_a_load_test():
+    made = tables.row(point())
+    assert (made.arrivals, made.requests, made.req_s, made.goodput) == (None,) * 4
+
+
+def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
+    plain, timed, closed, rate = compose_runs(
+        None, ["method=baseline", "workload.num_prompts=8"]
+    ) + [compose_runs(None, ["method=baseline", "workload.num_prompts=8", *words])[0]
+         for words in (["load.seconds=5"], ["load.clients=4"], ["load.rate=2", "load.burst=8"])]  # fmt: skip
+    assert [cfg.load.kind for cfg in (plain, timed, closed, rate)] == ["", "", "closed", "bursty"]
+    # A setting that a bench does not look at changes no key, so what was measured before is found again.
+    assert settings_key(plain) == settings_key(timed)
+    assert len({settings_key(cfg) for cfg in (plain, closed, rate)}) == 3
+    columns = tables.identity(rate)
+    assert (columns["arrivals"], columns["rate"], columns["burst"], columns["batch"]) == ("bursty", 2.0, 8, None)
+
+
+@pytest.mark.slow
+def test_figures_of_load_by_clients_over_time_and_by_category():
+    of = {"code": {"requests": 5, "tpot_ms": 10.0}, "chat": {"requests": 5, "tpot_ms": 8.0}}
+    faster = {"code": {"requests": 5, "tpot_ms": 5.0}, "chat": {"requests": 5, "tpot_ms": 8.0}}
+    few = load_point(100.0, key="a", engine={"categories": of})
+    many = load_point(300.0, key="b", clients=32, number=1)
+    arm = load_point(150.0, arm=ARM, key="c", base=few, engine={"categories": faster})
+    long = tuple(request(second, 0.1, 0.5) for second in range(0, 200, 2))
+    many = replace(many, repeats=(Repeat(200.5, long),))
+    made = {one.name: one for one in figures.of_sources(sources.of_points([few, many, arm]))}
+    curve = next(panel for panel in made["load"].panels if panel.name.startswith("tokens a second"))
+    assert [(one["load"], one["series"].split()[0]) for one in curve.data] == [(8, "baseline"), (8, "E=4"),
+                                                                               (32, "baseline")]  # fmt: skip
+    (by_category,) = made["categories"].panels
+    assert {one["category"]: one["speedup"] for one in by_category.data} == {"code": 2.0, "chat": 1.0}
+    assert [one["minute"] for one in made["over_time"].panels[0].data] == [1, 2, 3]
+    for name in ("load", "over_time", "categories"):
+        json.dumps(made[name].spec())
+
+
+def test_percentiles_are_numpys_over_all_requests():
+    some = [request(0, 0.001 * number, 1.0) for number in range(1, 101)]
+    found = latency.summary(some)
+    assert found["ttft_ms"] == pytest.approx(50.5)
+    assert found["ttft_p90_ms"] == pytest.approx(90.1)
+    assert found["ttft_p99_ms"] == pytest.approx(99.01)

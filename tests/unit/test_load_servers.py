@@ -1,0 +1,123 @@
+"""`selfspec load` with servers that it starts: processes without a model stand in for vLLM's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import call, document
+
+from selfspec_cli.engine import children, server
+from selfspec_cli.engine.server import ServerError, open_server
+from selfspec_cli.record import folder, tables
+
+pytestmark = pytest.mark.slow
+TOY = Path(__file__).with_name("openai_server.py")
+WORDS = ["gate=maxp", "engine.max_num_seqs=4", "workload.num_prompts=3", "workload.output_len=8",
+         "workload.input_len=8", "load.requests=6", "load.repeats=1", "warmup=0", "load.clients=1,2"]  # fmt: skip
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """Servers without a model; gives the configs that they were started for."""
+    started = []
+
+    def deployment(cfg, scratch):
+        started.append(cfg)
+        return SimpleNamespace(command=lambda: [sys.executable, str(TOY)], environment={})
+
+    monkeypatch.setattr(server, "deployment", deployment)
+    return started
+
+
+def processes(word):
+    """Processes of this machine, this one left out, that have a word in their command line."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in place.read_bytes() and int(place.parent.name) != os.getpid():
+                found.append(int(place.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
+def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path):
+    results = tmp_path / "results"
+    result = call("load", *WORDS, f"results_dir={results}", "--ttft-limit", "60000", "--json", "--", "--seed", "7")
+    assert result.exit_code == 0, result.stderr
+    told = document(result)
+    assert (told["measured"], told["failed"]) == (4, 0) and Path(told["page"]).is_file()
+    assert [cfg.method for cfg in toys] == ["baseline", "layer_skip"]
+    points, _ = folder.read(results)
+    rows = [tables.row(point) for point in points]
+    assert [(row.arm, row.clients) for row in rows] == [("baseline", 1), ("baseline", 2), ("layer_skip", 1),
+                                                        ("layer_skip", 2)]  # fmt: skip
+    for point, row in zip(points, rows, strict=True):
+        assert (row.requests, row.failed_requests, row.kv_blocks) == (6, 0, 77)
+        assert row.goodput == pytest.approx(row.req_s)
+        assert row.rss_mib > 1 and len(point.repeats) == 1
+    for row in rows[2:]:
+        assert row.speedup and row.baseline in {point.id for point in points[:2]}
+        assert (row.identical, row.outputs) == (3, 3)
+    assert points[2].repeats[0].drafting["drafted"] == 12  # by the counters of the server's own worker
+    logs = sorted(path.name for path in (results / "logs").glob("*-server-*.log"))
+    assert len(logs) == 2
+    assert not processes(str(TOY))
+
+
+def test_a_server_that_does_not_start_fails_its_points_with_the_reason(toys, tmp_path):
+    result = call("load", *WORDS, f"results_dir={tmp_path}/r", "--json", "--", "--broken")
+    assert result.exit_code == 1
+    points, _ = folder.read(tmp_path / "r")
+    assert len(points) == 4 and not any(point.ok for point in points)
+    assert "the server ended with exit code 1" in points[0].reason
+    assert "ValueError: no such option" in points[0].reason
+    assert "its baseline failed" in points[-1].reason
+
+
+def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
+    cfg = SimpleNamespace(engine=SimpleNamespace(enable_prefix_caching=False))
+    with open_server(cfg, [], tmp_path / "log", tmp_path) as found:
+        found.check()
+        os.kill(found.process.pid, signal.SIGKILL)
+        found.process.wait()
+        with pytest.raises(ServerError, match="exit code -9"):
+            found.check()
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+    words = f"[{sys.executable!r}, '-c', 'import time; time.sleep(600)', {str(tmp_path)!r}]"
+    parent = "import os, sys\nfrom selfspec_cli.engine import children\n" \
+             f"made = children.start({words}, open(os.devnull, 'wb'), os.environ)\nprint(made.pid, flush=True)\n" \
+             "sys.stdin.read()\n"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    until = time.monotonic() + 60
+    while b"prctl" in Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < until, "the child does not become what it is to be"
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while child in processes(str(tmp_path)):  # it is a child of no process of ours, so nobody leaves it a zombie
+        assert time.monotonic() < until, "the child lives on"
+        time.sleep(0.05)
+
+
+def test_a_process_that_does_not_want_to_end_is_ended(tmp_path):
+    stubborn = ("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); "
+                "time.sleep(600)")  # fmt: skip
+    with open(tmp_path / "out", "wb") as out:
+        process = children.start([sys.executable, "-c", stubborn], out, os.environ)
+    until = time.monotonic() + 60
+    while b"up" not in (tmp_path / "out").read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    children.end(process, signal.SIGINT, 0.2)
+    assert process.returncode == -signal.SIGKILL

@@ -74,8 +74,8 @@ class Engine:
 
     @property
     def layer(self) -> int | None:
-        """The exit layer E in force; None for a baseline."""
-        if self.cfg.method in (Method.baseline, Method.ngram):
+        """The exit layer E in force; None for a baseline, and for drafts of vLLM's own."""
+        if self.cfg.method in (Method.baseline, Method.vllm):
             return None
         cfg = self.cfg
         return cfg.layer or default_exit_layer(self.num_layers, cfg.draft_weights, cfg.skip_layers)

@@ -307,6 +307,8 @@ def _as_bad_input(error: Exception) -> Exception:
     while cause is not None:
         if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
             return cause
+        if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
+            return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")
         cause = cause.__cause__ or cause.__context__
     return error
 

@@ -120,7 +120,15 @@ def latencies(point: Point) -> dict[str, list[float]]:
 
 
 def _name(row: Record) -> str:
-    parts = [row.arm, row.E and f"E={row.E}", row.k and f"k={row.k}", row.head, row.gate, row.threshold]
+    parts = [
+        row.arm,
+        row.speculative,
+        row.E and f"E={row.E}",
+        row.k and f"k={row.k}",
+        row.head,
+        row.gate,
+        row.threshold,
+    ]
     return " ".join(str(part) for part in parts if part not in (None, "none")) + f", batch {row.batch}"
 
 

@@ -13,6 +13,7 @@ from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.files import load_config
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, dump
 from selfspec_cli.engine.arguments import speculative_config
+from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import fastest, headline, label
 from selfspec_cli.stages import preflight
@@ -142,6 +143,16 @@ def test_a_config_that_was_written_down_is_read_as_it_was(tmp_path):
     assert load_config(file) == cfg
     (again,) = compose_runs(config=file, overrides=["speculative.prompt_lookup_max=5"], sweep=False)
     assert again.speculative == {"method": "ngram", "prompt_lookup_max": 5}
+
+
+def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
+    monkeypatch.chdir(draft.parent)
+    cfg = one("method=vllm", "speculative=draft_model", "speculative.model=./small", "k=3")
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    assert deployment(cfg, tmp_path).speculative_config == asked
+    assert deployment(one(*NGRAM), tmp_path).speculative_config == {
+        "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 4,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
-"""Drafts to set beside early exit, made of a model itself: its first layers, and a copy of 4 bits; and text of prose.
+"""Drafts to set beside early exit, made of a model itself: its first layers, and a copy of 4 bits.
 
     python experiments/rivals/drafts.py --model experiments/reference_model/model --out rivals
     selfspec sweep experiment=rivals
 
 Writes into --out: `firstE`, a model of the first E layers with the model's own norm and lm_head (what early exit at E
-drafts, as a second model with a KV cache of its own); `int4`, all layers with weights of 4 bits in the format
-compressed-tensors (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels; `prose.txt`,
-the documentation in this Python's standard library, of which a model of code knows little.
+drafts, as a second model with a KV cache of its own), and `int4`, all layers with weights of 4 bits in the format
+compressed-tensors (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def main() -> None:
             raise SystemExit(f"--layers {depth}: the model has {config['num_hidden_layers']} layers; 1 to one less")
         _save(chosen, f"first{depth}", *first_layers(tensors, config, depth))
     _save(chosen, "int4", *four_bits(tensors, config))
-    (chosen.out / "prose.txt").write_text(prose(), encoding="utf-8")
     print(f"{chosen.out}: {', '.join(sorted(path.name for path in chosen.out.iterdir()))}")
 
 
@@ -81,13 +79,6 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     packed = (eights << (BITS * torch.arange(32 // BITS))).sum(-1)
     signed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     return signed, scale.squeeze(-1).to(weight.dtype)
-
-
-def prose() -> str:
-    """The documentation of Python's statements and types, in English."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _layer(name: str) -> int:

@@ -56,7 +56,7 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "chat", "random")
+PROMPTS = ("heldout", "prose", "chat", "random")
 """The words of `workload.prompts` that name no file."""
 
 # What vLLM 0.32 knows. A load format that a plugin of vLLM registers is written as engine.extra.load_format.
@@ -125,8 +125,8 @@ class WorkloadConfig:
     temperature: float = knob(0.0, help="of sampling; 0 is greedy", low=0)
     prompts: str = knob(
         "heldout",
-        help="heldout (library code not trained on), chat (questions, in the model's template), random (token ids), "
-        "or a text file",
+        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat "
+        "(questions, in the model's template), random (token ids), or a text file",
     )
 
 

@@ -108,7 +108,7 @@ class Engine:
         tokenizer = self.llm.get_tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(f"workload.prompts=chat: the tokenizer of {self.cfg.model.name} has no chat template; "
-                              "allowed: heldout, random or a text file")  # fmt: skip
+                              "allowed: heldout, prose, random or a text file")  # fmt: skip
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))

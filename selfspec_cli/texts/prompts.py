@@ -32,8 +32,8 @@ def workload_prompts(cfg: RunConfig, engine: Engine) -> list[list[int]]:
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
     if work.prompts == "chat":
         return _chat(cfg, engine)
-    texts = library.held_out_text()
-    if work.prompts != "heldout":
+    texts = library.prose_text() if work.prompts == "prose" else library.held_out_text()
+    if work.prompts not in ("heldout", "prose"):
         texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
     try:
         return library.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)

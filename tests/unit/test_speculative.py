@@ -17,6 +17,7 @@ from selfspec_cli.engine.deployment import deployment
 from selfspec_cli.record import tables
 from selfspec_cli.report.rows import fastest, headline, label
 from selfspec_cli.stages import preflight
+from selfspec_cli.texts import library
 
 NGRAM = ["method=vllm", "speculative=ngram"]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16, "max_position_embeddings": 64}
@@ -198,3 +199,11 @@ def test_a_model_with_layers_of_its_own_for_it_may_use_mtp(tmp_path):
     cfg = one("method=vllm", "speculative=mtp", f"model={tmp_path}", "workload=sanity")
     assert cfg.method is Method.vllm
     speculative.check(cfg)
+
+
+def test_prose_is_english_that_no_head_is_fitted_on():
+    found = library.prose_text()
+    fitted = {text for _, text in library.fitting_text()}
+    assert len(found) > 20 and sum(len(text) for _, text in found) > 100_000
+    assert not any(text in fitted for _, text in found)
+    assert one("workload=prose").workload.prompts == "prose"

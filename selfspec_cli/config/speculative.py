@@ -28,9 +28,9 @@ DRAFTERS = ("draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "mlp
 """The methods of vLLM that draft with weights of their own, which `model` must name."""
 
 NOT_ON_CPU: dict[str, str] = {
-    "ngram_gpu": "it looks drafts up in kernels for CUDA; speculative=ngram does the same on a CPU",
+    "ngram_gpu": "it copies drafts on streams of torch.cuda; speculative=ngram does the same on a CPU",
 }
-"""What vLLM's CPU build was tried with and cannot do, and why; docs/rivals.md says how it was found."""
+"""What vLLM's CPU build cannot do, and why, by its source (v1/spec_decode/ngram_proposer_gpu.py)."""
 
 _SET_BY_VLLM = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
 

@@ -91,7 +91,8 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
     for key, typed in given.items():
         if any(uses(cfg, key) for cfg in drafting):
             continue
-        idle = [cfg for cfg in drafting if attrgetter(key)(cfg) != attrgetter(key)(RunConfig())]
+        place = speculative.KEY if key.startswith(f"{speculative.KEY}.") else key  # a mapping has no attributes
+        idle = [cfg for cfg in drafting if attrgetter(place)(cfg) != attrgetter(place)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
     _refuse_two_lengths(given)

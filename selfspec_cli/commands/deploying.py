@@ -73,8 +73,12 @@ def of_server(words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(OF_A_SERVER)]
 
 
+DEPLOYABLE = (Method.layer_skip, Method.vllm, Method.baseline)
+"""Methods of which a server can be started that answers as the model does."""
+
+
 def best_points(points: Sequence[Point]) -> list[Point]:
-    """Of each model the measured early-exit arm of greatest speedup with real weights and real acceptance, or its
+    """Of each model the measured lossless arm of greatest speedup with real weights and real acceptance, or its
     baseline where no arm is faster; the models measured last, at most `MODELS` of them."""
     newest = {row.point for row in latest(tables.row(point) for point in points)}
     best: dict[str, Point] = {}
@@ -82,7 +86,7 @@ def best_points(points: Sequence[Point]) -> list[Point]:
         config = point.config or {}
         real = config.get("model", {}).get("load_format") != "dummy" and config.get("acceptance_length") is None
         kind = config.get("method")
-        if point.id not in newest or not point.ok or not real or kind not in (Method.layer_skip, Method.baseline):
+        if point.id not in newest or not point.ok or not real or kind not in DEPLOYABLE:
             continue
         model = point.digests.get("model") or str(config["model"].get("path"))
         if model not in best or _speedup(point) > _speedup(best[model]):

@@ -32,6 +32,7 @@ from selfspec_cli.config.choices import (
 from selfspec_cli.config.files import Files, first_line, load_config, open_files
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig, resolved
+from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.config.validation import check_value, validate, validate_command
 from selfspec_cli.config.words import Word, is_free_form, option_of, parse
 from selfspec_cli.early_exit.errors import closest
@@ -143,6 +144,8 @@ def _axis(word: Word) -> list[_Choice]:
     """What each value of an override asks for."""
     if word.key in GROUPS:
         return [_group_choice(word.key, value) for value in word.values]
+    if word.key.startswith(f"{SPECULATIVE}."):  # below the mapping that was typed, or that of the choice
+        return [_Choice(word.key, values={word.key: value}) for value in word.values]
     found = []
     for value, text in zip(word.values, word.texts, strict=True):
         if is_free_form(word.key):  # a key that is not there yet is no mistake, and a dict joins the one that is
@@ -155,6 +158,8 @@ def _axis(word: Word) -> list[_Choice]:
 
 
 def _group_choice(group: str, value: Any) -> _Choice:
+    if group == SPECULATIVE and isinstance(value, dict):
+        return _Choice(group, values={group: value})
     word = str(value)
     if word in file_choices(group):
         return _Choice(group, files=(f"+{group}={word}" if group in REGISTRY_GROUPS else f"{group}={word}",))
@@ -198,6 +203,9 @@ def _with(cfg: RunConfig, changes: Sequence[Mapping[str, Any]]) -> RunConfig:
     copied: set[str] = set()
     for values in changes:
         for key, value in values.items():
+            if key.startswith(f"{SPECULATIVE}."):
+                made.speculative = _put(made.speculative, key.split(".")[1:], value)
+                continue
             section, _, name = key.rpartition(".")
             if section and section not in copied:
                 setattr(made, section, copy.copy(getattr(made, section)))
@@ -205,3 +213,10 @@ def _with(cfg: RunConfig, changes: Sequence[Mapping[str, Any]]) -> RunConfig:
             setattr(getattr(made, section) if section else made, name, value)
             copied.discard(key)
     return made
+
+
+def _put(mapping: Mapping[str, Any], place: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of nested mappings with another value at a place."""
+    inner = mapping.get(place[0])
+    return {**mapping, place[0]: _put(inner if isinstance(inner, Mapping) else {}, place[1:], value) if place[1:]
+            else value}  # fmt: skip

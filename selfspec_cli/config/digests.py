@@ -16,6 +16,7 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.model_digest import head_folder, model_fingerprint
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, PROMPTS, ConfigError, RunConfig, head_spec
+from selfspec_cli.config.speculative import draft_digest
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import find_head
 from selfspec_cli.early_exit.head_spec import HeadSpec
@@ -26,7 +27,8 @@ COUNTS_FILE = "token_counts.safetensors"  # what a fit leaves beside the heads: 
 
 
 def digests(cfg: RunConfig) -> dict[str, str]:
-    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, calibration, draft_weights.
+    """Digests of what `cfg` reads, by name: model, tokenizer, prompts, head, vocab, calibration, draft_weights, and of
+    method vllm the draft.
 
     What a config does not use, and what cannot be found here (it is refused before an engine starts), is left out.
     """
@@ -36,6 +38,8 @@ def digests(cfg: RunConfig) -> dict[str, str]:
         found["prompts"] = file_digest(Path(cfg.workload.prompts))
     if cfg.method in EARLY_EXIT and model is not None:
         found |= {"head": _head(cfg), "vocab": _vocabulary(cfg)}
+    if cfg.method == "vllm":
+        found["draft"] = draft_digest(cfg)
     if cfg.method == "layer_skip" and cfg.draft_weights_path is not None:
         found["draft_weights"] = file_digest(Path(cfg.draft_weights_path).expanduser())
     if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" and cfg.gate.calibration is not None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from selfspec_cli.config import digests as files
-from selfspec_cli.config import machine
+from selfspec_cli.config import machine, speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
@@ -38,7 +38,8 @@ _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 def baseline_of(cfg: RunConfig) -> RunConfig:
     """The baseline that `cfg` is compared with: same model, workload, engine and seed; nothing of how to draft."""
     drafting = {item.name: getattr(_DEFAULT, item.name) for item in fields(DraftSettings)}
-    return replace(cfg, **drafting | {"method": Method.baseline, "runner": _DEFAULT.runner})
+    others = {"method": Method.baseline, "runner": _DEFAULT.runner, "speculative": {}}
+    return replace(cfg, **drafting | others)
 
 
 def draft_options(cfg: RunConfig) -> dict[str, str]:
@@ -56,7 +57,9 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"method": str(cfg.method)}
     if cfg.method is Method.baseline:
         return settings
-    if cfg.method is not Method.ngram:
+    if cfg.method is Method.vllm:
+        settings |= {speculative.KEY: speculative.settings_of(cfg)}
+    else:
         settings |= {"layer": files.layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
         settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
@@ -78,6 +81,8 @@ def uses(cfg: RunConfig, key: str) -> bool:
 
     key: of a setting, or of a group of them such as gate.
     """
+    if key.partition(".")[0] == speculative.KEY:
+        return cfg.method is Method.vllm
     about = [option.knob for name, option in OPTIONS.items() if name == key or name.startswith(f"{key}.")]
     if not about or not any(knob.methods for knob in about):
         return True
@@ -200,6 +205,8 @@ class Keys:
         if cfg.method in EARLY_EXIT:
             calibration = cfg.gate.calibration if cfg.method == "layer_skip" and cfg.gate.kind == "calibrated" else None
             named += [self._part(cfg, "head"), cfg.head_dir, cfg.vocab, cfg.layer, calibration, cfg.draft_weights_path]
+        if cfg.method is Method.vllm:
+            named.append(cfg.speculative)
         name = repr(named)
         if name not in self._digests:
             self._digests[name] = files.digests(cfg)

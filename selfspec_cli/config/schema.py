@@ -17,7 +17,7 @@ from typing import Any
 from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
-from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, DraftSettings
+from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, SPECULATIVE_LENGTH, DraftSettings
 from selfspec_cli.early_exit.settings import GateConfig as GateConfig
 from selfspec_cli.early_exit.settings import HeadConfig as HeadConfig
 from selfspec_cli.early_exit.thresholds import gate_threshold as gate_threshold
@@ -34,10 +34,10 @@ class Method(StrEnum):
     layer_skip = "layer_skip"  # early-exit self-speculation
     skip = "skip"  # the first E layers without verification
     draft_model = "draft_model"  # vLLM's own: a second model of E layers (dummy weights only)
-    ngram = "ngram"  # vLLM's own: drafts looked up in the text so far
+    vllm = "vllm"  # vLLM's own, whatever `speculative` says
 
 
-SPECULATIVE = (Method.layer_skip, Method.draft_model, Method.ngram)
+SPECULATIVE = (Method.layer_skip, Method.draft_model, Method.vllm)
 EARLY_EXIT = tuple(Method(name) for name in METHODS)
 
 
@@ -56,7 +56,7 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "chat", "random")
+PROMPTS = ("heldout", "prose", "chat", "random")
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -127,8 +127,8 @@ class WorkloadConfig:
     temperature: float = knob(0.0, help="of sampling; 0 is greedy", low=0)
     prompts: str = knob(
         "heldout",
-        help="heldout (library code not trained on), chat (questions, in the model's template), random (token ids), "
-        "or a text file",
+        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat "
+        "(questions, in the model's template), random (token ids), or a text file",
     )
 
 
@@ -237,6 +237,11 @@ class RunConfig(DraftSettings):
     engine: EngineConfig = field(default_factory=_default_engine)
     load: LoadConfig = field(default_factory=LoadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    speculative: dict[str, Any] = knob(
+        factory=dict,
+        help="of method vllm: how vLLM itself is to draft, as its speculative_config in JSON, or a named choice",
+        methods=(Method.vllm,),
+    )
     runner: Runner = knob(Runner.auto, help="which of vLLM's model runners drafts (CUDA only)", choices=tuple(Runner))
     seed: int = knob(0, help="of prompts and of sampling", low=0)
     repeats: int = knob(5, help="timed repeats", low=3)
@@ -254,6 +259,7 @@ GROUPS: dict[str, str] = {
     "model": "reference",
     "gate": "none",
     "head": "lens",
+    "speculative": "none",
     "workload": "headline",
     "engine": "cpu",
     "tracker": "none",
@@ -264,7 +270,9 @@ def resolved(cfg: RunConfig) -> RunConfig:
     """`cfg` with its own `layer` and `k` in place of those that its model brings along."""
     own = None if cfg.skip_layers else cfg.model.exit_layer  # of all layers some are skipped, unless `layer` says so
     layer = own if cfg.layer is None else cfg.layer
-    k = (cfg.model.draft_length or DRAFT_LENGTH) if cfg.k is None else cfg.k
+    k = cfg.k
+    if k is None:
+        k = cfg.speculative.get(SPECULATIVE_LENGTH) or cfg.model.draft_length or DRAFT_LENGTH
     return replace(cfg, layer=layer, k=k)
 
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
 from selfspec_cli.config.schema import (
@@ -29,7 +30,7 @@ from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
 from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
-from selfspec_cli.early_exit.settings import DRAFT_LENGTH
+from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
 
 
@@ -93,12 +94,21 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
     for key, typed in given.items():
         if any(uses(cfg, key) for cfg in drafting):
             continue
-        idle = [cfg for cfg in drafting if attrgetter(key)(cfg) != attrgetter(key)(RunConfig())]
+        place = speculative.KEY if key.startswith(f"{speculative.KEY}.") else key  # a mapping has no attributes
+        idle = [cfg for cfg in drafting if attrgetter(place)(cfg) != attrgetter(place)(RunConfig())]
         if idle:
             raise ConfigError(f"{typed} is not used by {_why_unused(key, idle)}")
+    _refuse_two_lengths(given)
     for key in ("tau", "tau_v"):
         if key in given:
             _refuse_default_beside(key, given[key], drafting)
+
+
+def _refuse_two_lengths(given: Mapping[str, str]) -> None:
+    """Refuse a draft length by its name and by vLLM's: they are one setting."""
+    typed = [text for key, text in given.items() if key.startswith(speculative.KEY) and SPECULATIVE_LENGTH in text]
+    if typed and "k" in given:
+        raise ConfigError(f"{typed[0]} and {given['k']}: both are the draft length; give one of them")
 
 
 def _refuse_default_beside(key: str, typed: str, points: Sequence[RunConfig]) -> None:
@@ -139,6 +149,7 @@ def _validate_threshold(cfg: RunConfig) -> None:
 
 
 def _validate_method(cfg: RunConfig) -> None:
+    speculative.check_words(cfg)
     if cfg.method is Method.draft_model and cfg.model.load_format != "dummy":
         raise ConfigError(
             f"method=draft_model with model.load_format={cfg.model.load_format}: it measures what a separate draft of "

@@ -5,6 +5,7 @@ Text needs no quotes, whatever letters and spaces it has; a comma inside it is w
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from hydra.errors import HydraException
 
 from selfspec_cli.config.choices import EXPERIMENT, TUNED
 from selfspec_cli.config.schema import GROUPS, ConfigError, RunConfig
+from selfspec_cli.config.speculative import KEY as SPECULATIVE
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import Option, options
 
@@ -83,10 +85,13 @@ def is_free_form(key: str) -> bool:
 
 
 def _parse(text: str) -> Word:
+    if documents := _documents(text):
+        return Word(text, SPECULATIVE, documents, tuple(map(json.dumps, documents)), len(documents) > 1)
     try:
         override = _parser().parse_override(_quoted(text))
     except HydraException as error:
-        raise ConfigError(f"cannot read the override {text!r}: write key=value, for example tau_v=4,5,6") from error
+        form = """speculative='{"method": "ngram"}'""" if text.startswith(f"{SPECULATIVE}=") else "tau_v=4,5,6"
+        raise ConfigError(f"cannot read the override {text!r}: write key=value, for example {form}") from error
     if override.is_delete() or override.package is not None or override.is_hydra_override():
         raise ConfigError(f"{text}: only key=value overrides can be used here")
     _check_sweep(override, text)
@@ -106,6 +111,19 @@ def _parse(text: str) -> Word:
     return Word(text, key, values, tuple(texts), sweep)
 
 
+def _documents(text: str) -> tuple[dict[str, Any], ...]:
+    """The mappings of speculative={...}, or of several apart by commas, in JSON as vLLM takes it: Hydra's grammar knows
+    no quotes around keys. Empty for anything else."""
+    key, _, value = text.partition("=")
+    if key != SPECULATIVE or not value.lstrip().startswith("{"):
+        return ()
+    try:
+        found = json.loads(f"[{value}]")
+    except ValueError:
+        return ()
+    return tuple(found) if all(isinstance(one, dict) for one in found) else ()
+
+
 @cache
 def _parser() -> OverridesParser:
     return OverridesParser.create()
@@ -115,6 +133,10 @@ def _plain(value: Any) -> Any:
     """A value of Hydra's parser in Python: 0.3 and not the 0.30000000000000004 that a range steps to."""
     if isinstance(value, QuotedString):
         return value.text
+    if isinstance(value, dict):
+        return {str(_plain(name)): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.12g}")
     return value

@@ -21,9 +21,12 @@ from selfspec_cli.early_exit.thresholds import gate_threshold
 METHODS = ("layer_skip", "skip")
 """layer_skip drafts and verifies; skip decodes with the first E layers and the head alone (lossy)."""
 
-DRAFTING, SPECULATIVE = ("layer_skip",), ("layer_skip", "draft_model", "ngram")
+DRAFTING, SPECULATIVE = ("layer_skip",), ("layer_skip", "draft_model", "vllm")
 """The methods with a gate and verified drafts of the model's own layers, and all methods that draft: the last two are
 vLLM's own."""
+
+SPECULATIVE_LENGTH = "num_speculative_tokens"
+"""vLLM's name of the draft length k in a speculative_config."""
 
 DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
@@ -105,7 +108,7 @@ class DraftSettings:
         because="each draft token costs a step, a place in the verify pass and a slot of the KV cache, and a draft of "
         "that length is never accepted often enough to pay for itself",
         unset=f"model.draft_length, or {DRAFT_LENGTH}",
-        spec_keys=("num_speculative_tokens",),
+        spec_keys=(SPECULATIVE_LENGTH,),
         methods=SPECULATIVE,
     )
     gate: GateConfig = field(default_factory=GateConfig)

@@ -14,7 +14,8 @@ from selfspec_cli.artifacts.head_files import head_file
 from selfspec_cli.config.facts import config_document, config_file, longest_request, needed
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig
-from selfspec_cli.early_exit.settings import default_exit_layer, to_spec, vllm_keys
+from selfspec_cli.config.speculative import spec_of
+from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, default_exit_layer, to_spec, vllm_keys
 from selfspec_cli.texts.corpora import Encode, standard_library_counts
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
@@ -60,12 +61,10 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
     if cfg.method in EARLY_EXIT:
         head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
         return to_spec(replace(cfg, head=head, gate=gate))
-    spec = {"method": cfg.method.value, "num_speculative_tokens": cfg.k} | vllm_keys(cfg)
-    if cfg.method is Method.draft_model:
-        spec["model"] = str(shallow_model(cfg, scratch))
-    if cfg.method is Method.ngram:
-        spec |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    return spec
+    if cfg.method is Method.vllm:
+        return spec_of(cfg) | vllm_keys(cfg)
+    spec = {"method": cfg.method.value, SPECULATIVE_LENGTH: cfg.k, "model": str(shallow_model(cfg, scratch))}
+    return spec | vllm_keys(cfg)
 
 
 def shallow_model(cfg: RunConfig, folder: Path) -> Path:
@@ -135,7 +134,7 @@ def chat_tokens(tokenizer: Any, question: str, name: str) -> list[int]:
         ConfigError: it has none.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, "
+        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, prose, "
                           "random, or a file of text or of prompts")  # fmt: skip
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -92,8 +92,9 @@ def deployment(cfg: RunConfig, scratch: Path) -> Deployment:
     spec = arguments["speculative_config"]
     if spec is not None:
         spec = {name: value for name, value in spec.items() if value is not None}
-        if "head_path" in spec:
-            spec["head_path"] = str(Path(spec["head_path"]).expanduser().absolute())
+        for key in ("head_path", "model"):  # files of the user's, wherever the server is started
+            if key in spec and (file := Path(spec[key]).expanduser()).exists():
+                spec[key] = str(file.absolute())
     model = arguments["model"]
     where = str(Path(model).absolute()) if Path(model).is_dir() else model
     return Deployment(where, spec, options, _environment(cfg))

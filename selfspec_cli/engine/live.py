@@ -74,8 +74,8 @@ class Engine:
 
     @property
     def layer(self) -> int | None:
-        """The exit layer E in force; None for a baseline."""
-        if self.cfg.method in (Method.baseline, Method.ngram):
+        """The exit layer E in force; None for a baseline, and for drafts of vLLM's own."""
+        if self.cfg.method in (Method.baseline, Method.vllm):
             return None
         cfg = self.cfg
         return cfg.layer or default_exit_layer(self.num_layers, cfg.draft_weights, cfg.skip_layers)
@@ -311,6 +311,8 @@ def _as_bad_input(error: Exception) -> Exception:
     while cause is not None:
         if isinstance(cause, ValueError) and isinstance(cause, (SettingsError, ConfigError)):
             return cause
+        if getattr(cause, "title", None) == "SpeculativeConfig" and hasattr(cause, "errors"):  # pydantic's
+            return ConfigError(f"speculative: {'; '.join(one['msg'] for one in cause.errors())}")
         cause = cause.__cause__ or cause.__context__
     return error
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from selfspec_cli.config.keys import draft_options, run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
+from selfspec_cli.config.speculative import in_words
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
@@ -28,7 +29,7 @@ class Record:
 
     run_id: str  # the command that measured it
     time: str  # ISO 8601, with the offset from UTC
-    arm: str  # baseline, layer_skip, skip; vLLM's own draft_model, ngram
+    arm: str  # baseline, layer_skip, skip, draft_model; vllm: by its own methods, see `speculative`
     model: str
     E: int | None = None  # exit layer
     k: int | None = None  # draft tokens a round, at most
@@ -138,6 +139,7 @@ class Record:
     tpot_p99_last_ms: float | None = None  # of the last one
     rss_mib: float | None = None  # resident memory of the server's processes after the last run
     rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
+    speculative: str | None = None  # of arm vllm: the method and its settings
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -188,6 +190,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method in SPECULATIVE:
         columns |= {"k": cfg.k, "acceptance_length": cfg.acceptance_length}
         columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
+    if cfg.method == "vllm":
+        columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
         columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
         columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}

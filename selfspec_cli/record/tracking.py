@@ -121,7 +121,8 @@ def latencies(point: Point) -> dict[str, list[float]]:
 
 
 def _name(row: Record) -> str:
-    parts = [row.arm, row.E and f"E={row.E}", row.k and f"k={row.k}", row.head, row.gate, row.threshold]
+    exit_layer, length = row.E and f"E={row.E}", row.k and f"k={row.k}"
+    parts = [row.arm, row.speculative, exit_layer, length, row.head, row.gate, row.threshold]
     return " ".join(str(part) for part in parts if part not in (None, "none")) + f", {asked(row)}"
 
 

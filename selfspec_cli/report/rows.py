@@ -11,6 +11,9 @@ from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import Record
 
+UNVERIFIED = ("baseline", "skip")
+"""Arms without drafts that are verified."""
+
 
 def gate_label(row: Record) -> str:
     """The gate as a condition to go on drafting."""
@@ -35,7 +38,9 @@ def _arm(row: Record) -> str:
     if row.arm in ("baseline", "server"):
         return row.arm
     runner = f" ({row.runner})" if row.runner else ""
-    if row.arm == "ngram":
+    if row.arm == "vllm":
+        return f"vLLM {row.speculative} k={row.k}{runner}"
+    if row.arm == "ngram":  # in results from before there was arm vllm
         return f"vLLM n-gram k={row.k}{runner}"
     if row.arm == "draft_model":
         return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}"
@@ -141,7 +146,7 @@ def fastest(rows: Iterable[Record]) -> tuple[list[Record], bool]:
     intervals nothing is told apart: then all verified arms may be. An arm whose acceptance was set counts only where no
     other is.
     """
-    verified = [row for row in rows if row.arm == "layer_skip" and row.status == OK and row.speedup is not None]
+    verified = [row for row in rows if row.arm not in UNVERIFIED and row.status == OK and row.speedup is not None]
     real = [row for row in verified if row.acceptance_length is None] or verified
     ranked = sorted(real, key=lambda row: -(row.speedup or 0))
     if not ranked:

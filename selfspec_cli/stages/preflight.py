@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli.artifacts import calibrations, head_files
+from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
@@ -25,6 +26,7 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     for cfg in cfgs:
         parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
         looked_at = (*parts, cfg.method, cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights, cfg.skip_layers)
+        looked_at = (*looked_at, repr(cfg.speculative))
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)
@@ -60,7 +62,9 @@ def check_model(cfg: RunConfig) -> None:
         ConfigError: naming which.
     """
     facts, name = model_facts(cfg), cfg.model.name
-    if cfg.method is Method.baseline:
+    if cfg.method is Method.vllm:
+        speculative.check(cfg)
+    if cfg.method in (Method.baseline, Method.vllm):
         return
     deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights, cfg.skip_layers)
     if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
@@ -119,7 +123,9 @@ def with_calibration(cfg: RunConfig) -> RunConfig:
 
 
 def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
-    """Settings that are allowed but do nothing: a threshold that the gate can never pass, or never fail."""
+    """Settings that are allowed but do nothing (a threshold that the gate can never pass, or never fail), and those by
+    which a measurement would not say what it seems to."""
+    cfgs = list(cfgs)
     found: dict[tuple[object, ...], list[str]] = {}
     for cfg in cfgs:
         gate = cfg.gate
@@ -127,7 +133,8 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
         if cfg.method is Method.layer_skip and key not in found:
             used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
             found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
-    return list(dict.fromkeys(warning for lines in found.values() for warning in lines))
+    told = [warning for lines in found.values() for warning in lines]
+    return list(dict.fromkeys([*told, *filter(None, map(speculative.warning, cfgs))]))
 
 
 def for_this_machine(cfgs: Iterable[RunConfig]) -> list[RunConfig]:

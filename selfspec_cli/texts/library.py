@@ -63,6 +63,14 @@ def held_out_text() -> list[tuple[str, str]]:
     return [(name, path.read_text(encoding="utf-8")) for name, path in _held_out_paths()]
 
 
+def prose_text() -> list[tuple[str, str]]:
+    """(topic, text) of the reference documentation that comes with this Python, by topic: English of which a model of
+    code knows little. No head is fitted on it either."""
+    from pydoc_data.topics import topics
+
+    return sorted(topics.items())
+
+
 def fitting_text() -> list[tuple[str, str]]:
     """(module name, source text) of the other standard-library modules, sorted by name, for fitting exit heads.
 

@@ -55,8 +55,8 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     if prompt_files.is_prompt_file(work.prompts):
         template = engine.chat if engine.has_template else None
         return prompt_files.encoded(file_prompts(cfg), engine.encode, template, work.input_len)
-    texts = library.held_out_text()
-    if work.prompts != "heldout":
+    texts = library.prose_text() if work.prompts == "prose" else library.held_out_text()
+    if work.prompts not in ("heldout", "prose"):
         texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
     try:
         return library.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)

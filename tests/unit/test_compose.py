@@ -41,6 +41,7 @@ def tuned_models(elsewhere):
         tuned.write(elsewhere / "conf", one(f"model={name}"), [f"model={name}", *words], "")
 
 
+NGRAM = ("method=vllm", "speculative=ngram")
 DRAFT_MODEL = ["model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "method=draft_model"]
 
 
@@ -131,19 +132,19 @@ def test_points_that_measure_the_same_are_one():
         (["method=skip", "gate=maxp", "tau=0.3"], "gate=maxp is not used by method 'skip'", "layer_skip"),
         (["method=skip", "tau=0.3"], "tau=0.3 is not used by method 'skip'", "methods that use tau: layer_skip"),
         (["method=skip,layer_skip", "tau=0.3"], "tau=0.3 is not used by gate 'none'", "margin, maxp, survival"),
-        (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, ngram"),
+        (["method=skip", "k=3"], "k=3 is not used by method 'skip'", "layer_skip, draft_model, vllm"),
         (
             ["method=skip", "engine=h100", "acceptance_length=3"],
             "acceptance_length=3 is not used by",
             "layer_skip, draft",
         ),
-        (["method=ngram", "layer=3"], "layer=3 is not used by method 'ngram'", "layer_skip, skip, draft_model"),
+        ([*NGRAM, "layer=3"], "layer=3 is not used by method 'vllm'", "layer_skip, skip, draft_model"),
         (
-            ["method=ngram", "head=lsq"],
-            "head=lsq is not used by method 'ngram'",
+            [*NGRAM, "head=lsq"],
+            "head=lsq is not used by method 'vllm'",
             "methods that use head: layer_skip, skip",
         ),
-        (["method=ngram", "head.path=x.pt"], "head.path=x.pt is not used by method 'ngram'", "layer_skip, skip"),
+        ([*NGRAM, "head.path=x.pt"], "head.path=x.pt is not used by method 'vllm'", "layer_skip, skip"),
         ([*DRAFT_MODEL, "gate=varH", "tau_v=4"], "gate=varH is not used by method 'draft_model'", "layer_skip"),
         ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
         (["method=baseline", "k=5", "layer=3"], "k=5 is not used by method 'baseline'", "layer_skip, draft_model"),

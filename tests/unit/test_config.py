@@ -32,6 +32,7 @@ GPU = EngineConfig(name="h100", device="cuda")
 DUMMY = ModelConfig(load_format="dummy")
 RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights="fp8", engine=GPU)
+NGRAM = {"method": Method.vllm, "speculative": {"method": "ngram"}}
 ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
 
 
@@ -75,13 +76,13 @@ ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
         (RunConfig(engine=EngineConfig(kv_cache_gib=0.0)), "engine.kv_cache_gib=0.0"),
         (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
         (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
-        (replace(FP8, method=Method.ngram), "draft_weights=fp8 with method=ngram"),
+        (replace(FP8, **NGRAM), "draft_weights=fp8 with method=vllm"),
         (
             replace(FP8, model=ModelConfig(quantization="awq")),
             "draft_weights=fp8: the target's weights are quantised already (awq)",
         ),
         (RunConfig(verification="adaptive"), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
-        (replace(ADAPTIVE, method=Method.ngram), "verification=adaptive with method=ngram"),
+        (replace(ADAPTIVE, **NGRAM), "verification=adaptive with method=vllm"),
         (replace(ADAPTIVE, runner=Runner.v1), "verification=adaptive with runner=v1"),
         (
             replace(ADAPTIVE, engine=EngineConfig(name="h100", device="cuda", enforce_eager=True)),
@@ -110,7 +111,7 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         RunConfig(workload=WorkloadConfig(batch=8, num_prompts=8)),
         RunConfig(model=ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
         RunConfig(runner=Runner.v2, engine=GPU),
-        RunConfig(runner=Runner.v1, engine=GPU, method=Method.ngram),
+        RunConfig(runner=Runner.v1, engine=GPU, method=Method.vllm, speculative={"method": "ngram"}),
         RunConfig(runner=Runner.v2, method=Method.baseline),
     ],
 )

@@ -124,8 +124,8 @@ SET = replace(ARM, acceptance_length=3.0, speedup=1.9, speedup_low=1.8, speedup_
 
 def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
     for arm, name in (("layer_skip", "E=4 k=5 · lens · varH ≤ 5"), ("ngram", "vLLM n-gram k=5"),
-                      ("draft_model", "vLLM draft_model of 4 layers k=5")):  # fmt: skip
-        assert rows.label(replace(SET, arm=arm)) == f"{name} · acceptance set to 3"
+                      ("draft_model", "vLLM draft_model of 4 layers k=5"), ("vllm", "vLLM suffix k=5")):  # fmt: skip
+        assert rows.label(replace(SET, arm=arm, speculative="suffix")) == f"{name} · acceptance set to 3"
     elsewhere = replace(BASE, batch=4, key="8" * 12, point="b4")
     real, set_ = rows.groups([ARM, BASE, SET, elsewhere])[:2]
     assert (real.rows, set_.rows) == ([BASE, ARM], [BASE, SET])

@@ -67,7 +67,7 @@ def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
         (("method=skip",), "does not verify its drafts"),
         (("method=baseline",), "drafts nothing"),
         (("--batch-invariant",), "CUDA only"),
-        (("method=ngram", "--plant", "kv_slot"), "method=layer_skip"),
+        (("method=vllm", "speculative=ngram", "--plant", "kv_slot"), "method=layer_skip"),
         (("layer=99",), "1..23"),
         (("--repeat", "0"), "--repeat"),
     ],

@@ -1,0 +1,95 @@
+"""The tables of docs/rivals.md, from the points of results folders: of each method the setting that was the fastest.
+
+    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...]            print them
+    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...] --write    put them into docs/rivals.md
+
+A table a model, workload and batch, each against the baseline of its own command; all arms that were measured stand in
+the folders' summary.csv. Where no setting of a method was measured, or all failed, it has no line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.tables import AcceptRow, Record
+from selfspec_cli.report.rows import Group, groups, headline, label, times
+
+PAGE = Path(__file__).parents[2] / "docs" / "rivals.md"
+BEGIN, END = "<!-- rivals -->", "<!-- /rivals -->"
+COLUMNS = ("fastest setting of each method", "speedup", "accept rate", "tokens a verify step",
+           "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
+POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
+
+
+def main() -> None:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    chosen = parser.parse_args()
+    text = "\n".join(line for place in chosen.folders for line in markdown(place))
+    if not chosen.write:
+        print(text)
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{PAGE}: it has no {BEGIN} and {END} to put the tables between")
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    print(f"{PAGE}: written", file=sys.stderr)
+
+
+def markdown(place: Path) -> Iterator[str]:
+    """The lines of all tables of a results folder."""
+    points = [point for point in folder.read(place)[0] if point.ok]
+    if not points:
+        raise SystemExit(f"{place}: it holds no measured point; measure with: selfspec sweep experiment=rivals "
+                         f"results_dir={place}")  # fmt: skip
+    accepted = {point.id: tables.accept_row(point) for point in points}
+    for group in groups(tables.row(point) for point in points):
+        if len(group.rows) > 1:
+            yield from _table(group, accepted, place)
+
+
+def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> Iterator[str]:
+    yield f"**{group.title}** ({group.rows[0].device}; `{place.name}`). {headline(group.rows)}"
+    yield ""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    for row in best_of_each(group.rows):
+        rate = "" if row.accept_rate is None else f"{row.accept_rate:.0%}"
+        length = "" if row.mean_accepted_len is None else f"{row.mean_accepted_len:.2f}"
+        same = "" if row.identical is None else f"{row.identical} of {row.outputs}"
+        yield f"| {label(row)} | {times(row)} | {rate} | {length} | {_positions(accepted.get(row.point))} | {same} |"
+    yield ""
+
+
+def best_of_each(rows: Sequence[Record]) -> list[Record]:
+    """Of each method the measured arm of greatest speedup, the fastest first."""
+    best: dict[tuple[object, ...], Record] = {}
+    for row in rows:
+        if row.arm == "baseline" or row.status != OK or row.speedup is None:
+            continue
+        method = (row.arm, (row.speculative or "").partition(" ")[0], row.draft_weights, row.skip_layers,
+                  row.gate in (None, "none"))  # fmt: skip
+        if method not in best or row.speedup > (best[method].speedup or 0):
+            best[method] = row
+    return sorted(best.values(), key=lambda row: -(row.speedup or 0))
+
+
+def _positions(row: AcceptRow | None) -> str:
+    """Of the rounds that had drafts, the shares that accepted at least 1, 2, 3, ... of them."""
+    if row is None or not row.rounds or not row.accepted_at:
+        return ""
+    shares = [f"{int(count) / row.rounds:.0%}" for count in row.accepted_at.split()]
+    return ", ".join(shares[:POSITIONS]) + (", ..." if len(shares) > POSITIONS else "")
+
+
+if __name__ == "__main__":
+    main()

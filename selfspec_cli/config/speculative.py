@@ -1,0 +1,189 @@
+"""Method `vllm`: an arm that drafts by any `speculative_config` of vLLM's own, for comparison with early exit.
+
+`RunConfig.speculative` holds that mapping without the draft length, which is `k` for every method. What it may hold is
+read from the installed vLLM's source, because importing vLLM takes seconds and a plan should not.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.choices import file_choices
+from selfspec_cli.config.facts import config_document, config_file, device_of
+from selfspec_cli.config.model_digest import model_fingerprint
+from selfspec_cli.config.paths import model_path
+from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.settings import METHODS, SPECULATIVE_LENGTH
+
+KEY = "speculative"
+SUFFIX_PACKAGE = "arctic_inference"
+
+DRAFTERS = ("draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator")
+"""The methods of vLLM that draft with weights of their own, which `model` must name."""
+
+NOT_ON_CPU: dict[str, str] = {
+    "ngram_gpu": "it copies drafts on streams of torch.cuda; speculative=ngram does the same on a CPU",
+}
+"""What vLLM's CPU build cannot do, and why, by its source (v1/spec_decode/ngram_proposer_gpu.py)."""
+
+_SET_BY_VLLM = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
+
+
+def spec_of(cfg: RunConfig) -> dict[str, Any]:
+    """The `speculative_config` of method `vllm` as vLLM gets it."""
+    spec = dict(cfg.speculative) | {SPECULATIVE_LENGTH: cfg.k}
+    draft = draft_of(cfg)
+    return spec if draft is None else spec | {"model": model_path(draft)}
+
+
+def settings_of(cfg: RunConfig) -> dict[str, Any]:
+    """The mapping without the draft length, which is `k`."""
+    return {name: value for name, value in cfg.speculative.items() if name != SPECULATIVE_LENGTH}
+
+
+def draft_of(cfg: RunConfig) -> ModelConfig | None:
+    """The model, head or other weights that draft, None where there are none. Its path may be `reference` too."""
+    spec = cfg.speculative
+    if cfg.method is not Method.vllm or not spec.get("model"):
+        return None
+    return ModelConfig(path=str(spec["model"]), revision=spec.get("revision"))
+
+
+def draft_digest(cfg: RunConfig) -> str | None:
+    """Digest of the weights that draft; None where there are none, or they are not here."""
+    draft = draft_of(cfg)
+    try:
+        return None if draft is None else model_fingerprint(RunConfig(model=draft))
+    except ConfigError:
+        return None
+
+
+def in_words(spec: Mapping[str, Any]) -> str:
+    """A mapping on one line: the method, the last part of the draft's path, and every other setting but the length."""
+    draft = Path(str(spec["model"])).name if spec.get("model") else None
+    others = [f"{name}={value}" for name, value in sorted(spec.items())
+              if name not in ("method", "model", SPECULATIVE_LENGTH)]  # fmt: skip
+    return " ".join(filter(None, [spec.get("method"), draft, *others]))
+
+
+@cache
+def known_to_vllm() -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """(the methods, the keys) of a speculative_config by the installed vLLM's source; None where none is installed."""
+    package = importlib.util.find_spec("vllm")
+    file = Path(str(package.origin)).parent / "config" / "speculative.py" if package and package.origin else None
+    if file is None or not file.is_file():
+        return None
+    literals: dict[str, ast.expr] = {}
+    keys: list[str] = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and _name(node.value) == "Literal":
+            literals |= {target.id: node.value.slice for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig":
+            keys = [item.target.id for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]  # fmt: skip
+    methods = _words(literals.get("SpeculativeMethod"), literals)
+    return tuple(dict.fromkeys(methods)), tuple(key for key in keys if key not in _SET_BY_VLLM)
+
+
+def _name(node: ast.Subscript) -> str | None:
+    return node.value.id if isinstance(node.value, ast.Name) else None
+
+
+def _words(node: ast.expr | None, literals: Mapping[str, ast.expr]) -> list[str]:
+    """The strings of a Literal, with those of the Literals that it names."""
+    if isinstance(node, ast.Tuple):
+        return [word for inner in node.elts for word in _words(inner, literals)]
+    if isinstance(node, ast.Name):
+        return _words(literals.get(node.id), literals)
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def check_words(cfg: RunConfig) -> None:
+    """Refuse a mapping that vLLM would not understand, by its words alone.
+
+    Raises:
+        ConfigError: nothing to draft by, an unknown method or key, a method that needs another setting.
+    """
+    if cfg.method is not Method.vllm:
+        return
+    spec = cfg.speculative
+    method = spec.get("method")
+    if not method and not spec.get("model"):
+        named = ", ".join(name for name in file_choices(KEY) if name != "none")
+        raise ConfigError(f"method=vllm: speculative must say how vLLM is to draft; allowed: {named}, or a "
+                          """speculative_config such as speculative='{"method": "ngram"}'""")  # fmt: skip
+    if method in METHODS:
+        raise ConfigError(f"speculative.method={method}: that is selfspec's own; use method={method}, and its settings "
+                          "by their own keys")  # fmt: skip
+    methods, keys = known_to_vllm() or ((), ())
+    if methods and method is not None and method not in methods:
+        raise ConfigError(closest(str(method), methods, f"{KEY}.method"))
+    for key in spec:
+        if keys and key not in keys:
+            raise ConfigError(f"{KEY}: {closest(key, keys, 'key')}")
+    length = spec.get(SPECULATIVE_LENGTH)
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ConfigError(f"{KEY}.{SPECULATIVE_LENGTH}={length}: out of range; allowed: a whole number, 1 or more")
+
+
+def check(cfg: RunConfig) -> None:
+    """Refuse what cannot be had here: a package, a head, a device. Of a draft on the Hub only what is in the cache is
+    looked at; the engine checks the rest.
+
+    Raises:
+        ConfigError: naming what is missing and how to get it.
+    """
+    if cfg.method is not Method.vllm:
+        return
+    method = cfg.speculative.get("method")
+    if method == "suffix" and importlib.util.find_spec(SUFFIX_PACKAGE) is None:
+        raise ConfigError(f"speculative=suffix: vLLM takes it from a package that is not installed here; pip install "
+                          f"{SUFFIX_PACKAGE.replace('_', '-')}")  # fmt: skip
+    if device_of(cfg) == "cpu" and method in NOT_ON_CPU:
+        raise ConfigError(f"speculative.method={method}: vLLM's CPU build cannot do it: {NOT_ON_CPU[method]}")
+    draft = draft_of(cfg)
+    if draft is None:
+        if method in DRAFTERS:
+            raise ConfigError(f"speculative={method}: it drafts with weights of its own; name them: "
+                              "speculative.model=./FOLDER, or an id of the Hub")  # fmt: skip
+        if method is not None and method.endswith("mtp"):
+            _check_own_layers(cfg, method)
+        return
+    try:
+        model_path(draft)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", f"{KEY}.model=")) from error
+
+
+def _check_own_layers(cfg: RunConfig, method: str) -> None:
+    """Refuse MTP of a model that says nothing of layers for it; models name their number in many ways."""
+    file = config_file(cfg.model)
+    document = {} if file is None else config_document(file)
+    if document and not _counts_own_layers(document):
+        raise ConfigError(f"speculative={method}: the config.json of {cfg.model.name} counts no layers for predicting "
+                          "further tokens (num_nextn_predict_layers, mtp_num_hidden_layers, ...), so it has none; use "
+                          "a method that needs none, such as speculative=ngram")  # fmt: skip
+
+
+def _counts_own_layers(document: Mapping[str, Any]) -> bool:
+    return any(
+        _counts_own_layers(value) if isinstance(value, Mapping)
+        else isinstance(value, int) and value > 0 and ("nextn" in name or "mtp" in name)
+        for name, value in document.items()
+    )  # fmt: skip
+
+
+def warning(cfg: RunConfig) -> str | None:
+    """Why a measurement of this arm would not say what it seems to; None where nothing speaks against it."""
+    remembers = cfg.speculative.get("suffix_decoding_max_cached_requests") != 0
+    if cfg.method is Method.vllm and cfg.speculative.get("method") == "suffix" and remembers:
+        return ("suffix decoding remembers the answers to earlier requests, and a benchmark repeats its prompts: its "
+                "drafts are the answers of the warm-up; speculative.suffix_decoding_max_cached_requests=0 forgets "
+                "them")  # fmt: skip
+    return None

@@ -1,0 +1,55 @@
+"""experiments/rivals/: drafts made of a model, and the tables that choose each method's fastest setting."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfspec_cli.record.tables import Record
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "rivals"
+
+
+@pytest.fixture(scope="module")
+def script():
+    """A script of the folder by its name."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_weights_of_four_bits_are_packed_as_eight_to_an_integer(script):
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    packed, scale = script("drafts").rounded(weight)
+    assert packed.dtype == torch.int32 and (packed.shape, scale.shape) == ((6, 8), (6, 2))
+    codes = (packed.unsqueeze(-1) >> (4 * torch.arange(8))) & 15
+    back = (codes.reshape(6, 2, 32) - 8) * scale.unsqueeze(-1)
+    error = (back - weight.reshape(6, 2, 32)).abs() / scale.unsqueeze(-1)
+    assert error.max() <= 0.5 + 1e-4 and error.max() > 0.3
+    with pytest.raises(SystemExit, match="33 inputs"):
+        script("drafts").rounded(torch.randn(2, 33))
+
+
+def test_a_draft_of_the_first_layers_keeps_norm_and_embedding(script):
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    names += [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(12)]
+    tensors, config = script("drafts").first_layers(
+        {name: torch.zeros(1) for name in names}, {"num_hidden_layers": 12, "hidden_size": 8}, 2
+    )
+    assert list(tensors) == names[:5]
+    assert config == {"num_hidden_layers": 2, "hidden_size": 8}
+
+
+def test_of_each_method_the_fastest_setting_stands_in_the_table(script):
+    base = Record("run", "now", "baseline", "m", speedup=1.0, key="b")
+    ngram = Record("run", "now", "vllm", "m", k=2, speculative="ngram prompt_lookup_max=4", speedup=1.2, key="n2")
+    early = Record("run", "now", "layer_skip", "m", k=3, gate="none", draft_weights="shared", speedup=1.5, key="e3")
+    rows = [base, ngram, replace(ngram, k=4, speedup=1.6, key="n4"), early, replace(early, k=9, speedup=1.1, key="e9"),
+            replace(early, gate="margin", speedup=1.7, key="gated"),
+            replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s")]  # fmt: skip
+    assert [row.key for row in script("table").best_of_each(rows)] == ["gated", "n4", "e3"]

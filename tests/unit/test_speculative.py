@@ -1,0 +1,210 @@
+"""Method vllm: what `speculative` takes, what it is called, what tells two arms apart, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from selfspec_cli.commands.app import app
+from selfspec_cli.config import keys, speculative
+from selfspec_cli.config.choices import file_choices
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.files import load_config
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig, dump
+from selfspec_cli.engine.arguments import speculative_config
+from selfspec_cli.engine.deployment import deployment
+from selfspec_cli.record import tables
+from selfspec_cli.report.rows import fastest, headline, label
+from selfspec_cli.stages import preflight
+from selfspec_cli.texts import library
+
+NGRAM = ["method=vllm", "speculative=ngram"]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16, "max_position_embeddings": 64}
+
+
+def one(*words: str) -> RunConfig:
+    (cfg,) = compose_runs(overrides=words, sweep=False)
+    return cfg
+
+
+@pytest.fixture
+def draft(tmp_path):
+    """A folder with a draft's config.json and something that stands for its weights."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "model.safetensors").write_bytes(b"one")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        """speculative={"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}""",
+        "speculative={method: ngram, prompt_lookup_max: 4, prompt_lookup_min: 1}",
+        "speculative={method:ngram,prompt_lookup_max:4,prompt_lookup_min:1}",
+        "speculative=ngram",
+    ],
+)
+def test_json_hydras_own_grammar_and_a_name_say_the_same(typed):
+    cfg = one("method=vllm", typed)
+    assert cfg.speculative == {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    assert keys.settings_key(cfg) == keys.settings_key(one(*NGRAM))
+
+
+def test_keys_below_a_choice_or_a_mapping_change_it_at_any_depth():
+    assert one(*NGRAM, "speculative.prompt_lookup_max=7").speculative["prompt_lookup_max"] == 7
+    typed = one("method=vllm", 'speculative={"method": "ngram"}', "speculative.prompt_lookup_max=2")
+    assert typed.speculative == {"method": "ngram", "prompt_lookup_max": 2}
+    deep = one(*NGRAM, "speculative.draft_load_config.load_format=dummy").speculative
+    assert deep["draft_load_config"] == {"load_format": "dummy"}
+
+
+def test_several_mappings_and_names_are_a_grid():
+    points = compose_runs(overrides=["method=vllm", 'speculative={"method": "ngram"},{"method": "mtp"}', "k=2,3"])
+    assert [(cfg.speculative["method"], cfg.k) for cfg in points] == [
+        ("ngram", 2), ("ngram", 3), ("mtp", 2), ("mtp", 3),
+    ]  # fmt: skip
+    named = compose_runs(overrides=["method=vllm", "speculative=ngram,suffix,mtp"])
+    assert [cfg.speculative["method"] for cfg in named] == ["ngram", "suffix", "mtp"]
+    both = compose_runs(overrides=["method=layer_skip,vllm", "speculative=ngram,mtp"])
+    assert [str(cfg.method) for cfg in both] == ["layer_skip", "vllm", "vllm"], "early exit has no use for it"
+
+
+def test_every_choice_is_a_speculative_config_that_vllm_knows():
+    known = speculative.known_to_vllm()
+    assert known is not None
+    methods, allowed = known
+    for name in set(file_choices("speculative")) - {"none"}:
+        spec = one("method=vllm", f"speculative={name}").speculative
+        assert spec["method"] == name in methods
+        assert set(spec) <= set(allowed)
+
+
+def test_the_draft_length_is_k_or_what_the_mapping_says(tmp_path):
+    words = ["method=vllm", 'speculative={"method": "ngram", "num_speculative_tokens": 7}']
+    assert (one(*words).k, one(*NGRAM).k, one(*NGRAM, "k=2").k) == (7, 4, 2)
+    assert speculative_config(one(*words), tmp_path) == {"method": "ngram", "num_speculative_tokens": 7}
+    assert keys.settings_key(one(*words)) == keys.settings_key(
+        one("method=vllm", 'speculative={"method": "ngram"}', "k=7")
+    )
+    with pytest.raises(ConfigError, match="k=3: both are the draft length"):
+        one(*words, "k=3")
+
+
+def test_what_vllm_gets_names_the_weights_that_draft(draft, tmp_path):
+    cfg = one("method=vllm", "speculative=draft_model", f"speculative.model={draft}", "k=3")
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    assert speculative_config(cfg, tmp_path) == asked
+    own = one("method=vllm", "speculative=draft_model", "speculative.model=reference")
+    assert speculative_config(own, tmp_path)["model"].endswith("reference_model/model")
+
+
+def test_a_key_holds_the_mapping_and_the_content_of_the_draft(draft):
+    cfg = one("method=vllm", "speculative=draft_model", f"speculative.model={draft}")
+    before = keys.run_key(cfg)
+    assert "draft" in keys.Keys().digests(cfg)
+    (draft / "model.safetensors").write_bytes(b"another")
+    assert keys.run_key(cfg) != before, "it was trained anew"
+    assert keys.engine_key(one(*NGRAM)) != keys.engine_key(one(*NGRAM, "speculative.prompt_lookup_max=5"))
+    assert keys.engine_key(one("method=layer_skip")) == keys.engine_key(
+        replace(one("method=layer_skip"), speculative={"method": "ngram"})
+    ), "no other method looks at it"
+
+
+def test_its_baseline_is_that_of_every_other_arm():
+    together = keys.Keys()
+    assert together.baseline(one(*NGRAM))[0] == together.baseline(one("method=layer_skip"))[0]
+    assert keys.baseline_of(one(*NGRAM)).speculative == {}
+
+
+def test_it_is_a_row_with_a_label_of_its_own(draft):
+    cfg = one("method=vllm", "speculative=draft_model", f"speculative.model={draft}", "k=3")
+    row = tables.planned(cfg)
+    assert (row.arm, row.speculative, row.k, row.E, row.gate) == ("vllm", "draft_model small", 3, None, None)
+    assert label(row) == "vLLM draft_model small k=3"
+    assert label(tables.planned(one(*NGRAM))) == "vLLM ngram prompt_lookup_max=4 prompt_lookup_min=1 k=4"
+
+
+def test_the_sentence_of_a_report_names_another_method_where_it_wins():
+    ours = replace(
+        tables.planned(one("method=layer_skip")), status="ok", speedup=1.5, speedup_low=1.4, speedup_high=1.6
+    )
+    theirs = replace(tables.planned(one(*NGRAM)), status="ok", speedup=2.0, speedup_low=1.9, speedup_high=2.1)
+    skip = replace(ours, arm="skip", speedup=9.0, speedup_low=8.9, speedup_high=9.1)
+    assert fastest([ours, theirs, skip]) == ([theirs], True)
+    assert "vLLM ngram" in headline([ours, theirs])
+
+
+def test_a_config_that_was_written_down_is_read_as_it_was(tmp_path):
+    cfg = one("method=vllm", 'speculative={"method": "ngram", "prompt_lookup_max": 3}')
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(cfg))
+    assert load_config(file) == cfg
+    (again,) = compose_runs(config=file, overrides=["speculative.prompt_lookup_max=5"], sweep=False)
+    assert again.speculative == {"method": "ngram", "prompt_lookup_max": 5}
+
+
+def test_a_server_is_started_with_it(draft, tmp_path, monkeypatch):
+    monkeypatch.chdir(draft.parent)
+    cfg = one("method=vllm", "speculative=draft_model", "speculative.model=./small", "k=3")
+    asked = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    assert deployment(cfg, tmp_path).speculative_config == asked
+    assert deployment(one(*NGRAM), tmp_path).speculative_config == {
+        "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["method=vllm"], "allowed: dflash, draft_model, eagle3, mtp, ngram, suffix"),
+        (["speculative=ngram"], "speculative=ngram is not used by method 'layer_skip'; methods that use speculative"),
+        (["speculative.prompt_lookup_max=3"], "speculative.prompt_lookup_max=3 is not used by method 'layer_skip'"),
+        (["method=vllm", "speculative=ngran"], "did you mean 'ngram'"),
+        (["method=vllm", 'speculative={"method": "ngran"}'], "speculative.method 'ngran' is not known"),
+        ([*NGRAM, "speculative.prompt_lokup_max=3"], "did you mean 'prompt_lookup_max'"),
+        (["method=vllm", 'speculative={"method": "layer_skip"}'], "use method=layer_skip"),
+        (["method=vllm", 'speculative={"method": "ngram"'], """speculative='{"method": "ngram"}'"""),
+        ([*NGRAM, "speculative.num_speculative_tokens=0"], "1 or more"),
+        (["method=vllm", "speculative=eagle3"], "speculative.model=./FOLDER"),
+        (["method=vllm", "speculative=draft_model", "speculative.model=./nowhere"], "speculative.model=./nowhere"),
+        (["method=vllm", "speculative=mtp"], "num_nextn_predict_layers"),
+        (["method=vllm", 'speculative={"method": "ngram_gpu"}'], "vLLM's CPU build cannot do it"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_an_engine_starts(words, expected):
+    result = CliRunner().invoke(app, ["bench", *words, "--dry-run"])
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_suffix_decoding_needs_its_package(monkeypatch):
+    cfg = one("method=vllm", "speculative=suffix")
+    monkeypatch.setattr(speculative, "SUFFIX_PACKAGE", "no_such_package")
+    with pytest.raises(ConfigError, match="pip install no-such-package"):
+        preflight.check(cfg)
+    monkeypatch.setattr(speculative, "SUFFIX_PACKAGE", "json")
+    preflight.check(cfg)
+
+
+def test_suffix_decoding_that_remembers_answers_is_warned_of():
+    assert preflight.warnings([one("method=vllm", "speculative=suffix"), one(*NGRAM)]) == []
+    (warning,) = preflight.warnings([one("method=vllm", 'speculative={"method": "suffix"}')])
+    assert "remembers the answers" in warning
+
+
+def test_a_model_with_layers_of_its_own_for_it_may_use_mtp(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"text_config": {"num_nextn_predict_layers": 1}}))
+    cfg = one("method=vllm", "speculative=mtp", f"model={tmp_path}", "workload=sanity")
+    assert cfg.method is Method.vllm
+    speculative.check(cfg)
+
+
+def test_prose_is_english_that_no_head_is_fitted_on():
+    found = library.prose_text()
+    fitted = {text for _, text in library.fitting_text()}
+    assert len(found) > 20 and sum(len(text) for _, text in found) > 100_000
+    assert not any(text in fitted for _, text in found)
+    assert one("workload=prose").workload.prompts == "prose"

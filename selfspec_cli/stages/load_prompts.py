@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import CHAT
 from selfspec_cli.texts import chat, library, prompt_files
-from selfspec_cli.texts.prompts import file_prompts, workload_prompts
+from selfspec_cli.texts.prompts import file_prompts, named_texts, workload_prompts
 
 CHARACTERS = 4  # of a token, where nobody here knows the server's tokenizer
 
@@ -65,10 +64,7 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
 
 def _windows(cfg: RunConfig) -> list[str]:
     work = cfg.workload
-    named = library.held_out_text()
-    if work.prompts != "heldout":
-        named = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
-    length = CHARACTERS * work.input_len
+    named, length = named_texts(work.prompts), CHARACTERS * work.input_len
     try:
         windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed)
     except ValueError as error:

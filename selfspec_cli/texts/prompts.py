@@ -55,13 +55,21 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     if prompt_files.is_prompt_file(work.prompts):
         template = engine.chat if engine.has_template else None
         return prompt_files.encoded(file_prompts(cfg), engine.encode, template, work.input_len)
-    texts = library.prose_text() if work.prompts == "prose" else library.held_out_text()
-    if work.prompts not in ("heldout", "prose"):
-        texts = [(work.prompts, Path(work.prompts).read_text(encoding="utf-8"))]
     try:
-        return library.token_windows(engine.encode, texts, work.input_len, work.num_prompts, cfg.seed)
+        return library.token_windows(
+            engine.encode, named_texts(work.prompts), work.input_len, work.num_prompts, cfg.seed
+        )
     except ValueError as error:
         raise ConfigError(f"workload.prompts={work.prompts}: {error}") from error
+
+
+def named_texts(prompts: str) -> list[tuple[str, str]]:
+    """(name, text) of what `workload.prompts` says to cut windows from: heldout, prose, or a file of text."""
+    if prompts == "prose":
+        return library.prose_text()
+    if prompts == "heldout":
+        return library.held_out_text()
+    return [(prompts, Path(prompts).read_text(encoding="utf-8"))]
 
 
 def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:

@@ -134,8 +134,8 @@ def chat_tokens(tokenizer: Any, question: str, name: str) -> list[int]:
         ConfigError: it has none.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, prose, "
-                          "random, or a file of text or of prompts")  # fmt: skip
+        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, "
+                          "prose, random, or a file of text or of prompts")  # fmt: skip
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))

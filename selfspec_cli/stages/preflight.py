@@ -25,8 +25,8 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     seen = set()
     for cfg in cfgs:
         parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
-        looked_at = (*parts, cfg.method, cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights, cfg.skip_layers)
-        looked_at = (*looked_at, repr(cfg.speculative))
+        view = (cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights, cfg.skip_layers)
+        looked_at = (*parts, *view, cfg.method, repr(cfg.speculative))
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)

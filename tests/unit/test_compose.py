@@ -62,7 +62,7 @@ def test_without_overrides_every_default_is_the_schemas():
 
 @pytest.mark.slow
 def test_every_choice_composes_and_is_called_by_its_name():
-    for group in GROUPS:
+    for group in set(GROUPS) - {"speculative"}:  # for which see test_speculative.py
         assert GROUPS[group] in choices(group)
         for name in choices(group):
             dummy = ["perplexity_tokens=0", "workload.prompts=random"] if name.endswith("_shape") else []
@@ -189,7 +189,7 @@ def examples():
     texts += [page.read_text(encoding="utf-8") for page in pages]
     commands = "sweep|bench|load|fit|fit-weights|heads|roc|views|tune|serve|verify|ppl|eval|doctor"
     shown = re.findall(rf"selfspec (?:{commands}) ([^`#·\n]*)", "\n".join(texts))
-    found = {tuple(word for word in shlex.split(words) if re.fullmatch(r"[\w.]+=\S+", word)) for words in shown}
+    found = {tuple(word for word in shlex.split(words) if re.fullmatch(r"[\w.]+=.+", word)) for words in shown}
     # Files and folders that only the reader has.
     mine = re.compile(r"=(FILE|MODEL|\.\.\.|.*my_model|/models/mine)$|^experiment=mine$")
     return sorted(words for words in found if words and not any(mine.search(word) for word in words))

@@ -57,7 +57,7 @@ from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
 TYPES = {
     "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "step_ptr": "*i64",
-    "row_steps": "*i32", "row_limits": "*fp32", "draft_tokens": "*i64", "confidences": "*fp32",
+    "row_steps": "*i32", "row_limits": "*fp32", "left_out": "*i32", "draft_tokens": "*i64", "confidences": "*fp32",
     "lengths": "*i32", "logged": "*fp32",
     "requests": "*i64", "idx_mapping": "*i64", "input_ids": "*i32", "positions": "*i64", "seq_lens": "*i32",
     "sample_positions": "*i64", "gate_feature": "*i32", "gate_rule": "*fp32", "going": "*i32", "counts": "*i64",

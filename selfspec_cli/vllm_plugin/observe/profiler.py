@@ -73,7 +73,7 @@ def weights_in_order(target: nn.Module, drafter: Any) -> dict[str, list[int]] | 
     names = [name for name, part in layers[0].named_modules() if isinstance(part, LinearBase)]
     found = {"full": [*_linears(layers, names), weight_bytes([output_projection(target)])]}
     head = getattr(drafter, "head", None)
-    if hasattr(head, "reads_lm_head"):
+    if head is not None and hasattr(head, "reads_lm_head"):
         trunk = drafter.model
         rows = weight_bytes([output_projection(target)] if head.reads_lm_head else [], head.tensors)
         found["draft"] = [*_linears(list(trunk.layers)[: trunk.end_layer], names), rows]

@@ -27,7 +27,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.record.latency import RequestTimes
-from selfspec_cli.vllm_plugin.worker import leave_worker_classes
+from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
 MIB = 2**20
 
@@ -270,6 +270,8 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             from vllm import LLM
 
             leave_worker_classes()
+            if device_of(cfg) == "cpu":
+                register_kernels_once()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
         if cfg.engine.nvtx:
             from selfspec_cli.vllm_plugin.observe.annotate import annotate_frontend

@@ -7,7 +7,9 @@ out: they cross process borders.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -27,6 +29,27 @@ def leave_worker_classes() -> None:
             kept = tuple(base for base in worker.__bases__ if not base.__module__.startswith("selfspec_cli."))
             if len(kept) < len(worker.__bases__):
                 worker.__bases__ = kept
+
+
+def register_kernels_once() -> None:
+    """Let vLLM put its CPU kernels in place for the first engine of this process alone; call it before one starts.
+
+    vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
+    drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
+    """
+    from vllm.triton_utils import dispatcher
+
+    original = dispatcher.register_kernels
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def missing_alone(overrides: Mapping[str, Callable[..., Any]]) -> None:
+        missing = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
+        if missing:
+            original(missing)
+
+    dispatcher.register_kernels = missing_alone
 
 
 class EarlyExitWorker:

@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; on CUDA "
             "the draft loop always takes all k steps, because ranks have to take the same ones",
-            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)", seen=False),
+            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -191,7 +191,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
             "tried on a GPU (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares", seen=False),
+            TWO + "test_two_ranks_draft_on_their_shares"),
         Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
             COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",

@@ -80,6 +80,7 @@ def test_every_name_that_we_import_is_there(vllm):
     assert len(list(imported())) > 40
 
 
+@pytest.mark.slow
 def test_every_call_of_an_imported_function_fits_its_parameters(vllm):
     """Keywords that we pass exist, and there are no more positions than parameters."""
     checked = 0

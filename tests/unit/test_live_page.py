@@ -2,6 +2,7 @@
 
 import subprocess
 
+import pytest
 from commands import call
 from points import against, baseline
 
@@ -63,6 +64,7 @@ def test_a_page_that_cannot_be_made_is_told_once_and_not_tried_again(tmp_path):
     assert len(tried) == 1 and page.error is not None and "selfspec report" in page.error
 
 
+@pytest.mark.slow
 def test_only_a_page_of_a_running_sweep_says_that_it_reloads(tmp_path):
     base = baseline()
     for point in (base, against(base)):

@@ -58,6 +58,7 @@ def test_files_that_hold_no_profile_are_left_alone(tmp_path):
     assert list(profiles.newest(tmp_path)) == ["0" * 12]
 
 
+@pytest.mark.slow
 def test_the_page_has_a_bar_for_each_profile(tmp_path):
     folder.save(tmp_path, baseline())
     folder.save_profile(tmp_path, made(), b"")

@@ -7,18 +7,15 @@ Measured as tune_kernels.py measures, whose shapes these are. `error` is relativ
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product as every
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tune_kernels import CACHE, SHAPES, copy_rate, several, timed
+from tune_kernels import CACHE, SHAPES, copy_rate, parser_of, several, timed, write
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.vllm_plugin.weights import few_tokens, lowbit
@@ -89,11 +86,8 @@ def rows(shape: str, bits: list[int], token_counts: list[int]) -> Iterator[dict[
 
 def main() -> None:
     """Measure, print the best of each product, and write everything as JSON after each shape of layer."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("few_tokens.json"))
-    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
+    parser = parser_of(__doc__, "few_tokens.json")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     arguments = parser.parse_args()
     rate = copy_rate()
     found: list[dict[str, Any]] = []
@@ -101,8 +95,7 @@ def main() -> None:
     for shape in arguments.shapes:
         for row in rows(shape, arguments.bits, arguments.tokens):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
-            document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
-            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+            write(arguments.out, rate, found)
         mine = [row for row in found if row["shape"] == shape]
         for kind, tokens in dict.fromkeys((row["kind"], row["tokens"]) for row in mine):
             tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]

@@ -96,21 +96,31 @@ def rows(shape: str, bits: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    """Measure, print the best tile of each product, and write everything as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+def parser_of(about: str, out: str) -> argparse.ArgumentParser:
+    """The options that measuring kernels has whichever they are. about: a script's docstring; out: its file."""
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
-    arguments = parser.parse_args()
+    return parser
+
+
+def write(out: Path, rate: float, found: Sequence[dict[str, Any]]) -> None:
+    """What was found so far, as JSON. rate: of the card's own copies, bytes a second."""
+    document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
+    out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure, print the best tile of each product, and write everything as JSON."""
+    arguments = parser_of(__doc__, "kernels.json").parse_args()
     rate = copy_rate()
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
         for row in rows(shape, arguments.bits):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
-        document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        write(arguments.out, rate, found)
         for kind in dict.fromkeys(row["kind"] for row in found):
             mine = [row for row in found if (row["shape"], row["kind"]) == (shape, kind)]
             best = min(mine, key=lambda row: row["us"])

@@ -148,7 +148,7 @@ class Keys:
 
     def run(self, cfg: RunConfig) -> str:
         """`run_key` of a config."""
-        return _digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
+        return digest([self.settings(cfg), self.digests(cfg), self.device(cfg), self._versions])
 
     def device(self, cfg: RunConfig) -> str:
         """What a config runs on, see `machine.device`."""
@@ -170,7 +170,7 @@ class Keys:
         """`settings_key` of a config."""
         facts = {"engine": self.engine(cfg), "workload": self._part(cfg, "workload")} | _gate_facts(cfg)
         facts |= {name: self._part(cfg, name) for name in _load(cfg)}
-        return _digest(facts | {name: getattr(cfg, name) for name in MEASURING})
+        return digest(facts | {name: getattr(cfg, name) for name in MEASURING})
 
     def arm(self, cfg: RunConfig) -> str:
         """Names the arm that a config measures: what findings about the quality of its output belong to.
@@ -183,7 +183,7 @@ class Keys:
         facts |= {name: value for name, value in method_settings(cfg).items() if name != "head_dir"} | _gate_facts(cfg)
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
-        return _digest(["arm", facts, digests, self.device(cfg), self._versions])
+        return digest(["arm", facts, digests, self.device(cfg), self._versions])
 
     def engine(self, cfg: RunConfig) -> str:
         """`engine_key` of a config."""
@@ -194,7 +194,7 @@ class Keys:
         facts |= method_settings(cfg) | {"device": device_of(cfg)}
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
-        known[ENGINE_KEY] = _digest(facts)
+        known[ENGINE_KEY] = digest(facts)
         return known[ENGINE_KEY]
 
     def digests(self, cfg: RunConfig) -> dict[str, str]:
@@ -220,7 +220,7 @@ class Keys:
             text = (name, repr(vars(part)))
             if text not in self._parts:
                 facts = to_plain(part)
-                self._parts[text] = _digest({key: facts[key] for key in facts if key not in NOT_IN_A_KEY.get(name, ())})
+                self._parts[text] = digest({key: facts[key] for key in facts if key not in NOT_IN_A_KEY.get(name, ())})
             known[name] = self._parts[text]
         return known[name]
 
@@ -236,5 +236,6 @@ def _deciding_versions() -> dict[str, str]:
     return {name: found[name] for name in machine.DECISIVE if name in found}
 
 
-def _digest(facts: Any) -> str:
+def digest(facts: Any) -> str:
+    """Facts that JSON can hold -> a key of KEY_LENGTH hex digits; the order of names does not count."""
     return hashlib.sha256(_JSON.encode(facts).encode()).hexdigest()[:KEY_LENGTH]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from selfspec_cli import interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.digests import file_digest
-from selfspec_cli.config.keys import KEY_LENGTH
+from selfspec_cli.config.keys import digest
 from selfspec_cli.config.schema import PROMPTS, ConfigError, Method, RunConfig, to_plain
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
@@ -93,7 +90,7 @@ def _measured(
     arm |= {"arm": str(Method.baseline) if is_baseline else ARM, "model": server.model}
     prompts = None if cfg.workload.prompts in PROMPTS else file_digest(Path(cfg.workload.prompts))
     asked = {name: to_plain(cfg)[name] for name in ("workload", "load", "seed", "warmup")}
-    key = _key([server.url, server.model, loader.path, asked, prompts])
+    key = digest([server.url, server.model, loader.path, asked, prompts])
     compared = None
     if baseline is not None and reason is None:
         compared = compare(found, baseline, reused=False, real_text=True)
@@ -119,7 +116,3 @@ def _measured(
         outputs=found.outputs,
         repeats=found.repeats,
     )
-
-
-def _key(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]

@@ -103,6 +103,17 @@ def test_a_late_copy_never_waits_and_is_made_once_in_a_while(monkeypatch):
     assert copy.read() is None and Event.recorded == 3
 
 
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_copy_may_begin_inside_of_inference_mode_and_go_on_outside_or_the_other_way_round(made_inside):
+    source = torch.tensor([1, 2])
+    with torch.inference_mode(made_inside):
+        copy = LateCopy(source, every=0.0)
+        assert copy.read() is None
+    with torch.inference_mode(not made_inside):
+        assert copy.read() == [1, 2]
+    assert copy.read() == [1, 2]
+
+
 # ---- dashboard and alerts --------------------------------------------------------------------------------------------
 
 

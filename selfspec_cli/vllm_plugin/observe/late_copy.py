@@ -28,7 +28,8 @@ class LateCopy:
             values, self._under_way = self._host.tolist(), False
         now = time.monotonic()
         if not self._under_way and now >= self._next:
-            self._host.copy_(self._source, non_blocking=True)
+            with torch.inference_mode():  # the first read may come from inside of it and others from outside
+                self._host.copy_(self._source, non_blocking=True)
             if self._done is not None:
                 self._done.record()
             self._under_way, self._next = True, now + self._every

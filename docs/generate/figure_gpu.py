@@ -107,4 +107,5 @@ These files are tables of their own, too wide for a page:
 | --- | --- | --- |
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
-| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |"""
+| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |
+| `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |"""

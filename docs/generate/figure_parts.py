@@ -202,7 +202,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (trace, ("gpu/**/trace_batch1.json",)),
     (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json")),
     (fits, ("gpu/fit_*.json",)),
-    (kernels, ("gpu/kernels_h200.txt", "gpu/fp8/*", "gpu/lowbit/kernels_h100.json")),
+    (kernels, ("gpu/kernels_h200.txt", "gpu/fp8/*", "gpu/lowbit/kernels_h100.json", "gpu/lowbit/few_tokens_h200.json")),
 )
 """What writes a part of the page, and the files that it is about."""
 

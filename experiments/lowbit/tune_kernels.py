@@ -1,10 +1,11 @@
-"""How fast one token times integer copies is, tile by tile, on the GPU at hand.
+"""How fast tokens times integer copies are on the GPU at hand: one token tile by tile, any number by Marlin, cuBLAS.
 
-    python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json
+    python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
 Shapes are those of Llama 3 8B. Each product rotates over more copies than the cache holds, inside a CUDA graph, as a
 draft step reads every weight from memory. Figures: median microseconds a product, and bytes read as a share of the
 card's own copy rate (bytes read plus bytes written). The ceiling is a share of about 1.2: reading alone is faster.
+`error` is relative to a float32 product of the copy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product as every
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit
+from selfspec_cli.vllm_plugin.weights import lowbit, marlin
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -73,58 +75,64 @@ def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
     return [tensors, *more], size
 
 
-def rows(shape: str, bits: Sequence[int]) -> list[dict[str, Any]]:
-    """Every product of one shape: bf16 by cuBLAS and by our kernel, then each kind of copy by each tile."""
+def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy by our tiles and by Marlin."""
     out, inner = SHAPES[shape]
-    weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(1, inner, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16) / inner**0.5
+    inputs = {tokens: torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for tokens in token_counts}
     plain, size = several({"weight": weight})
-    found = []
-    for name, product in (("cublas", F.linear), ("gemv", gemv)):
-        us = timed([partial(product, x, one["weight"]) for one in plain])
-        found.append({"shape": shape, "kind": name, "us": us, "bytes": size})
+    for tokens, x in inputs.items():
+        for name, product in [("cublas", F.linear), ("gemv", gemv)][: 2 if tokens == 1 else 1]:
+            us = timed([partial(product, x, one["weight"]) for one in plain])
+            yield {"shape": shape, "kind": name, "tokens": tokens, "us": us, "bytes": size}
     del plain
     for width in bits:
         kind = DRAFT_WEIGHTS[f"int{width}"]
-        copies, size = several(kind.quantise(weight))
-        wanted = x.float() @ kind.dequantise(copies[0], torch.float32).T
-        for tile in TILES:
-            calls = [partial(lowbit.product, x, c["words"], c.get("more"), c["scales"], tile=tile) for c in copies]
-            error = float((calls[0]().float() - wanted).norm() / wanted.norm())
-            row = {"shape": shape, "kind": kind.name, "tile": tile, "error": error}
-            found.append({**row, "us": timed(calls), "bytes": size})
-    return found
+        copy = kind.quantise(weight)
+        dense = kind.dequantise(copy, torch.float32)
+        ways = [(kind.name, lowbit.product, dict(copy), TILES)]
+        if marlin.serves(width, out, inner):
+            ways.append((f"{kind.name} marlin", marlin.product, marlin.repacked(copy, width), [()]))
+        for name, product, tensors, tiles in ways:
+            copies, size = several(tensors)
+            for tokens, tile in every(token_counts if product is marlin.product else {1} & inputs.keys(), tiles):
+                x = inputs[tokens]
+                calls = [partial(_call, product, x, tile, **one) for one in copies]
+                wanted = x.float() @ dense.T
+                error = float((calls[0]().float() - wanted).norm() / wanted.norm())
+                found = {"shape": shape, "kind": name, "tokens": tokens, "tile": tile, "error": error}
+                yield {**found, "us": timed(calls), "bytes": size}
+            del copies
 
 
-def parser_of(about: str, out: str) -> argparse.ArgumentParser:
-    """The options that measuring kernels has whichever they are. about: a script's docstring; out: its file."""
-    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(out))
-    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
-    return parser
-
-
-def write(out: Path, rate: float, found: Sequence[dict[str, Any]]) -> None:
-    """What was found so far, as JSON. rate: of the card's own copies, bytes a second."""
-    document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
-    out.write_text(json.dumps(document, indent=1) + "\n")
+def _call(product: Callable[..., Tensor], x: Tensor, tile: tuple[int, ...], **copy: Tensor) -> Tensor:
+    if product is marlin.product:
+        return product(x, copy["marlin"], copy["scales"])
+    return product(x, copy["words"], copy.get("more"), copy["scales"], tile=tile)
 
 
 def main() -> None:
-    """Measure, print the best tile of each product, and write everything as JSON."""
-    arguments = parser_of(__doc__, "kernels.json").parse_args()
+    """Measure, print the best of each product, and write everything as JSON after each shape of layer."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
+    arguments = parser.parse_args()
     rate = copy_rate()
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
-        for row in rows(shape, arguments.bits):
+        for row in rows(shape, arguments.bits, arguments.tokens):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
-        write(arguments.out, rate, found)
-        for kind in dict.fromkeys(row["kind"] for row in found):
-            mine = [row for row in found if (row["shape"], row["kind"]) == (shape, kind)]
-            best = min(mine, key=lambda row: row["us"])
-            print(f"{shape:<8} {kind:<7} {best['us']:7.1f} us {best['share']:.2f}  {best.get('tile', '')}", flush=True)
+        document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        mine = [row for row in found if row["shape"] == shape]
+        for kind, tokens in dict.fromkeys((row["kind"], row["tokens"]) for row in mine):
+            tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]
+            best = min(tried, key=lambda row: row["us"])
+            figures = f"{best['us']:7.1f} us {best['share']:.2f}"
+            print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {best.get('tile') or ''}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ decoder.py        where the decoder layers of a loaded model are, and whether th
 trunk.py          the layers that draft as a module of their own: shared weights, no copy unless asked for
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
-                  experts.py those of experts, fitted.py those that were made from data, fp8.py and lowbit.py the
-                  kernels for some of them, few_tokens.py the start of a CUDA kernel for 2 to 64 tokens (few_tokens.cu,
-                  not in use before it has been measured); sharded.py splits a head over ranks, adapters.py leaves
+                  experts.py those of experts, fitted.py those that were made from data, fp8.py, lowbit.py and
+                  marlin.py the kernels for some of them; sharded.py splits a head over ranks, adapters.py leaves
                   adapters out, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in

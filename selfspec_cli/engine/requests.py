@@ -94,6 +94,21 @@ def log_probability(engine: Engine, prefix: Sequence[int], tokens: Sequence[int]
     return float(output.prompt_logprobs[place][tokens[-1]].logprob)
 
 
+def preferred(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """By how much at most (nats, from 0) another token is likelier than one of `tokens` at its place after `prompt`, by
+    the engine alone in its batch. 0: each is the likeliest."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    whole = {"prompt_token_ids": [*prompt, *tokens]}
+    (output,) = engine.llm.generate([whole], params, use_tqdm=False)
+    gaps = [
+        max(one.logprob for one in place.values()) - place[token].logprob
+        for place, token in zip(output.prompt_logprobs[len(prompt) :], tokens, strict=True)
+    ]
+    return float(max(gaps))
+
+
 def next_distribution(engine: Engine, prefixes: Sequence[Sequence[int]]) -> list[list[float]]:
     """Log-probabilities (nats) of every token of the vocabulary after each prefix; for small vocabularies.
 

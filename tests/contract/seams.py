@@ -166,7 +166,7 @@ FIELDS = {
     "vllm.engine.arg_utils:EngineArgs": "speculative_config additional_config worker_extension_cls enable_lora "
     "pipeline_parallel_size data_parallel_size kv_cache_memory_bytes disable_log_stats offload_group_size "
     "offload_backend prefill_context_parallel_size decode_context_parallel_size watermark_config "
-    "long_prefill_token_threshold max_logprobs",
+    "max_num_batched_tokens max_num_seqs max_logprobs",
     "vllm.v1.core.sched.output:NewRequestData": "req_id prefill_token_ids sampling_params",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",

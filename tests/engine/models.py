@@ -120,11 +120,16 @@ def vocab_of(name: str) -> int:
     return int(ARCHITECTURES[name].make().vocab_size)
 
 
-def save_tiny(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Make the model `name` of ARCHITECTURES and save it to `folder`, as `vllm.LLM` loads it.
+def save_tiny(
+    name: str, folder: Path, seed: int = 0, grade: dict[str, float] | None = None,
+    dtype: torch.dtype = torch.float32, **changes: Any,
+) -> Path:  # fmt: skip
+    """Make the model `name` of ARCHITECTURES on the current device and save it to `folder`, as `vllm.LLM` loads it.
 
-    changes: to its transformers config.
+    grade: other values than DECAY and SHARPNESS ("decay", "sharpness"), for other depths and vocabularies. dtype: of
+    the file. changes: to its transformers config.
     """
+    grade = {"decay": DECAY, "sharpness": SHARPNESS} | (grade or {})
     from transformers import AutoModelForCausalLM
 
     tiny = ARCHITECTURES[name]
@@ -132,9 +137,9 @@ def save_tiny(name: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(tiny.make(**changes), dtype=torch.float32).eval()
     if tiny.gradable:
         _randomise(model)
-        _grade(model, tiny.post_norms)
-        _sharpen(model)
-    model.save_pretrained(folder)
+        _grade(model, tiny.post_norms, grade["decay"])
+        _sharpen(model, grade["sharpness"])
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -166,8 +171,8 @@ def _randomise(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _grade(model: nn.Module, post_norms: tuple[str, ...]) -> None:
-    """Rescale what each layer adds to the residual stream to FIRST * DECAY**i, measured on random tokens."""
+def _grade(model: nn.Module, post_norms: tuple[str, ...], decay: float) -> None:
+    """Rescale what each layer adds to the residual stream to FIRST * decay**i, measured on random tokens."""
     layers: Any = model.model.layers
     ids = torch.randint(3, model.config.vocab_size, (4, 48))
     seen: dict[str, torch.Tensor] = {}
@@ -181,7 +186,7 @@ def _grade(model: nn.Module, post_norms: tuple[str, ...]) -> None:
             hook = layer.register_forward_hook(measure, with_kwargs=True)
             model(input_ids=ids)
             hook.remove()
-            factor = FIRST * DECAY**index / float(seen["added"].std())
+            factor = FIRST * decay**index / float(seen["added"].std())
             for part in _outputs(layer, post_norms):
                 if post_norms:  # their gain is 1 + weight
                     part.copy_((1 + part) * factor - 1)
@@ -190,12 +195,12 @@ def _grade(model: nn.Module, post_norms: tuple[str, ...]) -> None:
 
 
 @torch.no_grad()
-def _sharpen(model: nn.Module) -> None:
+def _sharpen(model: nn.Module, std: float) -> None:
     """Scale the final norm, not the lm_head: that is tied to the embedding in some models."""
     logits = model(input_ids=torch.randint(3, model.config.vocab_size, (4, 48))).logits
     gain = model.model.norm.weight
     offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0  # Gemma's gain is 1 + weight
-    gain.copy_((offset + gain) * (SHARPNESS / logits.std()) - offset)
+    gain.copy_((offset + gain) * (std / logits.std()) - offset)
 
 
 def _outputs(layer: Any, post_norms: tuple[str, ...]) -> list[torch.Tensor]:

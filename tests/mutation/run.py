@@ -284,6 +284,7 @@ def main() -> int:
     modules = [ROOT / name for name in suite["modules"] if not options.module or any(m in name for m in options.module)]
     out = options.out or ROOT / "mutants" / f"{options.suite}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with more threads hangs in its first parallel operation
     os.environ.update(suite.get("environment", {}))
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT)]

@@ -89,6 +89,32 @@ def test_where_plain_vllm_does_not_repeat_itself_that_is_said():
     assert verdict.case_row(["fault"] * 4, 12, 0, {"differ": 5, "near_ties": 5, "compared": 12}, False)[0] == "fault"
 
 
+def test_kernels_that_are_not_invariant_are_not_our_fault():
+    """With a sliding window FlashAttention 3 depends on how many tokens a request has in a step: the plain engine
+    repeats its outputs, and does not when tokens come together as a verify pass brings them."""
+    never = {"differ": 0, "compared": 12}
+    assert verdict.not_invariant(3, 0, 12, never, 4) is None
+    assert verdict.not_invariant(9, 0, 12, {"differ": 0, "compared": 0}, 4) is None  # outputs bound by a grammar
+    assert "chooses the arm's tokens" in verdict.not_invariant(2, 2, 12, never, 4)
+    note = verdict.not_invariant(3, 1, 12, {"differ": 2, "compared": 12}, 4)
+    assert "5 at a time (2 of 12 differ)" in note
+    assert "1 of the arm's 3" in note
+    assert verdict.not_invariant(12, 0, 12, {"differ": 1, "compared": 12}, 4) is None  # surely more
+    assert verdict.not_invariant(40, 2, 64, {"differ": 1, "compared": 12}, 4) is None
+
+    rows = [{"name": "mixed", "verdict": "not shown", "plain_differs": True}, {"name": "again", "verdict": "lossless"}]
+    told, why = verdict.decide(document() | {"cases": rows})
+    assert told == "not shown"
+    assert why.startswith(verdict.PLAIN_DIFFERS)
+    assert why.endswith("left open: mixed")
+
+
+@pytest.mark.parametrize(("gap", "together", "turned"), [(0.1, 0.2, False), (0.1, -0.2, True), (-0.1, None, True)])
+def test_whether_the_plain_engine_turns_to_the_arms_token(gap, together, turned):
+    assert Difference(0, 3, 7, 9, gap, together).turned is turned
+    assert not Difference(0, 3, 7, 9).turned
+
+
 def test_a_near_tie_is_level_or_turns_when_tokens_come_together():
     def judged(gap, together=None):
         found = Difference(0, 3, 7, 9, gap, together)
@@ -142,13 +168,14 @@ def test_several_runs_have_the_verdict_of_the_worst():
 
 
 def test_what_cannot_be_verified_is_refused():
-    from selfspec_cli.config.schema import ConfigError, Method, RunConfig, resolved
+    from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig, resolved
 
     wanted = run.Wanted()
     for changes, words in (
         ({"method": Method.baseline}, "drafts nothing"),
         ({"method": Method.skip}, "does not verify"),
         ({"acceptance_length": 3.0}, "synthetic"),
+        ({"model": ModelConfig(load_format="dummy")}, "equally likely"),
     ):
         cfg = resolved(RunConfig(**changes))
         with pytest.raises(ConfigError, match=words):

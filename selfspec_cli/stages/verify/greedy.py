@@ -61,6 +61,12 @@ class Difference:
         turns = turns and self.gap_together is not None and self.gap_together <= 0
         self.kind = "near-tie" if level or turns else "fault"
 
+    @property
+    def turned(self) -> bool:
+        """Whether the plain engine itself, asked for this prefix another way, chooses the arm's token. Kernels that are
+        batch-invariant never do that."""
+        return any(gap is not None and gap < 0 for gap in (self.gap, self.gap_together))
+
     def to_dict(self) -> dict[str, Any]:
         """For the document, with the choices in words."""
         found = {name: value for name, value in asdict(self).items() if name != "prefix"}
@@ -157,6 +163,20 @@ def ask_together(engine: Engine, found: Sequence[Difference], chunk: int, tolera
         )
         difference.gap_together = round(plain - ours, 5)
         difference.judge(tolerance)
+
+
+def unlike_together(engine: Engine, asked: Sequence[Request], plain: Sequence[Answer]) -> dict[str, int]:
+    """How many outputs of the plain engine (differ, of compared) another plain one, that takes fewer tokens a step,
+    would not choose: at some place another token is likelier. Twelve are looked at, and none whose choice is bound by
+    stop tokens or a grammar."""
+    compared, differ = 0, 0
+    for request, answer in zip(asked, plain, strict=True):
+        fits = len(request.prompt) + len(answer.tokens) < engine.max_model_len
+        if not answer.tokens or not fits or not set(request.params) <= {"logprobs"} or compared == 12:
+            continue
+        compared += 1
+        differ += asking.preferred(engine, request.prompt, answer.tokens) > 0
+    return {"compared": compared, "differ": differ}
 
 
 def unlike_scores(case: Sequence[Request], ours: Sequence[Answer], plain: Sequence[Answer], tolerance: float) -> int:

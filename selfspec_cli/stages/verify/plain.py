@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.engine import requests as asking
 from selfspec_cli.engine.live import Engine
+from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.stages.verify import greedy, sampling, verdict
 from selfspec_cli.stages.verify.arm import Arm, Wanted, draw
 from selfspec_cli.stages.verify.cases import Case
@@ -23,9 +24,23 @@ def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
     return greedy.TOLERANCE[names.get(cfg.model.dtype, cfg.model.dtype if cfg.model.dtype != "auto" else "bfloat16")]
 
 
-def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dict[str, Any], list[Difference]]:
-    """The document of one run, and its near-ties, of which another engine is to be asked too."""
-    tolerance, rows, level = tolerance_of(cfg, wanted), [], []
+@dataclass(frozen=True)
+class Unsure:
+    """A case some of whose outputs differ: what another plain engine, that takes k + 1 tokens a step, is asked about.
+
+    row: of the document. level: near-ties, and in batch-invariant mode all differences. answers: the plain engine's.
+    """
+
+    row: dict[str, Any]
+    compared: int
+    level: list[Difference]
+    requests: list[Request]
+    answers: list[Answer]
+
+
+def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dict[str, Any], list[Unsure]]:
+    """The document of one run, and the cases in which outputs differ."""
+    tolerance, rows, unsure = tolerance_of(cfg, wanted), [], []
     proof = _prove(engine, wanted, arm, tolerance)
     plain_repeats: dict[str, int] | None = None
     for case in arm.cases:
@@ -39,15 +54,19 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         noise = plain_repeats or {"differ": 0, "near_ties": 0, "compared": 0}
         kinds = [one.kind for one in found]
         told, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
-        note = note or _hollow(case, ours, plain)
-        rows.append(_case_row(case, ours, plain, compared, found, told, note))
-        level += [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]
+        rows.append(_case_row(case, ours, plain, compared, found, told, note or _hollow(case, ours, plain)))
+        rows[-1]["plain_differs"] = told == verdict.NOT_SHOWN
+        near = [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]
+        level = found if wanted.batch_invariant else near
+        if level:
+            unsure.append(Unsure(rows[-1], compared, level, case.requests, plain.answers))
+    exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
     document = {
         "gate": str(cfg.gate.kind) if cfg.method is Method.layer_skip else "none",
         "seed": arm.seed,
         "proof": proof,
         "cases": rows,
-        "own_drafts": _own_drafts(arm, cfg, wanted),
+        "own_drafts": _own_drafts(arm, exact and not any(row["plain_differs"] for row in rows)),
         "head": verdict.head(arm.claimed, arm.alone),
         "admission": arm.admission,
         "sampling": _sampled(engine, arm, wanted),
@@ -55,7 +74,32 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "drafted": arm.drafted,
         "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
     }
-    return document, level
+    return document, unsure
+
+
+def judge_together(
+    engine: Engine, cfg: RunConfig, wanted: Wanted, found: Sequence[tuple[Arm, dict[str, Any], list[Unsure]]]
+) -> None:
+    """Ask a plain engine that takes k + 1 tokens a step; what it says goes into the documents.
+
+    In batch-invariant mode it must say what the other plain engine said, and where it does not, vLLM's kernels are not
+    batch-invariant for this model, and a difference is no fault of drafting.
+    """
+    tolerance, k = tolerance_of(cfg, wanted), int(cfg.k or 0)
+    for arm, document, unsure in found:
+        asked = [difference for one in unsure for difference in one.level[:4]][:16]
+        greedy.ask_together(engine, asked, k + 1, tolerance)
+        if not wanted.batch_invariant:
+            continue
+        for one in unsure:
+            together = greedy.unlike_together(engine, one.requests, one.answers)
+            turned = sum(difference.turned for difference in one.level)
+            one.row["plain_together"] = together
+            note = verdict.not_invariant(len(one.level), turned, one.compared, together, k)
+            if one.row["verdict"] == verdict.FAULT and one.row["note"] is None and note is not None:
+                one.row.update(verdict=verdict.NOT_SHOWN, note=note, plain_differs=True)
+        if any(row.get("plain_differs") for row in document["cases"]):
+            document["own_drafts"] = _own_drafts(arm, exact=False)
 
 
 def _case_row(
@@ -114,11 +158,10 @@ def _repeat_plain(engine: Engine, arm: Arm, known: Observed | None, tolerance: f
     return {"compared": len(mixed.requests), "differ": len(found), "near_ties": near}
 
 
-def _own_drafts(arm: Arm, cfg: RunConfig, wanted: Wanted) -> dict[str, Any] | None:
+def _own_drafts(arm: Arm, exact: bool) -> dict[str, Any] | None:
     company = arm.observed["mixed"].counts
     if arm.alone is None or company is None:
         return None
-    exact = wanted.batch_invariant or cfg.model.dtype in ("float32", "float")
     return verdict.own_drafts(arm.alone, company, exact)
 
 

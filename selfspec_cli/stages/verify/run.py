@@ -23,9 +23,9 @@ from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
-from selfspec_cli.stages.verify import arm, cases, greedy, plain, sampling, verdict
+from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
-from selfspec_cli.stages.verify.greedy import Difference
+from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
@@ -43,6 +43,10 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
     if cfg.acceptance_length is not None:
         raise ConfigError(f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "
                           "design; leave it out")  # fmt: skip
+    if cfg.model.load_format == "dummy":
+        raise ConfigError("model.load_format=dummy: the random weights that vLLM makes hold all tokens equally likely, "
+                          "to a millionth, so that no output tells anything; give a model that has weights. For the "
+                          "shape of Llama 3 8B: python tests/gpu/verify_shapes.py --only llama_8b")  # fmt: skip
     if wanted.batch_invariant and device_of(cfg) != "cuda":
         raise ConfigError("--batch-invariant: vLLM has batch-invariant kernels on CUDA only; on the CPU use float32, "
                           "whose rounding is too small to matter")  # fmt: skip
@@ -106,21 +110,20 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
                 arms.append((arm.perform(engine, drafting, asked, seed), asked))
                 progress("the arm", len(arms), len(jobs))
             layer = engine.layer
-    found: list[tuple[dict[str, Any], list[Difference]]] = []
+    found: list[tuple[Arm, dict[str, Any], list[Unsure]]] = []
     with open_engine(baseline_of(settings)) as engine:
         for one, asked in arms:
-            found.append(plain.judge(engine, settings, asked, one))
+            found.append((one, *plain.judge(engine, settings, asked, one)))
             progress("the plain engine", len(found), len(jobs))
-    tolerance = plain.tolerance_of(settings, wanted)
-    level = [difference for _, differences in found for difference in differences][:16]
-    if level:
-        chunk = int(cfg.k or 0) + 1
-        with open_engine(baseline_of(settings), long_prefill_token_threshold=chunk) as engine:
-            greedy.ask_together(engine, level, chunk, tolerance)
+    if any(unsure for _, _, unsure in found):
+        # A budget of so many tokens, and one request: vLLM cuts no prompt that is alone by any other setting.
+        with open_engine(baseline_of(settings), max_num_batched_tokens=int(cfg.k or 0) + 1, max_num_seqs=1) as engine:
+            plain.judge_together(engine, settings, wanted, found)
     about |= {"model": cfg.model.name, "layer": layer, "k": cfg.k, "config": to_plain(cfg), "time": now()}
     about |= {"versions": machine.versions(), "planted": wanted.plant, "thorough": wanted.thorough}
-    about |= {"batch_invariant": wanted.batch_invariant, "tolerance": tolerance}
-    document = concluded([(asked.plant, one) for (_, asked), (one, _) in zip(arms, found, strict=True)], wanted) | about
+    about |= {"batch_invariant": wanted.batch_invariant, "tolerance": plain.tolerance_of(settings, wanted)}
+    planted = [(asked.plant, one) for (_, asked), (_, one, _) in zip(arms, found, strict=True)]
+    document = concluded(planted, wanted) | about
     document["seconds"] = round(time.perf_counter() - start, 1)
     return save(document, Path(cfg.results_dir))
 

@@ -25,6 +25,8 @@ KINDS = {
 }
 """Kinds of fault, named by what is seen. Each can be planted (`--plant`)."""
 
+PLAIN_DIFFERS = "plain vLLM does not repeat its own outputs"
+
 PLANTED_FOR_PROOF = ("accept_one_more", "biased_sampler")
 """What every run plants in its engine first, one for greedy cases and one for sampled ones."""
 
@@ -68,6 +70,8 @@ def decide(document: Mapping[str, Any]) -> tuple[str, str]:
     if not document["accepted"]:
         return NOT_SHOWN, f"of {document['drafted']} drafted tokens none was accepted"
     open_cases = [row["name"] for row in [*document["cases"], *document["sampling"]] if row["verdict"] == NOT_SHOWN]
+    if any(row.get("plain_differs") for row in document["cases"]):
+        return NOT_SHOWN, f"{PLAIN_DIFFERS}, so differences say nothing of drafting; left open: {', '.join(open_cases)}"
     if open_cases:
         return NOT_SHOWN, f"left open: {', '.join(open_cases)}; see their notes"
     if any(row["verdict"] == NEAR_TIES for row in document["cases"]):
@@ -88,13 +92,30 @@ def case_row(
     wrong = len(kinds) if batch_invariant else sum(kind == "fault" for kind in kinds)
     plain_wrong = plain["differ"] - (0 if batch_invariant else plain["near_ties"])
     if wrong and plain_wrong and not surely_more(wrong, compared, plain_wrong, plain["compared"]):
-        return NOT_SHOWN, (f"plain vLLM does not repeat its own outputs with other neighbours ({plain_wrong} of "
-                           f"{plain['compared']} differ), and the arm's {wrong} of {compared} are no more")  # fmt: skip
+        return NOT_SHOWN, (f"{PLAIN_DIFFERS} with other neighbours ({plain_wrong} of {plain['compared']} differ), "
+                           f"and the arm's {wrong} of {compared} are no more")  # fmt: skip
     if wrong:
         return FAULT, None
     if unlike_scores:
         return FAULT, f"{unlike_scores} request(s) report log-probabilities that are not the plain engine's"
     return (NEAR_TIES, None) if kinds else (LOSSLESS, None)
+
+
+def not_invariant(differ: int, turned: int, compared: int, together: Mapping[str, int], k: int) -> str | None:
+    """Why differences of a case in batch-invariant mode are vLLM's own; None where they may be the arm's.
+
+    differ: outputs of `compared` that differ, `turned` of them where the plain engine itself chooses the arm's token
+    when it is asked again. together: how many of the plain engine's own outputs of the case (differ, of compared) it
+    would not choose when tokens come k + 1 at a time, as a verify pass brings them. In this mode both must be none.
+    """
+    if turned == differ:
+        return f"{PLAIN_DIFFERS}: asked again for the same {differ} prefixes, it chooses the arm's tokens"
+    seen = max((turned, compared), (together["differ"], together["compared"]), key=lambda one: one[0] / max(one[1], 1))
+    if not seen[0] or surely_more(differ, compared, *seen):
+        return None
+    apart = f"{together['differ']} of {together['compared']} differ"
+    return (f"{PLAIN_DIFFERS} when tokens come {k + 1} at a time ({apart}), and at {turned} of the arm's {differ} "
+            "differences it chooses the arm's token")  # fmt: skip
 
 
 def surely_more(ours: int, of_ours: int, plain: int, of_plain: int) -> bool:

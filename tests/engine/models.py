@@ -143,14 +143,18 @@ def save_tiny(
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
-    """One token a byte, for what needs text (structured output). Ids 0 to 2 are special, so three bytes have none."""
+def save_tokenizer(folder: Path, *more: str) -> None:
+    """One token a byte, for what needs text (structured output). Ids 0 to 2 are special, so three bytes have none.
+
+    more: special tokens with the last ids, in place of as many bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<s>", "</s>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - len(special)]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, merges=[]))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - len(special) - len(more)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters, *more])}, merges=[]))
+    tokenizer.add_special_tokens(list(more))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(

@@ -16,11 +16,12 @@ _SIDE, _PATCH = 28, 14  # of an image: four patches
 PATCHES = (_SIDE // _PATCH) ** 2
 
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_BITS, _GROUP = 4, 32  # of quantised weights
 _SCHEME = {
     "targets": ["Linear"],
-    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
-    "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True},
-}
+    "weights": {"num_bits": _BITS, "type": "int", "strategy": "group", "group_size": _GROUP, "symmetric": True,
+                "dynamic": False},
+}  # fmt: skip
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -43,7 +44,7 @@ def save_adapter(folder: Path, model: Path, seed: int) -> Path:
 
 
 def save_quantised(model: Path, folder: Path) -> Path:
-    """`model` with its layers' weights as 8-bit integers, one scale a row (W8A8 in the compressed-tensors format)."""
+    """`model` with its layers' weights in 4 bits, one scale for 32 of a row (compressed-tensors, W4A16)."""
     from safetensors.torch import load_file, save_file
 
     weights: dict[str, Tensor] = {}
@@ -51,13 +52,19 @@ def save_quantised(model: Path, folder: Path) -> Path:
         if not name.endswith("_proj.weight"):
             weights[name] = weight
             continue
-        scale = weight.abs().amax(dim=1, keepdim=True) / 127
-        weights[name] = (weight / scale).round().to(torch.int8)
-        weights[f"{name}_scale"] = scale
+        rows, columns = weight.shape
+        groups = weight.float().view(rows, columns // _GROUP, _GROUP)
+        scale = groups.abs().amax(dim=2, keepdim=True) / 7
+        whole = (groups / scale).round().to(torch.int32).view(rows, columns) + 2 ** (_BITS - 1)
+        shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
+        stem = name.removesuffix("weight")
+        weights[f"{stem}weight_packed"] = (whole.view(rows, -1, 32 // _BITS) << shifts).sum(dim=2, dtype=torch.int32)
+        weights[f"{stem}weight_scale"] = scale.squeeze(2).to(weight.dtype).contiguous()
+        weights[f"{stem}weight_shape"] = torch.tensor([rows, columns])
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": _SCHEME},
@@ -69,28 +76,27 @@ def save_quantised(model: Path, folder: Path) -> Path:
 
 
 def save_with_eyes(model: Path, folder: Path) -> Path:
-    """LLaVA: `model`, a tiny Llama, behind a vision tower of random weights."""
+    """Idefics3: `model`, a tiny Llama, behind a vision tower of random weights. Its images need no torchvision."""
     import transformers
 
     language = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    vision = transformers.CLIPVisionConfig(
+    vision = transformers.Idefics3VisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=_SIDE,
-        patch_size=_PATCH, projection_dim=32,
+        patch_size=_PATCH,
     )  # fmt: skip
-    config = transformers.LlavaConfig(vision_config=vision, text_config=language.config, image_token_id=IMAGE)
+    config = transformers.Idefics3Config(
+        vision_config=vision, text_config=language.config, image_token_id=IMAGE, pad_token_id=0, scale_factor=1
+    )
     torch.manual_seed(0)
-    whole: Any = transformers.LlavaForConditionalGeneration(config)
-    whole.model.language_model.load_state_dict(language.model.state_dict())
+    whole: Any = transformers.Idefics3ForConditionalGeneration(config)
+    whole.model.text_model.load_state_dict(language.model.state_dict())
     whole.lm_head.load_state_dict(language.lm_head.state_dict())
     whole.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, "<end_of_utterance>", "<fake_token_around_image>", "<image>")
+    size = {"longest_edge": _SIDE}
+    images = transformers.Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    image_token = tokenizer.convert_ids_to_tokens(IMAGE)
-    images = transformers.CLIPImageProcessor(size={"shortest_edge": _SIDE}, crop_size=_SIDE)
-    transformers.LlavaProcessor(
-        images, tokenizer, patch_size=_PATCH, vision_feature_select_strategy="default", image_token=image_token,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)  # fmt: skip
+    transformers.Idefics3Processor(images, tokenizer, image_seq_len=PATCHES).save_pretrained(folder)
     return folder
 
 

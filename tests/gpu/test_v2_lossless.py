@@ -5,8 +5,8 @@ once and decoding one token at a time can be compared in bf16 at all. Without it
 must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
-    python tests/gpu/test_v2_lossless.py [--only SUBSTRING] [--tensor-parallel N] [--near-ties | --gates | --lengths]
-                                         [--out FILE]
+    python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--tensor-parallel N]
+                                         [--near-ties | --gates | --lengths] [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
-from more_models import RANK, save_adapter
+from more_models import IMAGE, RANK, pictures, save_adapter, save_quantised, save_with_eyes
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 
@@ -71,13 +71,15 @@ GPU: dict[str, Any] = {
 }
 COMPILED = {"compilation_config": {}}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-KEPT = ("tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank")
+KEPT = ("tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization")
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
 LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens generated; 256 on average
 POINTS = [(1, 1), (LAYERS // 4, 3), (LAYERS // 2, 5), (LAYERS - 1, 8)]
 MIDDLE = (LAYERS // 2, 5)
 OTHERS = ("mistral", "qwen3_moe", "mixtral", "llama4")
+MADE = {"int4": save_quantised, "eyes": save_with_eyes}
+"""What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures."""
 
 Requests = tuple[list[list[int]], list[Any]]
 
@@ -124,9 +126,15 @@ def opted_out() -> Requests:
     return PROMPTS, [greedy(96, extra_args=wish) for _ in PROMPTS[8:]] + [greedy(320) for _ in PROMPTS[:8]]
 
 
+def shown() -> Requests:
+    """Requests of which every second one shows a picture; the token that stands for it is in no text."""
+    return ragged_prompts(64, IMAGE), [greedy(length) for length in LENGTHS]
+
+
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
     "adapters": plain,  # by turns without an adapter, and with one of two
+    "pictures": shown,
     "full_models": full_models,
     "crowd": crowd,
     "company": company,
@@ -195,6 +203,10 @@ def cases(**engine: Any) -> Iterator[Case]:
     for more in ({}, COMPILED):
         yield Case("qwen3_moe", *MIDDLE, engine={**engine, **more}, spec={"draft_weights": "fp8"})
     yield Case("deepseek_v2", *MIDDLE, engine={**engine})
+    for more in ({}, COMPILED, {"enforce_eager": True}):
+        yield Case("llama", *MIDDLE, engine={**engine, **more, "quantization": "fp8"})
+        yield Case("llama+int4", *MIDDLE, engine={**engine, **more})
+        yield Case("llama+eyes", *MIDDLE, "pictures", engine={**engine, **more})
 
 
 def views(**engine: Any) -> Iterator[Case]:
@@ -235,6 +247,9 @@ def lengths(**engine: Any) -> Iterator[Case]:
 
 @cache
 def model_dir(model: str) -> Path:
+    model, _, made = model.partition("+")
+    if made:
+        return MADE[made](model_dir(model), Path(tempfile.mkdtemp(prefix=f"selfspec-{made}-")) / model)
     own = {"qwen3_moe": "intermediate_size", "deepseek_v2": "head_dim"}.get(model)  # has sizes of its own for these
     shape = {key: value for key, value in SHAPE.items() if key != own}
     if model == "mistral":
@@ -248,7 +263,7 @@ def model_dir(model: str) -> Path:
 
 @contextmanager
 def engine(case: Case, drafting: bool) -> Iterator[Live]:
-    changes = {**GPU, **case.engine, "skip_tokenizer_init": case.requests != "company"}
+    changes = {**GPU, **case.engine, "skip_tokenizer_init": case.requests not in ("company", "pictures")}
     with live(
         model_dir(case.model), layer_skip(case.layer, case.k, **case.spec) if drafting else None, **changes
     ) as it:
@@ -259,9 +274,13 @@ def engine(case: Case, drafting: bool) -> Iterator[Live]:
 def generated(it: Live, case: Case) -> list[Any]:
     """One finished request a prompt."""
     prompts, params = REQUESTS[case.requests]()
-    if case.requests != "adapters":
+    if case.requests not in ("adapters", "pictures"):
         return it.generate(prompts, params)
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if case.requests == "pictures":
+        for each, picture in zip(inputs[::2], pictures(len(inputs) // 2), strict=True):
+            each |= {"prompt_token_ids": [1, IMAGE, *each["prompt_token_ids"]], "multi_modal_data": {"image": picture}}
+        return it.llm.generate(inputs, params, use_tqdm=False)
     names = [adapters(case.model)[number % 3] for number in range(len(prompts))]
     return it.llm.generate(inputs, params, lora_request=names, use_tqdm=False)
 
@@ -473,7 +492,13 @@ if pytest is not None:
 
 def main() -> int:
     options = argparse.ArgumentParser()
-    options.add_argument("--only", default="")
+    options.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="SUBSTRING",
+        help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
+    )
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
@@ -481,7 +506,7 @@ def main() -> int:
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
     if chosen.near_ties:
-        save(chosen.out, {model: near_ties(model) for model in ("llama", "qwen3")})
+        save(chosen.out, {model: near_ties(model) for model in chosen.only or ("llama", "qwen3")})
         return 0
     if chosen.gates:
         return report_gates(chosen.only, chosen.out)
@@ -490,18 +515,23 @@ def main() -> int:
     return report_cases(chosen.only, chosen.tensor_parallel, chosen.out)
 
 
+def wanted(case: Case, only: list[str]) -> bool:
+    """Whether the name of a case has one of the substrings, or all cases are wanted."""
+    return not only or any(part in case.name for part in only)
+
+
 def save(file: Path, found: dict[str, Any]) -> None:
     """What was found so far: a machine that is lent is also taken back."""
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def report_cases(only: str, tensor_parallel: int, out: Path) -> int:
+def report_cases(only: list[str], tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
     waits = watched(Case("llama", *MIDDLE)) if not shared and not only else None
     return report_each(cases(**shared), only, out, not (waits or {}).get("allocations"), propose=waits)
 
 
-def report_lengths(only: str, tensor_parallel: int, out: Path) -> int:
+def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
     widths, waits = {}, {}
     if not shared and not only:
@@ -512,12 +542,12 @@ def report_lengths(only: str, tensor_parallel: int, out: Path) -> int:
     return report_each(lengths(**shared), only, out, good, propose=waits, replayed=widths)
 
 
-def report_each(chosen: Iterator[Case], only: str, out: Path, passed: bool, **more: Any) -> int:
+def report_each(chosen: Iterator[Case], only: list[str], out: Path, passed: bool, **more: Any) -> int:
     """Run and report cases. passed: whether what was tried before them did; more: what it found."""
     done: list[Case] = []
     broken: dict[str, str] = {}
     for case in chosen:
-        if only not in case.name:
+        if not wanted(case, only):
             continue
         try:
             done.append(run(case))
@@ -534,11 +564,11 @@ def report_each(chosen: Iterator[Case], only: str, out: Path, passed: bool, **mo
     return 0 if passed else 1
 
 
-def report_gates(only: str, out: Path) -> int:
+def report_gates(only: list[str], out: Path) -> int:
     found: dict[str, dict[str, dict[str, int]]] = {}
     passed = True
     for case in GATED:
-        if only in case.name:
+        if wanted(case, only):
             found[case.name] = gated(case)
             passed &= all(sound(row, gate, case.k) for gate, row in found[case.name].items())
             save(out, {"passed": passed, "gates": found})

@@ -56,8 +56,8 @@ selfspec profile model=llama3_8b_shape engine=h100 workload=decode acceptance_le
 
 
 def low_bits() -> str:
-    """Drafts on 4-bit copies, and the same code before and after it was rearranged."""
-    files = ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json")
+    """Drafts on 4-bit copies, the same code before and after it was rearranged, and another vLLM."""
+    files = ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")
     lines = []
     for name in files:
         rows = data_of(name)["rows"]
@@ -69,7 +69,7 @@ def low_bits() -> str:
                           ratio(over and speed / over), row.get("note")))  # fmt: skip
     about = "\n\n".join(f"`{name}`: {data_of(name)['what']}." for name in files)
     header = ("file", "GPU", "revision", "arm", "at once", "tok/s (median)", "speedup", "note")
-    return f"### lowbit and rearranged: single runs\n\n{about}\n\n" + table(header, lines)
+    return f"### lowbit, rearranged and vllm_0.33: single runs\n\n{about}\n\n" + table(header, lines)
 
 
 def same_run(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -108,4 +108,5 @@ These files are tables of their own, too wide for a page:
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
 | `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |
-| `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |"""
+| `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
+| `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |"""

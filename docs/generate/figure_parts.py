@@ -200,9 +200,18 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (quality, ("quality/**/*",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),
-    (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json")),
+    (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")),
     (fits, ("gpu/fit_*.json",)),
-    (kernels, ("gpu/kernels_h200.txt", "gpu/fp8/*", "gpu/lowbit/kernels_h100.json", "gpu/lowbit/few_tokens_h200.json")),
+    (
+        kernels,
+        (
+            "gpu/kernels_h200.txt",
+            "gpu/fp8/*",
+            "gpu/lowbit/kernels_h100.json",
+            "gpu/lowbit/few_tokens_h200.json",
+            "gpu/lowbit/one_token_h200.json",
+        ),
+    ),
 )
 """What writes a part of the page, and the files that it is about."""
 

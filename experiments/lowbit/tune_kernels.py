@@ -1,4 +1,4 @@
-"""How fast tokens times integer copies are on the GPU at hand: one token tile by tile, any number by Marlin, cuBLAS.
+"""How fast tokens times integer copies are on the GPU at hand: one by our kernel, any number by Marlin, cuBLAS.
 
     python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
@@ -34,8 +34,8 @@ SHAPES = {
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
 }
-TILES = [(8, 16, 4), (16, 16, 4), (8, 32, 4), (16, 8, 4), (8, 16, 2), (16, 8, 2), (8, 8, 2), (4, 32, 4), (4, 16, 2)]
-"""Rows, groups and warps of a program."""
+AT_ONCE = (8, 16, 32, 64, 128)
+"""Groups of a step of our kernel."""
 
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
@@ -76,7 +76,7 @@ def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
 
 
 def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy by our tiles and by Marlin."""
+    """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy by ours and by Marlin."""
     out, inner = SHAPES[shape]
     weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16) / inner**0.5
     inputs = {tokens: torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for tokens in token_counts}
@@ -90,25 +90,25 @@ def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterat
         kind = DRAFT_WEIGHTS[f"int{width}"]
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
-        ways = [(kind.name, lowbit.product, dict(copy), TILES)]
+        ways = [(kind.name, lowbit.product, dict(copy), AT_ONCE)]
         if marlin.serves(width, out, inner):
-            ways.append((f"{kind.name} marlin", marlin.product, marlin.repacked(copy, width), [()]))
-        for name, product, tensors, tiles in ways:
+            ways.append((f"{kind.name} marlin", marlin.product, marlin.repacked(copy, width), (0,)))
+        for name, product, tensors, steps in ways:
             copies, size = several(tensors)
-            for tokens, tile in every(token_counts if product is marlin.product else {1} & inputs.keys(), tiles):
+            for tokens, at_once in every(token_counts if product is marlin.product else {1} & inputs.keys(), steps):
                 x = inputs[tokens]
-                calls = [partial(_call, product, x, tile, **one) for one in copies]
+                calls = [partial(_call, product, x, at_once, **one) for one in copies]
                 wanted = x.float() @ dense.T
                 error = float((calls[0]().float() - wanted).norm() / wanted.norm())
-                found = {"shape": shape, "kind": name, "tokens": tokens, "tile": tile, "error": error}
+                found = {"shape": shape, "kind": name, "tokens": tokens, "at_once": at_once, "error": error}
                 yield {**found, "us": timed(calls), "bytes": size}
             del copies
 
 
-def _call(product: Callable[..., Tensor], x: Tensor, tile: tuple[int, ...], **copy: Tensor) -> Tensor:
+def _call(product: Callable[..., Tensor], x: Tensor, at_once: int, **copy: Tensor) -> Tensor:
     if product is marlin.product:
         return product(x, copy["marlin"], copy["scales"])
-    return product(x, copy["words"], copy.get("more"), copy["scales"], tile=tile)
+    return product(x, copy["words"], copy.get("more"), copy["scales"], at_once=at_once)
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def main() -> None:
             tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]
             best = min(tried, key=lambda row: row["us"])
             figures = f"{best['us']:7.1f} us {best['share']:.2f}"
-            print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {best.get('tile') or ''}", flush=True)
+            print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {best.get('at_once') or ''}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ KNOWN = (
     Known(
         "0.33.0",
         distributions=("vllm",),
-        tried="every name, signature and attribute that the plugin uses was compared with its source",
-        unchecked="no engine has been run on it, neither on a GPU nor on a CPU",
+        tried="every name, signature and attribute that the plugin uses was compared with its source; on one H200 under "
+        "PyTorch 2.11, 0 of 312 greedy outputs differed and early exit was as fast as on 0.32.0",
+        unchecked="experts, low-bit copies, adapters, several GPUs, and its own pin of PyTorch (2.14)",
         speculative_keys=("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
     ),
 )

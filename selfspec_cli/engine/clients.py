@@ -6,15 +6,18 @@ A run is described by a `Job`, in plain values; `run` gives what came back, also
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as waiting
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from selfspec_cli import interrupts
 from selfspec_cli.engine import children
@@ -26,6 +29,8 @@ MICRO = 1_000_000
 POLL_SECONDS = 0.2
 TELL_SECONDS = 1.0  # between two looks at how far a run is
 STOP_SECONDS = 15.0
+BEGIN_SECONDS = 0.3  # after the last of several processes of clients is ready
+CLIENTS_A_PROCESS, CORES_A_PROCESS = 64, 4
 BUSY = 0.8  # share of one core above which the clients may be what is measured
 
 
@@ -39,7 +44,8 @@ class Job:
     closed loop ends after `requests`, or begins no more requests after `seconds`.
 
     prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    timeout: seconds that a client waits for a part of an answer.
+    timeout: seconds that a client waits for a part of an answer. processes: that the clients are spread over, because
+    one of them reads no more than some 20,000 outputs a second.
     """
 
     url: str
@@ -51,6 +57,7 @@ class Job:
     requests: int | None = None
     seconds: float | None = None
     timeout: float = 600.0
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ class Sample:
 
 @dataclass
 class Run:
-    """What came back. began: when the first request was sent. cpu: share of a core that the clients used; None for a
-    run that was cut short. interrupted: it was. counted: the server counted its tokens."""
+    """What came back. began: when the first request was sent. cpu: share of a core that the clients used, of their
+    busiest process; None for a run that was cut short. interrupted: it was. counted: the server counted its tokens."""
 
     samples: list[Sample] = field(default_factory=list)
     cpu: float | None = None
@@ -108,6 +115,11 @@ class Run:
         )
 
 
+def processes_for(clients: int) -> int:
+    """Processes for so many clients at once, on this machine: the server wants most of its cores."""
+    return max(1, min(math.ceil(clients / CLIENTS_A_PROCESS), (os.cpu_count() or 1) // CORES_A_PROCESS))
+
+
 def run(
     job: Job, folder: Path, *, check: Callable[[], None], told: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
@@ -120,30 +132,98 @@ def run(
         ClientsError: locust is not installed, or failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    samples, log = folder / "samples.jsonl", folder / "clients.log"
-    document = asdict(job) | {"out": str(samples.absolute())}
-    (folder / "job.json").write_text(json.dumps(document), encoding="utf-8")
-    users = str(job.clients or 1)
-    command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless",
-               "--host", job.url, "--users", users, "--spawn-rate", users, "--only-summary", "--csv",
-               str(folder / "locust")]  # fmt: skip
-    environment = os.environ | {"SELFSPEC_LOAD": str((folder / "job.json").absolute())}
-    with open(log, "wb") as out:
-        process = children.start(command, out, environment)
+    log = folder / "clients.log"
+    (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+    parts = _parts(job, folder)
+    running: list[subprocess.Popen[bytes]] = []
     interrupted = False
-    try:
-        _watch(process, samples, check, told)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        children.end(process, signal.SIGTERM, STOP_SECONDS)  # locust writes its tables first
-    found = read(samples) if samples.is_file() else Run()
+    with open(log, "wb") as out:
+        try:
+            for part in parts:
+                running.append(_start(part, folder, out))
+            _watch(running, parts, check, told)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            for process in running:
+                children.end(process, signal.SIGTERM, STOP_SECONDS)  # locust writes its tables first
+    found = _joined(folder, parts)
     found.interrupted = interrupted
-    if process.returncode not in (0, 1) and not interrupted:  # 1: locust saw requests that failed
-        raise ClientsError(_why(log))
-    if not found.samples and not interrupted:
+    failed = any(process.returncode not in (0, 1) for process in running)  # 1: locust saw requests that failed
+    if not interrupted and (failed or not found.samples):
         raise ClientsError(_why(log))
     return found
+
+
+def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
+    """Each of `clients` asks once, all together; nothing is timed or kept.
+
+    Raises:
+        ClientsError: no request ended well.
+    """
+    from selfspec_cli.engine.server import ask
+
+    bodies = [dict(job.body) | dict(job.prompts[number % len(job.prompts)]) for number in range(clients)]
+    pool = ThreadPoolExecutor(clients)
+    try:
+        asked = [pool.submit(ask, f"{job.url}{job.path}", body, job.timeout) for body in bodies]
+        while waiting(asked, timeout=POLL_SECONDS).not_done:
+            interrupts.check()
+            check()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    problems = [problem for one in asked if (problem := one.exception()) is not None]
+    if len(problems) == len(asked):
+        raise ClientsError(f"no request of the warm-up ended well: {problems[0]}")
+
+
+def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
+    """What each process is told. Process n of N asks the requests n, n + N, n + 2 N and so on."""
+    whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
+    found = []
+    for number in range(count):
+        share = whole | {"first": number, "step": count, "out": str((folder / _name("samples", number)).absolute())}
+        share["csv"] = str(folder / f"locust{number or ''}")
+        if job.clients is not None:
+            share["clients"] = len(range(number, job.clients, count))
+        if job.requests is not None:
+            share["requests"] = len(range(number, job.requests, count))
+        if job.arrivals is not None:
+            share["arrivals"] = list(job.arrivals)[number::count]
+        if count > 1:  # they wait for each other
+            share |= {name: str((folder / word).absolute()) for name, word in
+                      (("ready", f"ready{number}"), ("begin", "begin"))}  # fmt: skip
+        found.append(share)
+    return found
+
+
+def _name(stem: str, number: int) -> str:
+    return f"{stem}{number or ''}.jsonl"
+
+
+def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.Popen[bytes]:
+    file = folder / f"part{part['first']}.json"
+    file.write_text(json.dumps(part), encoding="utf-8")
+    users = str(part["clients"] or 1)
+    command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless",
+               "--host", part["url"], "--users", users, "--spawn-rate", users, "--only-summary", "--csv",
+               part["csv"]]  # fmt: skip
+    return children.start(command, out, os.environ | {"SELFSPEC_LOAD": str(file.absolute())})
+
+
+def _joined(folder: Path, parts: Sequence[Mapping[str, Any]]) -> Run:
+    """The samples of all processes, in one file from here on."""
+    whole = folder / _name("samples", 0)
+    with open(whole, "a", encoding="utf-8") as out:
+        for part in parts[1:]:
+            if (file := Path(part["out"])).is_file():
+                out.write(file.read_text(encoding="utf-8"))
+                file.unlink()
+    (folder / "begin").unlink(missing_ok=True)
+    for number in range(len(parts)):
+        (folder / f"ready{number}").unlink(missing_ok=True)
+        (folder / f"part{number}.json").unlink(missing_ok=True)
+    return read(whole)
 
 
 def read(samples: Path) -> Run:
@@ -155,7 +235,7 @@ def read(samples: Path) -> Run:
         except ValueError:
             continue
         if "client_s" in one:
-            found.cpu = one["client_cpu_s"] / max(one["client_s"], 1e-9)
+            found.cpu = max(found.cpu or 0.0, one["client_cpu_s"] / max(one["client_s"], 1e-9))
             continue
         events = tuple(moment / MICRO for moment in one["events_us"])
         found.counted = found.counted and (one["tokens"] is not None or one["error"] is not None)
@@ -175,19 +255,34 @@ def read(samples: Path) -> Run:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], samples: Path, check: Callable[[], None], told: Callable[[int, float], None]
+    running: Sequence[subprocess.Popen[bytes]],
+    parts: Sequence[Mapping[str, Any]],
+    check: Callable[[], None],
+    told: Callable[[int, float], None],
 ) -> None:
     began = last = time.monotonic()
-    ended, read_to = 0, 0
-    while process.poll() is None:
+    ended = 0
+    read_to = [0] * len(parts)
+    waiting_for = [Path(part["ready"]) for part in parts if part.get("ready")]
+    while any(process.poll() is None for process in running):
         interrupts.check()
         check()
-        if (now := time.monotonic()) - last >= TELL_SECONDS and samples.is_file():
+        codes = [process.poll() for process in running]
+        if any(code not in ((None,) if waiting_for else (None, 0, 1)) for code in codes):
+            return  # one of them failed: the others are ended
+        if waiting_for and all(file.exists() for file in waiting_for):
+            begin = Path(parts[0]["begin"])
+            begin.with_suffix(".new").write_text(str(time.monotonic() + BEGIN_SECONDS), encoding="utf-8")
+            begin.with_suffix(".new").replace(begin)
+            waiting_for = []
+        if (now := time.monotonic()) - last >= TELL_SECONDS:
             last = now
-            with open(samples, "rb") as file:
-                file.seek(read_to)
-                new = file.read()
-            ended, read_to = ended + new.count(b"\n"), read_to + len(new)
+            for number, part in enumerate(parts):
+                if (file := Path(part["out"])).is_file():
+                    with open(file, "rb") as samples:
+                        samples.seek(read_to[number])
+                        new = samples.read()
+                    ended, read_to[number] = ended + new.count(b"\n"), read_to[number] + len(new)
             told(ended, now - began)
         time.sleep(POLL_SECONDS)
 

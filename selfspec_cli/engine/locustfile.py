@@ -46,6 +46,16 @@ class Run:
         self.out = open(JOB["out"], "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
         self.idle: list[http.client.HTTPConnection] = []
 
+    def wait(self) -> None:
+        """Until the clients of all processes are ready; then until the moment that they begin at together."""
+        if JOB.get("ready") is None:
+            return
+        begin = Path(JOB["begin"])
+        Path(JOB["ready"]).touch()
+        while not begin.exists():
+            gevent.sleep(0.02)
+        gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
+
     def take(self) -> int | None:
         """The number of the next request of a closed loop; None when no more may begin."""
         if self.taken == 0:
@@ -54,7 +64,7 @@ class Run:
         if (self.taken >= limit) if limit is not None else (time.monotonic() - self.began >= JOB["seconds"]):
             return None
         self.taken += 1
-        return self.taken - 1
+        return int(JOB["first"] + (self.taken - 1) * JOB["step"])
 
     def ended(self) -> None:
         """A client has nothing more to do; the last one ends the run."""
@@ -159,6 +169,7 @@ class Client(User):
     @task
     def go(self) -> None:
         """Everything that this client asks."""
+        RUN.wait()
         if JOB["arrivals"] is None:
             while (number := RUN.take()) is not None:
                 RUN.ask(number)
@@ -166,7 +177,8 @@ class Client(User):
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
             for number, moment in enumerate(JOB["arrivals"]):
                 gevent.sleep(max(0.0, RUN.began + moment - time.monotonic()))
-                sent.append(gevent.spawn(RUN.ask, number, max(0.0, time.monotonic() - RUN.began - moment)))
+                own = JOB["first"] + number * JOB["step"]
+                sent.append(gevent.spawn(RUN.ask, own, max(0.0, time.monotonic() - RUN.began - moment)))
             gevent.joinall(sent)
         RUN.ended()
         raise StopUser

@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,13 +138,16 @@ def connect(url: str, model: str | None = None) -> Server:
 
 
 @contextmanager
-def open_server(cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path) -> Iterator[Server]:
+def open_server(
+    cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Start a server for `cfg`, give it when it answers, and end it.
 
     Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
 
     Args:
-        more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts.
+        more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
+            variables beside those of this process.
 
     Raises:
         ConfigError, HeadError: what `cfg` asks for cannot be had.
@@ -155,7 +158,7 @@ def open_server(cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path) -
     command = [*made.command(), cache, "--host", "127.0.0.1", "--port", str(port), *more]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
-        process = children.start(command, out, _environment(made))
+        process = children.start(command, out, _environment(made) | dict(environment or {}))
     server = Server(f"http://127.0.0.1:{port}", "", cfg, process, log)
     try:
         _wait(server)

@@ -19,7 +19,7 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
-from selfspec_cli.engine.clients import BUSY, COMPLETIONS, ClientsError, Job, Run
+from selfspec_cli.engine.clients import BUSY, COMPLETIONS, ClientsError, Job, Run, processes_for, warm_up
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
@@ -44,13 +44,15 @@ class Loader:
     """Measures arms on servers; given to `sweep.run` as its bench.
 
     folder: of the raw samples of this command. path: of the API. knows_model: prompts are token ids of the config's own
-    model; else text. saturation: requests a second that a baseline completed in a closed loop, by what was asked of it.
+    model; else text. more: said in the body of every request besides. saturation: requests a second that a baseline
+    completed in a closed loop, by what was asked of it.
     """
 
     folder: Path
     path: str = COMPLETIONS
     knows_model: bool = True
     ignores_eos: bool = True
+    more: dict[str, Any] = field(default_factory=dict)
     saturation: dict[str, float] = field(default_factory=dict)
     _points: int = 0
 
@@ -68,7 +70,7 @@ class Loader:
         cfg, facts = self._with_rate(cfg, server, prompts, place, progress)
         total = cfg.warmup + cfg.load.repeats
         for number in range(cfg.warmup):
-            _uninterrupted(self._run(cfg, server, self._warm_up(cfg, server, prompts), place / "warmup", progress))
+            self._warm_up(cfg, server, prompts)
             progress("repeats", number + 1, total)
         before = server.resident_mib()
         runs: list[tuple[Run, Repeat]] = []
@@ -103,11 +105,12 @@ class Loader:
         base = self._job(cfg, server, prompts)
         seconds = None if load.requests is not None else load.seconds
         if load.kind == "closed":
-            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds)
+            at_once = processes_for(load.clients or 1)
+            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds, processes=at_once)
         assert load.rate is not None
         moments = schedule(load.rate, 1000 * cfg.seed + number, burst=load.burst, requests=load.requests,
                            seconds=seconds)  # fmt: skip
-        return replace(base, arrivals=moments)
+        return replace(base, arrivals=moments, processes=processes_for(cfg.engine.max_num_seqs))
 
     def _job(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
         body: dict[str, Any] = {
@@ -116,16 +119,16 @@ class Loader:
             "temperature": cfg.workload.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
-        }
+        } | self.more
         if self.ignores_eos:
             body["ignore_eos"] = True
         return Job(server.url, self.path, body, prompts.bodies)
 
-    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
-        """A closed loop in which each client asks once, of as many clients as the load may have at once."""
+    def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> None:
+        """Each client asks once, as many of them as the load may have at once."""
         load = cfg.load
         clients = load.clients or max(load.burst, min(FEW, cfg.engine.max_num_seqs))
-        return replace(self._job(cfg, server, prompts), clients=clients, requests=clients)
+        warm_up(self._job(cfg, server, prompts), clients, check=server.check)
 
     def _with_rate(
         self, cfg: RunConfig, server: Server, prompts: Prompts, place: Path, progress: Progress
@@ -139,7 +142,7 @@ class Loader:
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
         name = _digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
         if name not in self.saturation:
-            _uninterrupted(self._run(cfg, server, self._warm_up(closed, server, prompts), place / "warmup", progress))
+            self._warm_up(closed, server, prompts)
             job = self.job(closed, server, prompts, 0)
             found = _uninterrupted(self._run(cfg, server, job, place / "saturation", progress))
             self.saturation[name] = len(found.good) / found.seconds

@@ -60,7 +60,7 @@ def run(
             for number, cfg in enumerate(cfgs):
                 interrupts.check()
                 is_baseline = place == 0 and len(servers) > 1
-                point = _measured(cfg, server, loader, progress, result, baselines.get(number), is_baseline)
+                point = measured(cfg, server, loader, progress, result, baselines.get(number), is_baseline)
                 results.save(folder, point)
                 result.points.append(point)
                 progress.measured(point)
@@ -69,7 +69,7 @@ def run(
     return result
 
 
-def _measured(
+def measured(
     cfg: RunConfig,
     server: Server,
     loader: Loader,

@@ -85,6 +85,61 @@ def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_pat
 
 @pytest.mark.slow
 @needs_locust
+def test_clients_of_several_processes_share_the_requests_and_begin_together(toy, tmp_path):
+    prompts = [{"prompt": [n]} for n in (1, 2, 3)]
+    job = Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=11, processes=2)
+    told = []
+    run = clients.run(job, tmp_path / "closed", check=nothing, told=lambda ended, _: told.append(ended))
+    assert sorted(one.number for one in run.good) == list(range(11)) and len(toy.asked) == 11
+    assert {(one.number % 3, one.digest) for one in run.good} == {(n, one.digest) for n in range(3) for one in run.good
+                                                                   if one.number == n}  # fmt: skip
+    first = [min(one.sent for one in run.good if one.number % 2 == part) for part in range(2)]
+    assert abs(first[0] - first[1]) < 0.5  # they waited for each other
+    assert run.cpu is not None and run.counted
+    left = {path.name for path in (tmp_path / "closed").iterdir()}
+    assert {"samples.jsonl", "job.json", "clients.log", "locust_stats.csv", "locust1_stats.csv"} <= left
+    assert not left & {"samples1.jsonl", "begin", "ready0", "ready1", "part0.json", "part1.json"}
+    moments = [0.0, 0.1, 0.2, 0.3, 0.4]
+    opened = clients.run(Job(toy.url, COMPLETIONS, BODY, prompts, arrivals=moments, processes=2), tmp_path / "open",
+                         check=nothing)  # fmt: skip
+    known = sorted(opened.good, key=lambda one: one.number)
+    assert [one.number for one in known] == list(range(5))
+    began = known[0].sent - known[0].late
+    for moment, one in zip(moments, known, strict=True):
+        assert one.sent >= began + moment - 0.2
+
+
+@pytest.mark.slow
+@needs_locust
+def test_where_one_of_several_processes_cannot_run_the_others_end(toy, tmp_path, monkeypatch):
+    parts = clients._parts
+
+    def broken(job, folder):
+        first, second = parts(job, folder)
+        return [first, {name: value for name, value in second.items() if name != "body"}]
+
+    monkeypatch.setattr(clients, "_parts", broken)
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=2, requests=4, processes=2)
+    with pytest.raises(ClientsError, match="the clients failed"):
+        clients.run(job, tmp_path, check=nothing)
+
+
+def test_a_warm_up_asks_once_for_each_client_and_says_when_nobody_answers(toy, tmp_path):
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}, {"prompt": [13]}], clients=3, requests=9)
+    clients.warm_up(job, 3, check=nothing)  # one of them fails
+    assert sorted(body["prompt"] for _, body in toy.asked) == [[1], [1], [13]]
+    with pytest.raises(ClientsError, match="no request of the warm-up ended well: HTTP Error 400"):
+        clients.warm_up(Job(toy.url, COMPLETIONS, BODY, [{"prompt": [13]}]), 2, check=nothing)
+
+
+def test_processes_of_clients_leave_the_server_most_of_the_cores(monkeypatch):
+    for cores, asked, wanted in ((2, 256, 1), (16, 256, 4), (16, 64, 1), (16, 65, 2), (64, 256, 4), (8, 256, 2)):
+        monkeypatch.setattr(clients.os, "cpu_count", lambda cores=cores: cores)
+        assert clients.processes_for(asked) == wanted
+
+
+@pytest.mark.slow
+@needs_locust
 def test_chats_are_counted_by_what_they_say(toy, tmp_path):
     asked = [{"messages": [{"role": "user", "content": "abc"}]}]
     run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=2), tmp_path, check=nothing)

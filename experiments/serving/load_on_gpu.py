@@ -1,0 +1,387 @@
+r"""A server with early exit beside one without, over HTTP, on one GPU: every load of issue 17's table.
+
+    python experiments/serving/load_on_gpu.py --model ./reference_widened --out load.json --minutes 9
+    python experiments/serving/load_on_gpu.py --model ./reference_widened --out load.json --minutes 9   # the rest of it
+    python experiments/serving/load_on_gpu.py --model reference --cpu --clients 1,2 --seconds 3 --out /tmp/load.json
+
+Both servers are started at once and share the GPU (--gpus 2: each has one of its own, and both are asked at once). They
+take turns, so that only one of them works at any time. `plain` runs without this package's plugin. A level is a warm-up
+and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
+run with the same file does what is not in it; a level begins only if it fits into --minutes.
+
+lengths  what every fixed draft length reaches at some loads, as requests may ask for it: the table of lengths is made
+         of that, by the code of `selfspec tune`, and set on the live server. --table gives one instead: text or a file.
+closed   closed loops.       poisson, bursts  at shares of what plain decoding completed at the most clients.
+random   random tokens as prompts: nothing is accepted.
+off      no drafts because of the table, the request or the context, over plain decoding at the same clients.
+adaptive random tokens again, on a server that also goes by acceptance; only with --adaptive.
+
+It needs locust. Where the start of each server spent its time is under `start`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config import machine
+from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.early_exit.request_settings import K
+from selfspec_cli.engine import starting
+from selfspec_cli.engine.server import Server, open_server
+from selfspec_cli.progress import ignore
+from selfspec_cli.record import folder as results
+from selfspec_cli.record import tables
+from selfspec_cli.record.point import Point
+from selfspec_cli.stages import load, load_url, loads, measure
+from selfspec_cli.stages.sweep import SweepResult
+
+PLAIN, DRAFTING = "plain", "early exit"
+CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
+ORDER = (128, 256, 1, 32, 64, 8)
+LENGTHS_SECONDS = 3.0
+GROUPS = ("lengths", "closed", "poisson", "bursts", "random", "off")
+FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
+           "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
+           "rate", "identical", "outputs", "status")  # fmt: skip
+OF_THE_CLIENTS = ("client_cpu", "late_p99_ms", "unlike_answers", "rss_mib", "rss_growth_mib", "errors")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load. share: of plain decoding's saturation, in place of a rate. length: that each request asks for. table:
+    of lengths, on the live server; None for the one that is deployed. over: the level whose plain side this one is
+    compared with, None for its own. wanted: throughput over plain decoding."""
+
+    group: str
+    name: str
+    load: LoadConfig
+    wanted: float
+    share: float | None = None
+    prompts: str = "heldout"
+    length: int | None = None
+    table: str | None = None
+    over: str | None = None
+    sides: tuple[str, ...] = (PLAIN, DRAFTING)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--layer", type=int, default=3)
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--clients", default=",".join(map(str, ORDER)), help="of the closed loops, in their order")
+    parser.add_argument("--lengths-at", default="64,128,256", help="clients at which every length is tried")
+    parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--kv-gib", type=float, default=16.0)
+    parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
+    parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
+    parser.add_argument("--results", type=Path, help="a results folder for the points; none is kept without it")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def config(given: argparse.Namespace, table: str | None) -> RunConfig:
+    """The server with early exit. table: of lengths, None while they are to be measured."""
+    most = max(int(word) for word in given.clients.split(","))
+    path = Path(given.model)
+    model = ModelConfig(name=path.name, path=given.model, dtype="float32" if given.cpu else "bfloat16",
+                        max_model_len=1024)  # fmt: skip
+    engine = EngineConfig(name="h100", device="cpu" if given.cpu else "cuda", enforce_eager=given.cpu,
+                          max_num_seqs=most, max_num_batched_tokens=None if given.cpu else 8192,
+                          gpu_memory_utilization=0.3, kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
+    work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
+    cfg = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
+                    length_table=table or loads.every_width(given.k), adaptive_length=given.adaptive,
+                    load=LoadConfig(clients=most, repeats=1, seconds=given.seconds))  # fmt: skip
+    return replace(cfg, verification=given.verification)
+
+
+def levels(given: argparse.Namespace) -> Iterator[Level]:
+    """Everything that is measured, in the order in which it is."""
+    clients = [int(word) for word in given.clients.split(",")]
+    most, seconds = max(clients), given.seconds
+
+    def closed(number: int, seconds: float = seconds) -> LoadConfig:
+        return LoadConfig(clients=number, seconds=seconds, repeats=1)
+
+    some = [number for number in (1, 32, 128) if number in clients] or clients[:2]
+    if not given.table:
+        for number in (int(word) for word in given.lengths_at.split(",")):
+            for k in (0, *loads.lengths(given.k)):
+                yield Level("lengths", f"lengths {number} k={k}", closed(number, min(LENGTHS_SECONDS, seconds)), 0.0,
+                            length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
+    for number in clients:
+        yield Level("closed", f"closed {number}", closed(number), CLOSED.get(number, 0.98))
+    for share in (0.3, 0.6, 0.9):
+        yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
+    burst = min(64, most)
+    yield Level("bursts", f"bursts of {burst}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.98, share=0.6)
+    for number in some:
+        yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
+    for number in some:
+        over, one = f"closed {number}", (DRAFTING,)
+        yield Level("off", f"off by table {number}", closed(number), 0.99, table="1:0", over=over, sides=one)
+        if number == some[-1] or number == some[0]:
+            yield Level("off", f"off by request {number}", closed(number), 0.99, length=0, over=over, sides=one)
+            context = f"1:{given.k} 1@8:0"
+            yield Level("off", f"off by context {number}", closed(number), 0.99, table=context, over=over, sides=one)
+
+
+def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
+    """The table of what was measured; None while that is not complete."""
+    found = []
+    for number in sorted(int(word) for word in given.lengths_at.split(",")):
+        arms = {k: rows.get(f"lengths {number} k={k}", {}).get(DRAFTING) for k in (0, *loads.lengths(given.k))}
+        if any(arm is None or "tok_s" not in arm for arm in arms.values()):
+            return None
+        plain = arms.pop(0)["tok_s"]
+        k, best = max(arms.items(), key=lambda arm: arm[1]["tok_s"])
+        if best["tok_s"] < loads.GAIN * plain:
+            found.append(loads.Load(number, measure.PLAIN, None, []))
+        else:
+            tokens = best.get("tokens_a_round")
+            cost = None if tokens is None else round(max(0.0, tokens * plain / best["tok_s"] - 1), 3)
+            found.append(loads.Load(number, Setting("none", None, k), cost, []))
+    made = loads.table(found, Setting("none", None, given.k))
+    return str(made)
+
+
+@dataclass
+class Side:
+    """A server, and what asks it."""
+
+    server: Server
+    loader: load.Loader
+    table: str = ""
+
+
+@dataclass
+class Session:
+    """Both servers, and what was found so far."""
+
+    given: argparse.Namespace
+    cfg: RunConfig
+    sides: dict[str, Side]
+    found: dict[str, Any]
+    until: float
+    pool: ThreadPoolExecutor
+    table: str = ""  # that is deployed
+    result: SweepResult = field(default_factory=lambda: SweepResult(results.new_run_id()))
+    beyond: float = 8.0  # seconds that a level takes beside its timed runs, a side
+
+    def run(self, level: Level) -> bool:
+        """Measure a level, unless it is there or does not fit; whether it is there now."""
+        rows = self.found["rows"]
+        if all("tok_s" in rows.get(level.name, {}).get(side, {}) for side in level.sides):
+            return True
+        turns = 1 if self.given.gpus > 1 else len(level.sides)
+        expected = turns * (level.load.seconds + self.beyond)
+        if time.monotonic() + expected > self.until:
+            print(f"{level.name}: left out, {self.until - time.monotonic():.0f} s are left", flush=True)
+            return False
+        cfg = replace(self.cfg, load=self.load_of(level),
+                      workload=replace(self.cfg.workload, name=level.name, prompts=level.prompts))  # fmt: skip
+        if level.share is not None and cfg.load.rate is None:
+            return False
+        began = time.monotonic()
+        order = level.sides if len(rows) % 2 == 0 else level.sides[::-1]
+        if DRAFTING in order:
+            self.prepare(level)
+        if self.given.gpus > 1:
+            points = {name: future.result() for name, future in
+                      [(name, self.pool.submit(self.measure, cfg, name)) for name in order]}  # fmt: skip
+        else:
+            points = {name: self.measure(cfg, name) for name in order}
+        rows[level.name] = {name: figures(point, level.load.seconds) for name, point in points.items()}
+        rows[level.name]["seconds"] = round(time.monotonic() - began, 1)
+        self.beyond = max(self.beyond, rows[level.name]["seconds"] / turns - level.load.seconds)
+        self.say(level)
+        return True
+
+    def load_of(self, level: Level) -> LoadConfig:
+        if level.share is None:
+            return level.load
+        most = max(int(word) for word in self.given.clients.split(","))
+        full = self.found["rows"].get(f"closed {most}", {}).get(PLAIN, {}).get("req_s")
+        if full is None:
+            print(f"{level.name}: left out, the saturation is not known", flush=True)
+        return replace(level.load, rate=full and level.share * full)
+
+    def prepare(self, level: Level) -> None:
+        """The table and the requests' own wishes of a level, on the server that drafts."""
+        side, length = self.sides[DRAFTING], level.length
+        table = level.table or self.table
+        if table != side.table:
+            try:
+                side.server.call("early_exit_set_length_table", table)
+                side.table = table
+            except OSError as error:  # then every request asks for what the table says
+                print(f"the table cannot be set on the live server ({error}); requests ask for its length", flush=True)
+                told = LengthTable.parse(table, self.given.k).at(level.load.clients or 1, 32).k
+                length = told if length is None else length
+        side.loader.more = {} if length is None else {"vllm_xargs": {K: length}}
+
+    def measure(self, cfg: RunConfig, name: str) -> Point:
+        side = self.sides[name]
+        point = load_url.measured(cfg, side.server, side.loader, ignore, self.result, None, name == PLAIN)
+        side.server.check()
+        if self.given.results is not None:
+            results.save(self.given.results, point)
+        self.result.points.append(point)
+        return point
+
+    def say(self, level: Level) -> None:
+        row = self.found["rows"][level.name]
+        for name in level.sides:
+            one = row[name]
+            if "tok_s" not in one:
+                print(f"{level.name:18} {name:10} {one}", flush=True)
+                continue
+            print(f"{level.name:18} {name:10} {one['tok_s']:9.1f} tok/s  TTFT p99 {one['ttft_p99_ms']:8.1f}  TPOT p99 "
+                  f"{one.get('tpot_p99_ms', 0):7.2f}  e2e p99 {one['e2e_p99_ms']:8.1f} ms  failed "
+                  f"{one['failed_requests']}  clients {one['client_cpu'] or 0:.2f} of a core", flush=True)  # fmt: skip
+        if (over := compared(level, self.found["rows"])) is not None:
+            print(f"{level.name:18} {'':10} {over}", flush=True)
+
+
+def steady(point: Point, seconds: float) -> float:
+    """Tokens a second that arrived between a tenth of the run and its end, when clients stop to ask anew; a request's
+    tokens are spread evenly over its outputs."""
+    start = 0.1 * seconds
+    arrived = (request.tokens / len(request.events) * sum(start <= moment <= seconds for moment in request.events)
+               for request in point.repeats[-1].requests)  # fmt: skip
+    return sum(arrived) / (seconds - start)
+
+
+def figures(point: Point, seconds: float) -> dict[str, Any]:
+    """What is kept of a point. tok_s: while it was steady; tok_s_median: from the first request to the last token."""
+    row = asdict(tables.row(point))
+    found = {name: row[name] for name in FIGURES if row.get(name) is not None}
+    if point.ok and point.repeats:
+        found["tok_s"] = steady(point, seconds)
+    found |= {name: point.engine.get(name) for name in OF_THE_CLIENTS}
+    if point.repeats and (counts := point.repeats[-1].verified) is not None and counts.rounds:
+        found["tokens_a_round"] = 1 + counts.accepted / counts.rounds
+        found["places_a_round"] = counts.places / counts.rounds
+    if point.repeats and (own := point.repeats[-1].drafting):
+        found["drafting"] = {name: own.get(name) for name in ("rounds", "steps", "drafted", "length_histogram")}
+    if not point.ok:
+        found["reason"] = point.reason
+    return found
+
+
+def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
+    """The level as issue 17 asks for it: ratios over plain decoding, and whether they are reached."""
+    row = rows.get(level.name, {})
+    one, plain = row.get(DRAFTING, {}), rows.get(level.over or level.name, {}).get(PLAIN, {})
+    if "tok_s" not in one or "tok_s" not in plain or not level.wanted:
+        return None
+    found: dict[str, Any] = {"throughput": round(one["tok_s"] / plain["tok_s"], 3), "wanted": level.wanted}
+    found["reached"] = found["throughput"] >= level.wanted
+    for name in ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms"):
+        if name in one and name in plain:
+            found[name.removesuffix("_ms")] = round(one[name] / plain[name], 3)
+    return found
+
+
+@contextmanager
+def both(
+    given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
+) -> Iterator[dict[str, Side]]:
+    """Both servers, started at once. Their threads live as long as `pool`: a process ends with the thread that started
+    it."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, length_table=None,
+                                 adaptive_length=False, verification="full"), DRAFTING: cfg}  # fmt: skip
+        opening: dict[str, Future[Server]] = {}
+        following: dict[str, Future[list[tuple[float, str]]]] = {}
+        began = time.monotonic()
+        for number, (name, one) in enumerate(wanted.items()):
+            place = scratch / name.replace(" ", "_")
+            place.mkdir()
+            log = given.out.with_suffix(f".{place.name}.log")
+            log.unlink(missing_ok=True)
+            environment = {"PYTHONUNBUFFERED": "1"} | ({"VLLM_PLUGINS": ""} if name == PLAIN else {})
+            if given.gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(number)
+            server = open_server(one, (), log, place, environment)
+            opening[name] = pool.submit(stack.enter_context, server)
+            following[name] = pool.submit(starting.follow, log, opening[name].done)
+        sides = {}
+        for name, future in opening.items():
+            server = future.result()
+            lines = following[name].result()
+            found.setdefault("start", {}).setdefault(name, []).append(
+                {"seconds": round(lines[-1][0], 1) if lines else None,
+                 "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
+            side = load.Loader(scratch / "raw" / name)
+            sides[name] = Side(server, side, str(wanted[name].length_table))
+        print(f"both servers answer after {time.monotonic() - began:.0f} s", flush=True)
+        for name, started in found["start"].items():
+            print(f"{name}: {json.dumps(started[-1])}", flush=True)
+        yield sides
+
+
+def main() -> None:
+    given = arguments()
+    until = time.monotonic() + 60 * given.minutes - 12  # what is left is for ending the servers
+    missing = [name for name in ("locust", "gevent") if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)}: not installed; pip install 'selfspec[load]'")
+    found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.is_file() else {"rows": {}}
+    table = given.table
+    if table and Path(table).is_file():
+        text = Path(table).read_text(encoding="utf-8")
+        table = json.loads(text)["table"] if table.endswith(".json") else text.strip()
+    table = table or found.get("table") or made_table(found["rows"], given)
+    if table:
+        LengthTable.parse(table, given.k)
+        given.table, found["table"] = table, table
+    cfg = config(given, table)
+    planned = [one for one in levels(given) if one.group in given.groups.split(",")]
+
+    def save() -> None:
+        known = {one.name: one for one in [*levels(given), *planned]}
+        found["compared"] = {name: over for name, level in known.items()
+                             if (over := compared(level, found["rows"])) is not None}  # fmt: skip
+        given.out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    found |= {"device": machine.device(cfg), "versions": machine.versions(), "arguments": {
+        name: str(value) for name, value in vars(given).items()}}  # fmt: skip
+    with ThreadPoolExecutor(8) as pool, both(given, cfg, found, pool) as sides:
+        save()
+        session = Session(given, cfg, sides, found, until, pool)
+        for level in planned:
+            if level.group != "lengths" and not session.table:
+                made = table or made_table(found["rows"], given)
+                session.table = made or str(LengthTable.fixed(given.k))
+                found |= {"table": made} if made else {}
+                print(f"table: {session.table}" + ("" if made else " (the lengths were not measured)"), flush=True)
+            session.run(level)
+            save()
+    print(json.dumps(found["compared"], indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

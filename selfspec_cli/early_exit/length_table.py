@@ -58,6 +58,11 @@ class LengthTable:
         """The entry in force for a request with `context` tokens in a batch of `requests`."""
         return next(cell for cell in reversed(self.cells) if cell.requests <= requests and cell.context <= context)
 
+    def row(self, requests: int) -> tuple[Cell, ...]:
+        """The entries of the load that `requests` reaches, in the order of their contexts; the first is for any."""
+        reached = max(cell.requests for cell in self.cells if cell.requests <= requests)
+        return tuple(cell for cell in self.cells if cell.requests == reached)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Every draft length in the table, the longest first."""

@@ -53,6 +53,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin register a speculative method",
     ),
     Patch(
+        target="vllm.config.vllm:VllmConfig._set_cudagraph_sizes",
+        replacement=f"{_HERE}.hooks:capture_every_width",
+        stage="config",
+        reason="it captures no graphs for steps of more than 512 tokens, and 5 tokens a request are soon more",
+        unneeded_when="vLLM's limit counts requests where tokens are drafted",
+    ),
+    Patch(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
         replacement=f"{_HERE}.hooks:patch_before_device",
         stage="config",

@@ -81,6 +81,20 @@ def offer_methods(original: Function) -> Any:
     return staticmethod(add_cli_args)
 
 
+def capture_every_width(original: Function) -> Function:
+    """Replacement for `VllmConfig._set_cudagraph_sizes`: graphs for larger steps, only where early exit needs them."""
+
+    @functools.wraps(original)
+    def _set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not carried_by(self):
+            return original(self, *args, **kwargs)
+        from selfspec_cli.vllm_plugin.v2.sizes import graphs_for_widths
+
+        return graphs_for_widths(original)(self, *args, **kwargs)
+
+    return _set_cudagraph_sizes
+
+
 def patch_before_device(original: Function) -> Function:
     """Replacement for `WorkerWrapperBase.init_device`: patches what the worker needs, if it needs anything."""
 

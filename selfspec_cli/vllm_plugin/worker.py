@@ -75,6 +75,23 @@ class EarlyExitWorker:
             raise SettingsError(f"k = {k!r} is out of range on this live engine; allowed: 0 to {most}")
         drafter.draft_length = k
 
+    def early_exit_set_length_table(self, text: str | None) -> None:
+        """Other draft lengths by load (`length_table`) from the next round on; None: k for every load.
+
+        On CUDA the verify pass has the widths that the engine was started with, and so decode graphs for them: a length
+        between two of them is verified at the longer one. Raises SettingsError for what is no table of this engine, and
+        where the scheduler runs in another process than the worker.
+        """
+        from selfspec_cli.early_exit.length_table import LengthTable
+        from selfspec_cli.early_exit.resolved import checked_table
+
+        drafter: Any = self._early_exit_drafter()
+        if not hasattr(drafter, "set_table"):
+            raise SettingsError("this engine does not draft with its own layers, so it has no table of draft lengths")
+        settings = drafter.settings
+        known = checked_table(text, settings.k, settings.gate.kind)
+        drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
+
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
         """Draft with other layers or on other weights from the next round on, on an eager engine.
 

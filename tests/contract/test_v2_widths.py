@@ -241,14 +241,85 @@ def test_a_step_without_drafts_replays_the_graph_that_plain_vllm_would(requests)
     assert graph_of(drafting, requests, 0)[0] == "FULL"
 
 
-def test_there_is_a_full_graph_for_every_width_and_for_no_other():
+def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no_other():
     drafting = manager({"length_table": "4:2"})
     for requests in range(1, 9):
         for width in (4, 2, 0):
             mode, tokens, uniform = graph_of(drafting, requests, width)
-            assert (mode, uniform) == ("FULL", width + 1)
-            assert tokens >= requests * (width + 1)
+            if width == 4 and requests >= 4:  # two places at most, there
+                assert mode == "PIECEWISE"
+            else:
+                assert (mode, uniform) == ("FULL", width + 1)
+                assert tokens >= requests * (width + 1)
         assert graph_of(drafting, requests, 3)[0] == "PIECEWISE"
+
+
+def test_other_steps_have_the_graphs_that_vllm_gives_them():
+    from vllm.config.compilation import CUDAGraphMode
+
+    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
+    captured = [one._capture_descs[CUDAGraphMode.PIECEWISE] for one in (drafting, plain)]
+    assert captured[0] == captured[1]
+    for tokens in range(1, 41):
+        assert drafting.dispatch(2, tokens, None, 0) == plain.dispatch(2, tokens, None, 0)
+
+
+def test_sizes_that_the_user_chose_are_kept():
+    from vllm.config.compilation import CUDAGraphMode
+
+    few = SimpleNamespace(cudagraph_capture_sizes=[1, 8, 16], max_cudagraph_capture_size=16)
+    found = manager({}, compilation_config=few)._capture_descs[CUDAGraphMode.FULL]
+    assert {one.num_tokens for one in found} == {1, 5, 8, 10}  # 16 is no number of whole requests of 5 tokens within 16
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(own, max_num_seqs, capture=None, most=None, drafts=True, **spec):
+    """The capture sizes that a configuration ends with, where vLLM's own would be `own`."""
+    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY, capture_every_width
+
+    def original(self):
+        if self.compilation_config.cudagraph_capture_sizes is None:
+            self.compilation_config.cudagraph_capture_sizes = own
+            self.compilation_config.max_cudagraph_capture_size = own[-1] if own else 0
+
+    speculative = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()}) if drafts else None
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture, max_cudagraph_capture_size=most),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+        speculative_config=speculative, additional_config=None, use_v2_model_runner=True,
+    )  # fmt: skip
+    capture_every_width(original)(config)
+    chosen = config.compilation_config
+    assert chosen.max_cudagraph_capture_size in (most, chosen.cudagraph_capture_sizes[-1] if own else 0)
+    return chosen.cudagraph_capture_sizes
+
+
+def test_graphs_reach_as_far_as_the_table_drafts():
+    own = [1, 2, 4, 512]
+    assert sizes_of(own, 256, drafts=False) == own
+    assert sizes_of(own, 100) == own  # five tokens each are 500
+    wide = sizes_of(own, 256)
+    assert wide[: len(own)] == own and wide[-1] == 256 * 5
+    assert set(wide[len(own) :]) == {5 * count for count in range(104, 257, 8)}
+    # Two drafts from 97 on, none from 200 on: 96 * 5 fits, 199 * 3 does not, and 256 plain steps do.
+    assert sizes_of(own, 256, length_table="97:2 200:0") == [*own, *(3 * n for n in (*range(176, 193, 8), 199))]
+    assert sizes_of([], 256) == []  # no graphs at all
+
+
+def test_sizes_and_limits_of_the_user_stay():
+    assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]
+
+
+def test_the_most_requests_of_a_width():
+    from selfspec_cli.vllm_plugin.v2.sizes import most_requests, request_counts
+
+    found = settings(length_table="9:2 33:0 33@1000:1")
+    assert [most_requests(found, width, 64) for width in (4, 2, 1, 0)] == [8, 32, 64, 64]
+    assert [most_requests(settings(length_table="1:2"), width, 64) for width in (4, 2, 0)] == [0, 64, 64]
+    assert request_counts(3) == (1, 2, 3) and request_counts(8) == (1, 2, 4, 8)
+    assert request_counts(300)[-4:] == (256, 272, 288, 300)
 
 
 def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others():

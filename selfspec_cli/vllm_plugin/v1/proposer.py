@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.utils import AttentionGroup
 
+    from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
@@ -127,6 +128,10 @@ class _EarlyExit(DraftModelProposer):
         self.settings = settings
         self.load_model(self.runner.get_model())
         self._find_groups()
+
+    def set_table(self, table: LengthTable) -> None:
+        """Other draft lengths by load from the next round on; see `worker.early_exit_set_length_table`."""
+        self.lengths.table = table
 
     def _find_groups(self) -> None:
         """The target's attention groups in which a layer drafts, each with the names of those layers."""

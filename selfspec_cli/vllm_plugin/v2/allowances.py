@@ -51,7 +51,7 @@ class Allowances:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
         return cls(
-            integers([(cell.requests, cell.context, cell.k) for cell in table.cells]),
+            integers(_cells(table)),
             floats([math.nan] * len(table.cells)),
             integers([LARGEST] * requests),
             floats([math.nan] * requests),
@@ -63,18 +63,40 @@ class Allowances:
             floats([1.0]),
         )
 
-    def add(self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float]) -> None:
-        """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own."""
-        index = self.upload(slots, torch.int64)
-        lengths = [LARGEST if one.k is None else one.k for one in own]
-        self.own_lengths[index] = self.upload(lengths, torch.int32)
-        self.own_limits[index] = self.upload(limits, torch.float32)
-        self.rates[index] = self.usual.expand(len(slots))
-        self.rungs[index] = max(len(self.ladder), 1)
+    def set_table(self, table: LengthTable) -> None:
+        """Another table from the next round on, without thresholds: no graph holds the old one's place."""
+        self.cells = self.upload(_cells(table), torch.int32)
+        self.cell_limits = self.upload([math.nan] * len(table.cells), torch.float32)
 
-    def upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    def add(self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float]) -> Tensor:
+        """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
+
+        Under load requests join in most steps, so what nobody asked for is not uploaded.
+
+        Returns: `slots` on the device, int64.
+        """
+        index = self.upload(slots, torch.int64)
+        if any(one.k is not None for one in own):
+            lengths = [LARGEST if one.k is None else one.k for one in own]
+            self.own_lengths[index] = self.upload(lengths, torch.int32)
+        else:
+            self.own_lengths.index_fill_(0, index, LARGEST)
+        if any(limit == limit for limit in limits):
+            self.own_limits[index] = self.upload(limits, torch.float32)
+        else:
+            self.own_limits.index_fill_(0, index, math.nan)
+        if len(self.ladder):
+            self.rates[index] = self.usual.expand(len(slots))
+            self.rungs.index_fill_(0, index, len(self.ladder))
+        return index
+
+    def upload(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device, without waiting for the device."""
         on_gpu = self.rates.is_cuda
         return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=on_gpu).to(
             self.rates.device, non_blocking=True
         )
+
+
+def _cells(table: LengthTable) -> list[tuple[int, int, int]]:
+    return [(cell.requests, cell.context, cell.k) for cell in table.cells]

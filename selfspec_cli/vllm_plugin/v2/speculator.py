@@ -14,7 +14,9 @@ is a graph of its own.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
@@ -40,9 +43,10 @@ from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
-from selfspec_cli.vllm_plugin.v2.widths import widths
+from selfspec_cli.vllm_plugin.v2.widths import planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
 
+    from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
@@ -109,6 +114,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         """Takes the layers that draft from the target, without adapters; loads nothing but the exit head."""
+        began = time.perf_counter()
         target_model, wanted = without_adapters(target_model), self.settings
         self._target = target_model
         fitted = fitted_for(wanted, target_model, self.vllm_config)
@@ -118,6 +124,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
+        logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The base class's hook for loading weights; `load_model` above needs none."""
@@ -161,6 +168,20 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._warm = True  # compiled code is for the view that the engine was started with; this one runs eagerly
         self._find_groups()
 
+    def set_table(self, table: LengthTable) -> None:
+        """Other draft lengths by load from the next round on; see `worker.early_exit_set_length_table`."""
+        started = settings_of(self.vllm_config)
+        assert started is not None
+        planners = planners_like(started)
+        if not planners:
+            raise SettingsError("length_table: the scheduler of this engine has planned no step yet, or runs in "
+                                "another process, as with tensor parallelism")  # fmt: skip
+        for planner in planners:
+            planner.set_table(table)
+        self.settings = replace(self.settings, length_table=str(table))
+        self.state.allowances.set_table(table)
+        self._set_limits_by_load()
+
     def _set_limits_by_load(self) -> None:
         limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
         self.state.allowances.cell_limits.copy_(torch.tensor(limits))
@@ -172,8 +193,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     def add_requests(self, slots: list[int], parameters: list[Any]) -> None:
         """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None."""
         own = [own_settings(one, self.settings) for one in parameters]
-        self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own])
-        self.state.lengths[self.state.allowances.upload(slots, torch.int64)] = 0
+        index = self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own])
+        self.state.lengths.index_fill_(0, index, 0)
 
     @property
     def draft_length(self) -> int:
@@ -202,6 +223,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     def capture(self) -> None:
         """Record the whole draft loop (or one step of it) for each batch size."""
         assert self.decode_cudagraph_manager is not None
+        began = time.perf_counter()
         self._prepare_loop()
         self._capturing = True
         if self._length_is_captured:
@@ -221,6 +243,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             progress_bar_desc="Capturing the draft loop",
         )
         self._capturing = False
+        graphs = len(self.decode_cudagraph_manager.graphs)
+        seconds = time.perf_counter() - began
+        logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
 
     @property
     def _length_is_captured(self) -> bool:
@@ -342,8 +367,10 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if self._warm:
             return
         self._warm = True
+        began = time.perf_counter()
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self._forward(num_tokens)
+        logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)
 
     def _run_all_steps(
         self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool

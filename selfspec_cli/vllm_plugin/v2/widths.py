@@ -13,21 +13,18 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from selfspec_cli.early_exit.acceptance import BatchSwitch
 from selfspec_cli.early_exit.counters import REASONS, Snapshot
+from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.v2.sizes import widths
 
 Method = Callable[..., Any]
-
-
-def widths(settings: ResolvedSettings) -> tuple[int, ...]:
-    """Places for drafts that a verify pass may have a request, the most first: decode graphs are captured for these."""
-    return tuple(sorted({settings.k, *settings.table.lengths, 0}, reverse=True))
 
 
 class WidthPlanner:
@@ -38,8 +35,8 @@ class WidthPlanner:
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
         self.in_force = settings.k  # places of the step planned last
-        self._settings, self._table = settings, settings.table
-        self._some_off = any(cell.k == 0 for cell in settings.table.cells)
+        self.settings = settings
+        self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
 
     def width(self, output: Any, requests: Mapping[str, Any]) -> int:
@@ -48,7 +45,7 @@ class WidthPlanner:
         output: vLLM's SchedulerOutput. requests: the scheduler's, by name, not advanced by this step yet.
         """
         for new in output.scheduled_new_reqs:
-            own = own_settings(new.sampling_params, self._settings)
+            own = own_settings(new.sampling_params, self.settings)
             if own.k is not None:
                 self._own[new.req_id] = own
         for name in output.finished_req_ids:
@@ -66,6 +63,10 @@ class WidthPlanner:
         self.in_force = width
         return width
 
+    def set_table(self, table: LengthTable) -> None:
+        """Other lengths by load from the next step on. Graphs are for the widths that the engine was started with."""
+        self._table, self._some_off = table, any(cell.k == 0 for cell in table.cells)
+
     def landed(self) -> Snapshot:
         """What goes to a server's metrics."""
         return {"off": dict(self.off), "in_force": self.in_force}
@@ -75,20 +76,26 @@ class WidthPlanner:
         return sum(tokens <= 1 + self.k for tokens in scheduled.values())
 
     def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
-        """The most that any scheduled request may draft after its step, and how many may not draft, by reason."""
+        """The most that any scheduled request may draft after its step, and how many may not draft, by reason.
+
+        The host does this between two steps, so it looks at no request of which it is clear what it may draft.
+        """
         load = len(scheduled)
         if not (self._table.by_context or self._own):
             k = self._table.at(load).k
             return k, {} if k else {"load": self._decoding(scheduled)}
         # Where nobody may be without drafts, nobody has to be counted.
         counting = self._some_off or any(own.k == 0 for own in self._own.values())
+        cells = self._table.row(load)  # the first for any context
         longest, off = 0, Counter[str]()
         for name, tokens in scheduled.items():
             request = requests[name]
             context = request.num_computed_tokens + tokens
             if context < request.num_tokens:
                 continue  # inside its prefill, where nothing is drafted
-            own, cell = self._own.get(name, NOTHING), self._table.at(load, context)
+            own, cell = self._own.get(name, NOTHING), cells[0]
+            for other in cells[1:]:
+                cell = other if other.context <= context else cell
             reason = switched_off_by(cell, own)
             if reason is None:
                 longest = max(longest, cell.k if own.k is None else min(cell.k, own.k))
@@ -99,15 +106,27 @@ class WidthPlanner:
         return longest, off
 
 
-_planners: WeakKeyDictionary[Any, WidthPlanner | None] = WeakKeyDictionary()
+_PLANNER = "early_exit_planner"
+"""Attribute of a scheduler. It is looked up for each request of each step, so it must be had quickly."""
+_planners: WeakSet[WidthPlanner] = WeakSet()
+
+
+def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
+    """The planners in this process of engines with these settings, once they have planned a step."""
+    return [one for one in _planners if one.settings == settings]
 
 
 def planner_of(scheduler: Any) -> WidthPlanner | None:
     """The planner of a scheduler; None without early exit, and for the V1 runner, whose drafts are there in time."""
-    if scheduler not in _planners:
+    try:
+        found: WidthPlanner | None = getattr(scheduler, _PLANNER)
+    except AttributeError:
         settings = settings_of(scheduler.vllm_config) if scheduler.use_v2_model_runner else None
-        _planners[scheduler] = None if settings is None or not settings.verify else WidthPlanner(settings)
-    return _planners[scheduler]
+        found = None if settings is None or not settings.verify else WidthPlanner(settings)
+        setattr(scheduler, _PLANNER, found)
+        if found is not None:
+            _planners.add(found)
+    return found
 
 
 def plan_drafts(original: Method) -> Method:

@@ -1,0 +1,77 @@
+"""How many requests and tokens decode graphs are captured for on vLLM's V2 model runner: pure arithmetic.
+
+vLLM captures no graph for more than 512 tokens (1,024 on some devices) unless a user says so, and runs larger steps
+kernel by kernel. With 5 tokens a request that is every step of more than 102 requests, and a step in which a request
+joins them even sooner. So the limit is raised here to what the table of lengths can ask for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+
+def widths(settings: ResolvedSettings) -> tuple[int, ...]:
+    """Places for drafts that a verify pass may have a request, the most first: decode graphs are captured for these."""
+    return tuple(sorted({settings.k, *settings.table.lengths, 0}, reverse=True))
+
+
+def request_counts(most: int) -> tuple[int, ...]:
+    """Numbers of requests that vLLM captures plain decode steps for, up to `most`; others are padded to the next."""
+    grid = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
+    return tuple(sorted({count for count in grid if count < most} | {most}))
+
+
+def most_requests(settings: ResolvedSettings, width: int, limit: int) -> int:
+    """The most requests of a step of `width` places, on an engine that runs `limit` of them; 0 where there is no such
+    step. The table says so, and a request may want less than it, but not more."""
+    below = max((other for other in widths(settings) if other < width), default=-1)
+    if below < 0:
+        return limit
+    starts = sorted({cell.requests for cell in settings.table.cells})
+    most = 0
+    for start, following in zip(starts, [*starts[1:], limit + 1], strict=True):
+        longest = max(cell.k for cell in settings.table.cells if cell.requests == start)
+        if longest > below and start <= limit:
+            most = min(following - 1, limit)
+    return most
+
+
+def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[int, ...]:
+    """Tokens of the steps of `width` places that get a graph, in rising order."""
+    most = most_requests(settings, width, limit)
+    return tuple(count * (width + 1) for count in request_counts(most)) if most else ()
+
+
+def largest(settings: ResolvedSettings, limit: int) -> int:
+    """Tokens of the largest step in which every request decodes."""
+    return max(size for width in widths(settings) for size in decode_sizes(settings, width, limit))
+
+
+def graphs_for_widths(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`VllmConfig._set_cudagraph_sizes` for an engine with early exit: vLLM's own sizes, and those beyond its limit.
+
+    Sizes or a limit that the user chose stay as they are.
+    """
+
+    @functools.wraps(original)
+    def _set_cudagraph_sizes(self: Any) -> None:
+        chosen = self.compilation_config
+        by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
+        original(self)
+        settings = settings_of(self)
+        if by_user or settings is None or not settings.verify or not self.use_v2_model_runner:
+            return
+        own, limit = chosen.cudagraph_capture_sizes, self.scheduler_config.max_num_seqs
+        room = self.scheduler_config.max_num_batched_tokens
+        sizes = {size for width in widths(settings) for size in decode_sizes(settings, width, limit)}
+        more = sorted(size for size in sizes if own and own[-1] < size <= room)
+        if more:
+            chosen.cudagraph_capture_sizes = [*own, *more]
+            chosen.max_cudagraph_capture_size = more[-1]
+
+    return _set_cudagraph_sizes

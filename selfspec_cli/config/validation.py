@@ -53,6 +53,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_draft_weights(cfg)
     _validate_skip_layers(cfg)
     _validate_verification(cfg)
+    _validate_bandit(cfg)
     _validate_length_table(cfg)
     _validate_runner(cfg)
     _validate_load(cfg)
@@ -215,6 +216,17 @@ def _validate_verification(cfg: RunConfig) -> None:
         ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
     ]
     _refuse_any(f"verification={cfg.verification}", reasons, "verification=full")
+
+
+def _validate_bandit(cfg: RunConfig) -> None:
+    if not cfg.bandit or cfg.method is not Method.layer_skip:
+        return
+    reasons = [
+        ("adaptive_length=true", cfg.adaptive_length, "both choose how much to draft; give one of them"),
+        (f"engine={cfg.engine.name}", device_of(cfg) == "cuda", "the host begins a round there before it knows what "
+         "the last one yielded; use adaptive_length=true"),
+    ]  # fmt: skip
+    _refuse_any("bandit=true", reasons, "bandit=false")
 
 
 def _validate_length_table(cfg: RunConfig) -> None:

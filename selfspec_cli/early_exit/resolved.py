@@ -111,7 +111,7 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(closest(key, OPTIONS, "draft setting"))
             if value is not None:
                 knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k", *(("draft_cost",) if settings.adaptive_length else ())):
+        for key in ("layer", "k", *(("draft_cost",) if settings.adaptive_length or settings.bandit else ())):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
         check_skipped(settings.skipped, settings.layer)
@@ -130,6 +130,7 @@ class ResolvedSettings(DraftSettings):
                 ("skip_layers", self.skip_layers or "none", "none"),
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
+                ("bandit", self.bandit, False),
                 ("draft_window", self.draft_window, None),
             ):
                 if value != idle:
@@ -141,7 +142,9 @@ class ResolvedSettings(DraftSettings):
         self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights, self.skip_layers)
         check_skipped(self.skipped, self.layer)
         self.k = DRAFT_LENGTH if self.k is None else self.k
-        if self.adaptive_length and self.draft_cost is None:
+        if self.adaptive_length and self.bandit:
+            raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
+        if (self.adaptive_length or self.bandit) and self.draft_cost is None:
             self.draft_cost = self.cost_of_a_draft(num_layers)
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None

@@ -200,9 +200,16 @@ class DraftSettings:
         spec_keys=("adaptive_length",),
         methods=DRAFTING,
     )
+    bandit: bool = knob(
+        False,
+        help="choose threshold and draft length before each round, by Thompson sampling on tokens per time (vLLM's V1 "
+        "runner, which is the CPU's)",
+        spec_keys=("bandit",),
+        methods=DRAFTING,
+    )
     draft_cost: float | None = knob(
         None,
-        help="what one draft token costs, by which adaptive_length shortens drafts",
+        help="what one draft token costs, by which adaptive_length and bandit choose how much to draft",
         unit="plain decoding steps",
         above=0,
         high=10,

@@ -13,7 +13,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.acceptance import Ladder
-from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.bandit import stricter_than
 from selfspec_cli.early_exit.length_table import LARGEST, Cell, LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine
@@ -52,10 +52,8 @@ def every_width(k: int) -> str:
 
 def settings(chosen: Setting) -> list[Setting]:
     """What is tried at each load: every length, behind the gate that was chosen and behind a stricter one."""
-    gate, found = GATES[chosen.gate], [chosen.threshold]
-    if chosen.threshold is not None:
-        stricter = (chosen.threshold + gate.high) / 2 if gate.direction == "at_least" else chosen.threshold / 2
-        found += [round(stricter, 4)] if math.isfinite(stricter) else []
+    stricter = stricter_than(chosen.gate, chosen.threshold)
+    found = [chosen.threshold, *([] if stricter is None else [stricter])]
     # Behind the first draft no gate is asked.
     return [Setting(chosen.gate, limit, k) for k in lengths(chosen.k) for limit in (found if k > 1 else found[:1])]
 

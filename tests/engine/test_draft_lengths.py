@@ -112,6 +112,18 @@ def test_drafts_that_are_not_accepted_are_left_out(model_dir, plain):
     assert lengths[200:].count(0) > 0.6 * len(lengths[200:])
 
 
+def test_a_bandit_tries_lengths_and_thresholds_and_settles(model_dir, plain):
+    """Half of the layers are often right, and a draft that costs next to nothing pays: after trials it drafts much."""
+    spec = layer_skip(LAYERS // 2, K, bandit=True, draft_cost=0.02, gate="maxp", threshold=0.05)
+    with live(model_dir("llama"), spec) as engine:
+        seen = watch(engine)
+        assert not differing(tokens(engine.generate(PROMPTS, parameters(own=False))), plain)
+        engine.counts().require_both_verdicts()
+    lengths = [drafted for *_, drafted in seen]
+    assert len(set(lengths)) > 2  # arms were tried
+    assert sum(lengths[-100:]) / 100 > 1
+
+
 def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
     from vllm.exceptions import VLLMValidationError
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec_cli.early_exit.acceptance import USUAL_WEIGHT, RequestEstimate
+from selfspec_cli.early_exit.bandit import Arm, Bandit, arms
 from selfspec_cli.early_exit.estimate import trials, updated
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -34,9 +35,17 @@ class DraftLengths:
         self._own: dict[str, tuple[Any, RequestSettings]] = {}  # with the parameters that they were read from
         self._estimates: dict[str, RequestEstimate] = {}
         self._usual = 1.0  # the acceptance with which a request begins
+        self._bandit: Bandit | None = None
+        if settings.bandit:
+            assert settings.draft_cost is not None
+            self._bandit = Bandit(arms(settings.gate.kind, settings.threshold, settings.k), settings.draft_cost)
+        self._arm: Arm | None = None  # of the round in hand
 
     def verdict(self, names: Sequence[str], sampled: Sequence[Sequence[int]], verified: Sequence[int] | None) -> None:
         """A verify pass is over. sampled: tokens of each request; verified: drafts of each that it looked at."""
+        if self._bandit is not None and self._arm is not None:
+            self._tell(self._bandit, self._arm, sampled, verified or ())
+            self._arm = None
         if self._ladder is None or verified is None:
             return
         for name, tokens, drafted in zip(names, sampled, verified, strict=False):
@@ -45,6 +54,14 @@ class DraftLengths:
                 self._usual = updated(self._usual, len(tokens) - 1, judged, USUAL_WEIGHT)
                 if name in self._estimates:
                     self._estimates[name].verdict(len(tokens) - 1, drafted)
+
+    @staticmethod
+    def _tell(bandit: Bandit, arm: Arm, sampled: Sequence[Sequence[int]], verified: Sequence[int]) -> None:
+        """What the round of an arm yielded the requests that were drafted for; without drafts, only that it is over."""
+        pairs = zip(sampled, verified, strict=False)
+        rounds = [(len(tokens) - 1, steps) for tokens, steps in pairs if tokens and steps]
+        if rounds or not arm.k:
+            bandit.told(arm, rounds)
 
     def allowances(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
@@ -57,6 +74,7 @@ class DraftLengths:
             for name in self._own.keys() - requests.keys():
                 self._own.pop(name)
                 self._estimates.pop(name, None)
+        self._arm = None if self._bandit is None or not names else self._bandit.choose()
         return [self._allowance(name, requests, load, context) for name, context in zip(names, contexts, strict=True)]
 
     def _allowance(self, name: str, requests: Mapping[str, Any], load: int, context: int) -> Allowance:
@@ -72,5 +90,8 @@ class DraftLengths:
             if name not in self._estimates:
                 self._estimates[name] = RequestEstimate.beginning(self._ladder, self._usual)
             k = min(k, self._estimates[name].length())
+        threshold = cell.threshold if own.threshold is None else own.threshold
+        if self._arm is not None:
+            k, threshold = min(k, self._arm.k), self._arm.threshold if threshold is None else threshold
         off = None if k else switched_off_by(cell, own) or "acceptance"
-        return Allowance(k, cell.threshold if own.threshold is None else own.threshold, off)
+        return Allowance(k, threshold, off)

@@ -3,7 +3,7 @@ r"""What the bandit over thresholds and lengths gains over the best fixed settin
     python experiments/gates/bandit.py --out results/published/gates/bandit_E3.json
 
 No engine: a draft of 12 from every position of the model's own greedy output is made by the first E layers in
-transformers, over held-out library code and over random tokens, of which hardly a draft is accepted. Over such a log
+transformers, over held-out library code; "nothing stands" is the same log with every draft rejected. Over such a log
 the rounds of anything that chooses lengths and thresholds are laid exactly as they would run, one request after the
 other. A round takes a plain step, and the cost of a draft for each step; `verify` is what each draft adds to the
 verify pass beside it, which none of the choosers is told of. Tokens in the time of a plain step are written.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def log_of(cfg: RunConfig, layer: int) -> DraftLog:
         ends = torch.arange(start, len(whole) - 1)
         rows, context = len(ends), len(whole)
         cache = DynamicCache()
-        model.model(whole[None].expand(rows, -1), past_key_values=cache, use_cache=True)
+        model.model(whole[None], past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(rows)
         mask = torch.where(torch.arange(context)[None] < ends[:, None], 0.0, float("-inf"))
         token, previous = whole[ends], dict.fromkeys(names, 1.0)
         tokens, statistics = [], []
@@ -198,8 +200,9 @@ def main() -> None:
             torch.save(vars(found), kept)
         return found
 
-    code, noise = log("heldout"), log("random")
-    logs = {"held-out code": code, "random tokens": noise, "both by turns": joined(code, noise)}
+    code = log("heldout")
+    noise = replace(code, accepted=torch.zeros_like(code.accepted))
+    logs = {"held-out code": code, "nothing stands": noise, "both by turns": joined(code, noise)}
     share = {name: round(float(one.accepted.clamp_max(4).sum() / (4 * len(one.accepted))), 3)
              for name, one in logs.items()}  # fmt: skip
     rows = []

@@ -12,7 +12,8 @@ run with the same file does what is not in it; a level begins only if it fits in
 lengths  what every fixed draft length reaches at some loads, as requests may ask for it: the table of lengths is made
          of that, by the code of `selfspec tune`, and set on the live server. --table gives one instead: text or a file.
 closed   closed loops.       poisson, bursts  at shares of what plain decoding completed at the most clients.
-random   random tokens as prompts: nothing is accepted.
+random   random tokens as prompts, sampled at a temperature of 10: nothing is accepted. (Greedily, the model soon
+         repeats itself after random tokens, and drafts of that are accepted.)
 off      no drafts because of the table, the request or the context, over plain decoding at the same clients.
 adaptive random tokens again, on a server that also goes by acceptance; only with --adaptive.
 
@@ -52,6 +53,7 @@ PLAIN, DRAFTING = "plain", "early exit"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
+HOT = 10.0  # a temperature at which hardly a token can be foreseen
 GROUPS = ("lengths", "closed", "poisson", "bursts", "random", "off")
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
            "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
@@ -199,7 +201,8 @@ class Session:
             print(f"{level.name}: left out, {self.until - time.monotonic():.0f} s are left", flush=True)
             return False
         cfg = replace(self.cfg, load=self.load_of(level),
-                      workload=replace(self.cfg.workload, name=level.name, prompts=level.prompts))  # fmt: skip
+                      workload=replace(self.cfg.workload, name=level.name, prompts=level.prompts,
+                                       temperature=HOT if level.prompts == "random" else 0.0))  # fmt: skip
         if level.share is not None and cfg.load.rate is None:
             return False
         began = time.monotonic()

@@ -69,6 +69,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= draft_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
+        if cfg.verification == "adaptive" and cfg.verification_from is not None:
+            settings |= {"verification_from": cfg.verification_from}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
         settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
     if cfg.method in SPECULATIVE:
@@ -96,6 +98,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
         "draft_cost": cfg.adaptive_length or cfg.bandit,
+        "verification_from": cfg.verification == "adaptive",
     }
     return used.get(key, True)
 

@@ -131,6 +131,7 @@ class ResolvedSettings(DraftSettings):
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
                 ("bandit", self.bandit, False),
+                ("verification_from", self.verification_from, None),
                 ("draft_window", self.draft_window, None),
             ):
                 if value != idle:

@@ -185,6 +185,15 @@ class DraftSettings:
         of_vllm=True,
         methods=DRAFTING,
     )
+    verification_from: int | None = knob(
+        None,
+        help="running requests from which on verification=adaptive leaves drafts out; below, all places are verified",
+        unit="requests",
+        low=1,
+        unset="1",
+        spec_keys=("verification_from",),
+        methods=DRAFTING,
+    )
     length_table: str | None = knob(
         None,
         help="draft length by load: from so many running requests on (@ so many tokens of context) at most so many "

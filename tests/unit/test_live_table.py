@@ -1,0 +1,54 @@
+"""A table of lengths that is set on a live worker: what is taken, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
+from selfspec_cli.vllm_plugin.worker import EarlyExitWorker
+
+
+def worker(**drafter):
+    made = EarlyExitWorker()
+    made.model_runner = SimpleNamespace(drafter=SimpleNamespace(**drafter))
+    return made
+
+
+def settings():
+    return ResolvedSettings.from_user({"num_speculative_tokens": 4, "layer_skip": 2, "gate": "maxp"}, 8)
+
+
+def test_a_table_is_checked_and_handed_to_the_drafter():
+    lengths = DraftLengths(settings())
+    live = worker(settings=settings(), set_table=lambda table: setattr(lengths, "table", table))
+    live.early_exit_set_length_table("3:2/0.5 9:0")
+    assert [lengths.table.at(count).k for count in (1, 3, 9)] == [4, 2, 0]
+    assert lengths.table.at(3).threshold == 0.5
+    live.early_exit_set_length_table(None)
+    assert lengths.table.at(100).k == 4
+
+
+@pytest.mark.parametrize(("text", "said"), [("3:5", "more than the engine's k"), ("x", "is no entry"),
+                                            ("3:2/7", "out of range")])  # fmt: skip
+def test_what_is_no_table_of_this_engine_is_refused(text, said):
+    live = worker(settings=settings(), set_table=lambda table: pytest.fail("it was set"))
+    with pytest.raises(SettingsError, match=said):
+        live.early_exit_set_length_table(text)
+
+
+def test_an_engine_that_does_not_draft_with_its_own_layers_has_none():
+    with pytest.raises(SettingsError, match="has no table of draft lengths"):
+        worker().early_exit_set_length_table("1:2")
+
+
+def test_adaptive_verification_begins_where_it_is_set_and_only_on_an_engine_that_has_it():
+    live = worker()
+    with pytest.raises(SettingsError, match="verification=adaptive"):
+        live.early_exit_set_verification_from(8)
+    live.model_runner.adaptive_verification, live.model_runner.req_states = object(), SimpleNamespace()
+    live.early_exit_set_verification_from(8)
+    assert vars(live.model_runner.req_states) == {"early_exit_trims_from": 8}
+    with pytest.raises(SettingsError, match="verification_from = 0 is out of range"):
+        live.early_exit_set_verification_from(0)

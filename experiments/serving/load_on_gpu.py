@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -324,7 +325,10 @@ def both(
             place.mkdir()
             log = given.out.with_suffix(f".{place.name}.log")
             log.unlink(missing_ok=True)
-            environment = {"PYTHONUNBUFFERED": "1"} | ({"VLLM_PLUGINS": ""} if name == PLAIN else {})
+            # Both compile at once, so each has a cache of its own.
+            cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / place.name
+            environment = {"PYTHONUNBUFFERED": "1", "VLLM_CACHE_ROOT": str(cache)}
+            environment |= {"VLLM_PLUGINS": ""} if name == PLAIN else {}
             if given.gpus > 1:
                 environment["CUDA_VISIBLE_DEVICES"] = str(number)
             server = open_server(one, (), log, place, environment)

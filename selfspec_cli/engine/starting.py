@@ -9,9 +9,9 @@ from pathlib import Path
 
 POLL_SECONDS = 0.02
 MARKS: tuple[tuple[str, str], ...] = (
-    ("imports of the API server", r"API server version|non-default args"),
-    ("configuration", r"Initializing a V1 LLM engine"),
-    ("imports of the engine's process, and its device", r"Starting to load model|Loading model from scratch"),
+    ("imports of the API server", r" version \d+\.\d+|non-default args"),
+    ("configuration, and imports of the engine's process", r"Initializing a V1 LLM engine"),
+    ("the engine's device", r"Starting to load model|Loading model from scratch"),
     ("weights", r"Loading weights took"),
     ("the layers that draft, and their head", r"early exit: the layers that draft are ready"),
     ("compilation", r"torch\.compile took .* in total"),

@@ -124,6 +124,21 @@ def test_a_bandit_tries_lengths_and_thresholds_and_settles(model_dir, plain):
     assert sum(lengths[-100:]) / 100 > 1
 
 
+def test_a_table_is_set_on_the_live_engine(model_dir, plain):
+    with live(model_dir("llama"), layer_skip(LAYERS // 2, K)) as engine:
+        seen = watch(engine)
+        for table, most in ((None, K), ("1:2 5:0", 2), ("1:0", 0), (None, K)):
+            engine.llm.collective_rpc("early_exit_set_length_table", args=(table,))
+            seen.clear()
+            assert not differing(tokens(engine.generate(PROMPTS[:6], parameters(own=False)[:6])), plain[:6])
+            assert max(drafted for *_, drafted in seen) == most
+            if table == "1:2 5:0":
+                assert {drafted for load, *_, drafted in seen if load >= 5} == {0}
+        engine.counts().require_both_verdicts()
+        with pytest.raises(Exception, match="more than the engine's k"):
+            engine.llm.collective_rpc("early_exit_set_length_table", args=(f"1:{K + 1}",))
+
+
 def test_a_wrong_wish_is_refused_and_the_engine_goes_on(model_dir, plain):
     from vllm.exceptions import VLLMValidationError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config.compilation import CUDAGraphMode
 
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, largest, widths
+from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, reach, widths
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
@@ -58,8 +58,9 @@ def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, int]:
 
 def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -> Any:
     """vLLM's compilation config with the sizes of a width's decode steps, where its limit has room for every width."""
-    if largest(settings, limit) > (sizes.max_cudagraph_capture_size or 0):
+    most = sizes.max_cudagraph_capture_size or 0
+    if reach(settings, limit) > most:
         return sizes  # as the user chose them
     found = copy.copy(sizes)
-    found.cudagraph_capture_sizes = list(decode_sizes(settings, width, limit))
+    found.cudagraph_capture_sizes = [size for size in decode_sizes(settings, width, limit) if size <= most]
     return found

@@ -2,7 +2,9 @@
 
 vLLM captures no graph for more than 512 tokens (1,024 on some devices) unless a user says so, and runs larger steps
 kernel by kernel. With 5 tokens a request that is every step of more than 102 requests, and a step in which a request
-joins them even sooner. So the limit is raised here to what the table of lengths can ask for.
+joins them even sooner. So the limit is raised here for `RAISED` requests of k drafts each, whatever the table of
+lengths says: vLLM compiles a model anew when these sizes change. The table says for which widths and how many requests
+graphs are captured.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from typing import Any
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+
+RAISED, MOST = 256, 512
+"""Requests that drafting steps have graphs for, whatever their tokens; and requests that any decode step has them for,
+which is as many as vLLM has."""
 
 
 def widths(settings: ResolvedSettings) -> tuple[int, ...]:
@@ -43,13 +49,13 @@ def most_requests(settings: ResolvedSettings, width: int, limit: int) -> int:
 
 def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[int, ...]:
     """Tokens of the steps of `width` places that get a graph, in rising order."""
-    most = most_requests(settings, width, limit)
+    most = min(most_requests(settings, width, limit), MOST)
     return tuple(count * (width + 1) for count in request_counts(most)) if most else ()
 
 
-def largest(settings: ResolvedSettings, limit: int) -> int:
-    """Tokens of the largest step in which every request decodes."""
-    return max(size for width in widths(settings) for size in decode_sizes(settings, width, limit))
+def reach(settings: ResolvedSettings, limit: int) -> int:
+    """Tokens of the largest step that has to have a graph."""
+    return (settings.k + 1) * min(limit, RAISED)
 
 
 def graphs_for_widths(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -68,8 +74,8 @@ def graphs_for_widths(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         own, limit = chosen.cudagraph_capture_sizes, self.scheduler_config.max_num_seqs
         room = self.scheduler_config.max_num_batched_tokens
-        sizes = {size for width in widths(settings) for size in decode_sizes(settings, width, limit)}
-        more = sorted(size for size in sizes if own and own[-1] < size <= room)
+        sizes = [count * (settings.k + 1) for count in request_counts(min(limit, RAISED))]
+        more = [size for size in sizes if own and own[-1] < size <= room]
         if more:
             chosen.cudagraph_capture_sizes = [*own, *more]
             chosen.max_cudagraph_capture_size = more[-1]

@@ -9,7 +9,6 @@ a table by itself, and a file that no part of the page is about is listed at its
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from figure_cells import PUBLISHED, ROOT, data_of, table
@@ -17,9 +16,7 @@ from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_readme import speedups
-
-sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
-from table import rivals_tables
+from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record import tables
 

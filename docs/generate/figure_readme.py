@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
-from figure_cells import PUBLISHED, ratio, table
+from figure_cells import PUBLISHED, ROOT, ratio, table
+
+sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
+from table import lost
 
 from selfspec_cli.record import folder, tables
 from selfspec_cli.record.tables import Record
@@ -36,7 +40,16 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
 
 
 def speedups() -> str:
-    """The table. Of several points at one load the greatest speedup stands in it, in short contexts; the greatest of all
+    """The table of speedups, and below it where another method of vLLM was faster than early exit."""
+    faster = list(lost(PUBLISHED / "rivals"))
+    if not faster:
+        return _table()
+    told = "Other methods of vLLM were faster in these of the runs that [compare them](docs/rivals.md):"
+    return "\n\n".join([_table(), told, "\n".join(f"- {line}" for line in faster)])
+
+
+def _table() -> str:
+    """Of several points at one load the greatest speedup stands in it, in short contexts; the greatest of all
     with real acceptance is bold."""
     rows, best = [], max(_speed(line, 1) or 0.0 for line in LINES[: LINES.index(SET)] if not isinstance(line, str))
     for line in LINES:

@@ -20,6 +20,8 @@ from selfspec_cli.report.rows import Group, groups, headline, label, times
 
 COLUMNS = ("fastest setting of each method", "speedup", "accept rate", "tokens a verify step",
            "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
+TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
+"""What the prompts of a workload are, for readers who do not know its name."""
 POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
 
 
@@ -39,6 +41,20 @@ def rivals_tables(place: Path) -> str:
     return "\n".join(line for each in found for line in markdown(each)).strip()
 
 
+def lost(place: Path) -> Iterator[str]:
+    """For each model, text and load of every results folder in a folder: where early exit was not the fastest."""
+    for runs in sorted(place.glob("*/runs")):
+        points = [point for point in folder.read(runs.parent)[0] if point.ok]
+        for group in groups(tables.row(point) for point in points):
+            best = best_of_each(group.rows)
+            own = next((row for row in best if row.arm == "layer_skip"), None)
+            if own is None or best[0] is own:
+                continue
+            text = TEXTS.get(group.rows[0].workload or "", "random text")
+            other, ours = (f"{label(row)} reached {row.speedup:.2f}x" for row in (best[0], own))
+            yield f"{other}, {ours} ({text}; {group.title})"
+
+
 def markdown(place: Path) -> Iterator[str]:
     """The lines of all tables of a results folder."""
     points = [point for point in folder.read(place)[0] if point.ok]
@@ -52,7 +68,9 @@ def markdown(place: Path) -> Iterator[str]:
 
 
 def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> Iterator[str]:
-    yield f"**{group.title}** ({group.rows[0].device}; `{place.name}`). {headline(group.rows)}"
+    first = group.rows[0]
+    text = f", {TEXTS[first.workload]}" if first.workload in TEXTS else ""
+    yield f"**{group.title}**{text} ({first.device}; `{place.name}`). {headline(group.rows)}"
     yield ""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"

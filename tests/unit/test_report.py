@@ -328,3 +328,11 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
     changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
     assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"
+
+
+def test_groups_of_two_texts_have_titles_of_their_own():
+    prose = [replace(row, workload="prose", key=row.key.replace("0", "8").replace("1", "9"), point=f"{row.point}2",
+                     baseline=row.baseline and "base2") for row in (BASE, ARM)]  # fmt: skip
+    one, two = (group.title for group in rows.groups([BASE, ARM, *prose]))
+    assert one == f"headline: {rows.group_title(BASE)}" and two == f"prose: {rows.group_title(BASE)}"
+    assert [group.title for group in rows.groups([BASE, ARM])] == [rows.group_title(BASE)]

@@ -245,12 +245,19 @@ def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monke
 
 @pytest.mark.slow
 def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
-    (whole, *_) = figures.of_sources(sources.read(results))
-    many = replace(whole, panels=[replace(whole.panels[0], name=str(n), points=("a",) * n) for n in range(5)])
-    monkeypatch.setattr(page, "MOST_PANELS", 2)
-    assert [panel.name for panel in page.limited(many).panels] == ["3", "4"]
-    assert "2 of 5 panels" in page.limited(many).about
-    assert page.limited(whole) is whole
+    found = sources.read(results)
+    (whole, *_) = figures.of_sources(found)
+    many = replace(
+        whole, panels=[replace(whole.panels[0], name=str(n), points=whole.panels[0].points[:1] * n) for n in range(5)]
+    )
+    few = page.limited(many, 2)
+    assert [panel.name for panel in few.panels] == ["3", "4"] and "2 of 5 panels" in few.about
+    assert page.limited(whole, 5) is whole
+    # Panels go after raw times, and only where a page is too long with all of them.
+    monkeypatch.setattr(page, "MOST_PANELS", (5, 2))
+    assert "2 of 5 panels" not in page.html(found, [many])
+    monkeypatch.setattr(page, "LIMIT", 1)
+    assert "2 of 5 panels" in page.html(found, [many])
 
 
 def test_no_points_say_how_to_make_some(tmp_path):

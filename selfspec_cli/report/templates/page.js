@@ -202,7 +202,7 @@ function tableIn(DataTable, data) {
     columnControl: ["order", ["search"]],
     ordering: { indicators: false, handler: true },
     layout: {
-      topStart: { buttons: [{ extend: "colvis", text: "Columns", columns: ":gt(0)" }] },
+      topStart: { buttons: [{ extend: "colvis", text: "Columns", columns: ":gt(0)", fade: 0 }] },
       topEnd: { search: { placeholder: "any column" } },
       bottomStart: ["pageLength", "info"], bottomEnd: "paging",
     },

@@ -1,4 +1,4 @@
-"""Writes what is generated of docs/: figures.md, and parts of rows.md and getting_started.md.
+"""Writes what is generated: docs/figures.md, and the parts of other pages that stand between two markers.
 
     PYTHONPATH=. python docs/generate/doc_pages.py
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from figure_cells import PUBLISHED, ROOT, data_of, table
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
+from figure_profiles import profile_tables
+from figure_readme import speedups
+from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record import tables
 
@@ -58,21 +61,14 @@ def page() -> str:
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-COLUMNS = ROOT / "docs" / "rows.md"
-
-
-def with_columns(text: str) -> str:
-    """docs/rows.md with the table of columns between its two markers written anew."""
+def columns() -> str:
+    """The table of a row's columns."""
     rows = [(f"`{name}`", meaning) for name, meaning in tables.meanings(tables.Record).items()]
-    made = table(("column", "what it holds"), rows)
-    return re.sub("(<!-- columns -->\n).*(<!-- /columns -->)", lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.S)
+    return table(("column", "what it holds"), rows)
 
 
-INSTALLS = ROOT / "docs" / "getting_started.md"
-
-
-def with_installs(text: str) -> str:
-    """docs/getting_started.md with the sizes of both installs between its two markers written anew."""
+def installs() -> str:
+    """The sizes of both installs."""
     found = data_of("install/fresh.json")
     machine = found["machine"]
     names = (("serving", "pip install ."), ("bench", "pip install '.[bench]'"))
@@ -91,17 +87,33 @@ def with_installs(text: str) -> str:
                      f"registering the plugin takes {known:.0f} ms in each process of vLLM. Beside a version number that "
                      "selfspec does not know, a plain engine started, and a request for early exit was answered with what "
                      "to install.")  # fmt: skip
-    made = "\n\n".join(parts)
-    return re.sub("(<!-- install -->\n).*(<!-- /install -->)", lambda m: f"{m[1]}{made}\n{m[2]}", text, flags=re.S)
+    return "\n\n".join(parts)
+
+
+WRITTEN = {
+    "README.md": ("speedups", speedups),
+    "docs/rows.md": ("columns", columns),
+    "docs/getting_started.md": ("install", installs),
+    "docs/profile.md": ("profiles", profile_tables),
+    "docs/rivals.md": ("rivals", lambda: rivals_tables(PUBLISHED / "rivals")),
+}
+"""Pages that have a generated part, with the name of the two markers that it stands between and what writes it."""
 
 
 def pages() -> dict[Path, str]:
-    """Every page that is written here, or has a part that is, and what it should be."""
-    return {
-        PAGE: page(),
-        COLUMNS: with_columns(COLUMNS.read_text(encoding="utf-8")),
-        INSTALLS: with_installs(INSTALLS.read_text(encoding="utf-8")),
-    }
+    """Every page that is written here, or has a part that is, and what it should be.
+
+    Raises:
+        ValueError: a page has lost its markers.
+    """
+    made = {PAGE: page()}
+    for name, (marker, write) in WRITTEN.items():
+        path, text = ROOT / name, write()
+        parts = re.split(f"(<!-- /?{marker} -->)", path.read_text(encoding="utf-8"))
+        if len(parts) != 5:
+            raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
+        made[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"
+    return made
 
 
 if __name__ == "__main__":

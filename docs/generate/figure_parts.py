@@ -215,5 +215,5 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
 )
 """What writes a part of the page, and the files that it is about."""
 
-NO_FIGURES = ("serving/*", "install/*", "**/README.md")
+NO_FIGURES = ("serving/*", "install/*", "profile/**/*", "**/README.md")
 """Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -20,6 +20,10 @@ ABOUT = {
     "gpu/draft_vocabulary": "A draft vocabulary beside the full one, on the same model.",
     "gpu/tensor_parallel": "The same model on two GPUs.",
     "gpu/widened": "Real acceptance at the cost of a large model: the reference model, widened to hidden size 4096 without changing its function (`python experiments/reference_model/widen.py --out reference_widened` makes it).",
+    "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](rivals.md).",
+    "rivals/smollm2_cpu": "The same on SmolLM2-135M-Instruct, an ordinary chat model: chat questions, and Python.",
+    "rivals/gpu": "The same on the widened reference model: real acceptance at the cost of a large model.",
+    "rivals/gpu_long": "The same at long contexts: Llama-3-8B shape, random weights, synthetic acceptance, so what drafting costs.",
     "heads": "Points that `selfspec heads` measured beside its predictions. The heads themselves stand in a table of their own below.",
     "heads_2": "The same in a second run.",
     "gpu/earlier/first/gpu_8b": "An earlier run, before the kernel for one token.",
@@ -36,7 +40,7 @@ ABOUT = {
 
 def point_folders() -> list[str]:
     """Folders of results/published that hold points, by their names; earlier runs last."""
-    found = {str(runs.parent.relative_to(PUBLISHED)) for runs in PUBLISHED.rglob("runs") if runs.is_dir()}
+    found = {str(runs.parent.relative_to(PUBLISHED)) for runs in PUBLISHED.rglob("runs") if any(runs.glob("*.json"))}
     return sorted(found, key=lambda name: ("earlier" in name, name))
 
 

@@ -4,8 +4,8 @@
     selfspec sweep experiment=rivals
 
 Writes into --out: `firstE`, a model of the first E layers with the model's own norm and lm_head (what early exit at E
-drafts, as a second model with a KV cache of its own), and `int4`, all layers with weights of 4 bits in the format
-compressed-tensors (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
+drafts, as a second model with a KV cache of its own), and with --int4 `int4`, all layers with weights of 4 bits in the
+format compressed-tensors (rounded to nearest, one scale for 32 weights), which vLLM runs with its own kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ GROUP, BITS = 32, 4
 
 
 def main() -> None:
-    """Make the drafts and the text."""
+    """Make the drafts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with a Llama checkpoint")
     parser.add_argument("--out", type=Path, default=Path("rivals"))
     parser.add_argument("--layers", type=int, nargs="*", default=[3], help="depths of drafts of the first layers")
+    parser.add_argument("--int4", action="store_true", help="also all layers with weights of 4 bits")
     chosen = parser.parse_args()
     tensors = {name: tensor for file in chosen.model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     config = json.loads((chosen.model / "config.json").read_text(encoding="utf-8"))
@@ -35,7 +36,8 @@ def main() -> None:
         if not 0 < depth < config["num_hidden_layers"]:
             raise SystemExit(f"--layers {depth}: the model has {config['num_hidden_layers']} layers; 1 to one less")
         _save(chosen, f"first{depth}", *first_layers(tensors, config, depth))
-    _save(chosen, "int4", *four_bits(tensors, config))
+    if chosen.int4:
+        _save(chosen, "int4", *four_bits(tensors, config))
     print(f"{chosen.out}: {', '.join(sorted(path.name for path in chosen.out.iterdir()))}")
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     train(chosen, head, states, trained)
     head.eval()
     with torch.no_grad():
-        parts = [head(**states.batch(held[at : at + chosen.batch]), ttt_steps=chosen.steps_ahead)[2]
+        parts = [head(**states.batch(held[at : at + chosen.batch]), **_how(chosen))[2]
                  for at in range(0, len(held), chosen.batch)]  # fmt: skip
     print(f"held out: {_accepted(parts, chosen.steps_ahead)}", flush=True)
     head.save_pretrained(chosen.out)
@@ -70,7 +70,7 @@ def train(chosen: argparse.Namespace, head: Any, states: _States, texts: list[li
         for group in optimiser.param_groups:
             group["lr"] = chosen.rate * min(share / 0.05 + 1e-3, 1.0) * 0.5 * (1 + math.cos(math.pi * share))
         batch = states.batch(draw.sample(texts, min(chosen.batch, len(texts))))
-        _, loss, told = head(**batch, ttt_steps=chosen.steps_ahead)
+        _, loss, told = head(**batch, **_how(chosen))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -109,6 +109,13 @@ class _States:
             # The last tokens of a text would be judged by the first of the next one.
             "loss_mask": (places <= length - 4).unsqueeze(0),
         }
+
+
+def _how(chosen: argparse.Namespace) -> dict[str, Any]:
+    """How many draft steps a loss looks at, and the loss in plain PyTorch: speculators' own kernel needs a GPU."""
+    from speculators.losses import resolve_loss_config
+
+    return {"ttt_steps": chosen.steps_ahead, "loss_config": resolve_loss_config("kl_div", "eager")}
 
 
 def _head(chosen: argparse.Namespace) -> Any:

@@ -1,7 +1,7 @@
 """The tables of docs/rivals.md, from the points of results folders: of each method the setting that was the fastest.
 
-    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...]            print them
-    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...] --write    put them into docs/rivals.md
+    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...]    print them
+    PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/rivals.md
 
 A table a model, workload and batch, each against the baseline of its own command; all arms that were measured stand in
 the folders' summary.csv. Where no setting of a method was measured, or all failed, it has no line.
@@ -10,7 +10,6 @@ the folders' summary.csv. Where no setting of a method was measured, or all fail
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,30 +18,41 @@ from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 
-PAGE = Path(__file__).parents[2] / "docs" / "rivals.md"
-BEGIN, END = "<!-- rivals -->", "<!-- /rivals -->"
 COLUMNS = ("fastest setting of each method", "speedup", "accept rate", "tokens a verify step",
            "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
+TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
+"""What the prompts of a workload are, for readers who do not know its name."""
 POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
 
 
 def main() -> None:
-    """Print the tables, or write them."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
-    chosen = parser.parse_args()
-    text = "\n".join(line for place in chosen.folders for line in markdown(place))
-    if not chosen.write:
-        print(text)
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{PAGE}: it has no {BEGIN} and {END} to put the tables between")
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-    print(f"{PAGE}: written", file=sys.stderr)
+    for line in (line for place in parser.parse_args().folders for line in markdown(place)):
+        print(line)
+
+
+def rivals_tables(place: Path) -> str:
+    """The tables of every results folder in a folder, one after the other."""
+    found = sorted(runs.parent for runs in place.glob("*/runs"))
+    if not found:
+        return "Nothing has been measured on a quiet machine yet."
+    return "\n".join(line for each in found for line in markdown(each)).strip()
+
+
+def lost(place: Path) -> Iterator[str]:
+    """For each model, text and load of every results folder in a folder: where early exit was not the fastest."""
+    for runs in sorted(place.glob("*/runs")):
+        points = [point for point in folder.read(runs.parent)[0] if point.ok]
+        for group in groups(tables.row(point) for point in points):
+            best = best_of_each(group.rows)
+            own = next((row for row in best if row.arm == "layer_skip"), None)
+            if own is None or best[0] is own:
+                continue
+            text = TEXTS.get(group.rows[0].workload or "", "random text")
+            other, ours = (f"{label(row)} reached {row.speedup:.2f}x" for row in (best[0], own))
+            yield f"{other}, {ours} ({text}; {group.title})"
 
 
 def markdown(place: Path) -> Iterator[str]:
@@ -58,7 +68,9 @@ def markdown(place: Path) -> Iterator[str]:
 
 
 def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> Iterator[str]:
-    yield f"**{group.title}** ({group.rows[0].device}; `{place.name}`). {headline(group.rows)}"
+    first = group.rows[0]
+    text = f", {TEXTS[first.workload]}" if first.workload in TEXTS else ""
+    yield f"**{group.title}**{text} ({first.device}; `{place.name}`). {headline(group.rows)}"
     yield ""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"

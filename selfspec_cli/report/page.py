@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -26,7 +25,8 @@ from selfspec_cli.report.table import wish
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60
-MOST_PANELS = 300  # of one figure
+MOST_PANELS = (300, 60, 12)
+"""Of one figure: fewer where more do not fit, even with the least detailed raw times."""
 MOST_TIMES = {"events": 500_000, "requests": 100_000}
 """No page of more has room for them, so it need not be tried."""
 
@@ -42,7 +42,6 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         loader=PackageLoader("selfspec_cli.report"), autoescape=select_autoescape(), trim_blocks=True
     )
     together = groups(found.rows)
-    figures = [*map(limited, figures)]
     places = {row.point: place for place, row in enumerate(found.rows)}
     show = templates.get_template("page.html").render
     told = (
@@ -53,7 +52,6 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "lead": overview(together),
         "sentences": told[:MOST_SENTENCES],
         "more": max(0, len(told) - MOST_SENTENCES),
-        "figures": figures,
         "targets": targets(found),
         "facts": details.provenance(found.points),
         "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
@@ -61,33 +59,34 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "code": code(),
         "reload": reload,
     }
-    document = {"figures": [_figure(figure, places) for figure in figures], "table": details.table(found)}
-    return _fitting(found, document, lambda data: show(words | {"data": data}))
-
-
-def _fitting(found: Sources, document: dict[str, Any], render: Callable[[str], str]) -> str:
-    """The page with the most detailed raw times that LIMIT allows."""
-    page = ""
-    requests = [one for point in found.points for repeat in point.repeats for one in repeat.requests]
-    counts = {"events": sum(len(one.events) for one in requests), "requests": len(requests)}
-    for level in details.LEVELS:
-        if counts.get(level, 0) > MOST_TIMES.get(level, 0):
-            continue
-        document["details"] = details.details(found, level)
-        page = render(packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)))
-        if len(page.encode()) <= LIMIT:
-            break
+    page, table, levels = "", details.table(found), _levels(found)
+    for most in MOST_PANELS:
+        shown = [limited(figure, most) for figure in figures]
+        document = {"figures": [_figure(figure, places) for figure in shown], "table": table}
+        for level in levels if most == MOST_PANELS[0] else levels[-2:]:
+            document["details"] = details.details(found, level)
+            data = packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+            page = show(words | {"figures": shown, "data": data})
+            if len(page.encode()) <= LIMIT:
+                return page
     return page
 
 
-def limited(figure: Figure) -> Figure:
-    """A figure with at most MOST_PANELS panels, those of most points, which says so."""
-    if len(figure.panels) <= MOST_PANELS:
+def _levels(found: Sources) -> list[str]:
+    """How detailed raw times may be, the most detailed first, without those that no page has room for."""
+    requests = [one for point in found.points for repeat in point.repeats for one in repeat.requests]
+    counts = {"events": sum(len(one.events) for one in requests), "requests": len(requests)}
+    return [level for level in details.LEVELS if counts.get(level, 0) <= MOST_TIMES.get(level, 0)]
+
+
+def limited(figure: Figure, most: int) -> Figure:
+    """A figure with at most so many panels, those of most points, which says so."""
+    if len(figure.panels) <= most:
         return figure
-    chosen = sorted(figure.panels, key=lambda panel: -len(panel.points))[:MOST_PANELS]
+    chosen = sorted(figure.panels, key=lambda panel: -len(panel.points))[:most]
     kept = {id(panel) for panel in chosen}
     told = (
-        f" {MOST_PANELS} of {len(figure.panels):,} panels are here, those of most points; the table has all points, "
+        f" {most} of {len(figure.panels):,} panels are here, those of most points; the table has all points, "
         "and selfspec report --where makes a page of some."
     )
     panels = [panel for panel in figure.panels if id(panel) in kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.intervals import overlap
@@ -109,7 +109,16 @@ def groups(rows: Iterable[Record]) -> list[Group]:
             shown = by_point.get(baseline or "")
             arms = [row for row in members if row is not shown]
             made += _by_acceptance([shown] if shown is not None else [], arms, several=len(alike) > 1)
-    return made
+    return _told_apart(made)
+
+
+def _told_apart(made: list[Group]) -> list[Group]:
+    """Groups with the name of the workload in their titles, where that alone tells two of them apart."""
+    workloads: dict[str, set[str | None]] = {}
+    for group in made:
+        workloads.setdefault(group.title, set()).add(group.rows[0].workload)
+    return [replace(group, title=f"{group.rows[0].workload}: {group.title}")
+            if len(workloads[group.title]) > 1 and group.rows[0].workload else group for group in made]  # fmt: skip
 
 
 def _alike(row: Record) -> tuple[object, ...]:

@@ -212,11 +212,11 @@ def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(dr
     points = sweep_points()
     for point in points[:3]:
         folder.save(tmp_path, point)
-    page = make.run(tmp_path, tmp_path, reload=1).page
-    shown(driver, page)
+    shown(driver, make.run(tmp_path, tmp_path, reload=3600).page)
     rows = "return window.selfspecTable?.rows().count()"
     assert driver.execute_script(rows) == 3 and "A sweep is running" in driver.page_source
-    assert violations(driver) == []
+    assert violations(driver) == []  # on a page that stays: what axe-core is asked on is gone when the page loads anew
+    shown(driver, make.run(tmp_path, tmp_path, reload=1).page)
     driver.execute_script("scrollTo(0, 300)")
     folder.save(tmp_path, points[3])
     make.run(tmp_path, tmp_path)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from selfspec_cli.record import profiles
+from selfspec_cli.record.profiles import Profile
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -34,6 +37,28 @@ def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_page
     assert len(folders) > 8
     for name in [*folders, *doc_pages.left_out()]:
         assert name in page
+
+
+def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monkeypatch):
+    module = sys.modules["figure_profiles"]
+    monkeypatch.setattr(module, "PUBLISHED", tmp_path)
+    assert "Nothing has been profiled" in module.profile_tables()
+    kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
+    work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}
+    for arm, seconds in (("layer_skip", {"trunk": 0.2, "verify": 0.7, "idle": 0.05, "other": 0.05}),
+                         ("baseline", {"verify": 0.9, "idle": 0.1})):  # fmt: skip
+        made = Profile(
+            key=arm, run_id="r", time="", device="GPU", seconds=seconds, wall=1.0, rounds=100, tokens=64, tok_s=64.0,
+            tok_s_profiled=50.0, kernels=[kernel], memory_rate=None, gpu=True, unknown=[], trace="t",
+            arm=work | {"arm": arm, "E": 3, "k": 4, "head": "lens"},
+            command=["selfspec", "profile", "k=4", "results_dir=x"],
+        )  # fmt: skip
+        profiles.save(tmp_path / "profile" / "gpu", made, b"")
+    text = module.profile_tables()
+    assert "m, 8 tokens in, 64 out" in text and "selfspec profile k=4\n" in text and "kernel" in text
+    assert "| baseline |  | 90.0 % | 10.0 % | 100.0 % | 64.0 | 50.0 |" in text
+    assert "| E=3 k=4 · lens · no gate | 20.0 % | 70.0 % | 10.0 % | 100.0 % |" in text
+    assert "`gemm` | verify | 50.0 % | 2.0 | 60 % |" in text
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/which_models.md", "docs/upstream.md", "docs/blog/early_exit.md"])

@@ -245,12 +245,19 @@ def test_a_page_that_would_be_too_long_leaves_out_raw_times_first(results, monke
 
 @pytest.mark.slow
 def test_a_figure_of_very_many_panels_says_what_it_leaves_out(results, monkeypatch):
-    (whole, *_) = figures.of_sources(sources.read(results))
-    many = replace(whole, panels=[replace(whole.panels[0], name=str(n), points=("a",) * n) for n in range(5)])
-    monkeypatch.setattr(page, "MOST_PANELS", 2)
-    assert [panel.name for panel in page.limited(many).panels] == ["3", "4"]
-    assert "2 of 5 panels" in page.limited(many).about
-    assert page.limited(whole) is whole
+    found = sources.read(results)
+    (whole, *_) = figures.of_sources(found)
+    many = replace(
+        whole, panels=[replace(whole.panels[0], name=str(n), points=whole.panels[0].points[:1] * n) for n in range(5)]
+    )
+    few = page.limited(many, 2)
+    assert [panel.name for panel in few.panels] == ["3", "4"] and "2 of 5 panels" in few.about
+    assert page.limited(whole, 5) is whole
+    # Panels go after raw times, and only where a page is too long with all of them.
+    monkeypatch.setattr(page, "MOST_PANELS", (5, 2))
+    assert "2 of 5 panels" not in page.html(found, [many])
+    monkeypatch.setattr(page, "LIMIT", 1)
+    assert "2 of 5 panels" in page.html(found, [many])
 
 
 def test_no_points_say_how_to_make_some(tmp_path):
@@ -328,3 +335,11 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
     changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
     assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"
+
+
+def test_groups_of_two_texts_have_titles_of_their_own():
+    prose = [replace(row, workload="prose", key=row.key.replace("0", "8").replace("1", "9"), point=f"{row.point}2",
+                     baseline=row.baseline and "base2") for row in (BASE, ARM)]  # fmt: skip
+    one, two = (group.title for group in rows.groups([BASE, ARM, *prose]))
+    assert one == f"headline: {rows.group_title(BASE)}" and two == f"prose: {rows.group_title(BASE)}"
+    assert [group.title for group in rows.groups([BASE, ARM])] == [rows.group_title(BASE)]

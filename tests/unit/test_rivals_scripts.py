@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from points import ARM, BASELINE, against, baseline
 
+from selfspec_cli.record import folder
 from selfspec_cli.record.tables import Record
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "rivals"
@@ -53,3 +55,19 @@ def test_of_each_method_the_fastest_setting_stands_in_the_table(script):
             replace(early, gate="margin", speedup=1.7, key="gated"),
             replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s")]  # fmt: skip
     assert [row.key for row in script("table").best_of_each(rows)] == ["gated", "n4", "e3"]
+
+
+def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, tmp_path):
+    ngram = {name: value for name, value in ARM.items() if name not in ("E", "head", "vocab", "gate", "threshold")}
+    ngram |= {"arm": "vllm", "speculative": "ngram"}
+    for number, (text, speed) in enumerate({"headline": 120.0, "prose": 250.0}.items()):
+        keys = "048"[number], "15"[number], "26"[number]
+        base = replace(baseline(keys[0]), arm=BASELINE | {"workload": text})
+        for point in (base, against(base, keys[1], arm=ARM | {"workload": text}),
+                      against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text})):  # fmt: skip
+            folder.save(tmp_path / "cpu", point)
+    (told,) = script("table").lost(tmp_path)
+    assert told.startswith("vLLM ngram k=5 reached 2.50x, E=4 k=5") and "reached 1.50x (English documentation; " in told
+    tables = script("table").rivals_tables(tmp_path)
+    assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
+    assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "cpu")

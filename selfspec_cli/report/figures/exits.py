@@ -59,24 +59,16 @@ def heads(found: Mapping[str, Sequence[HeadRow]]) -> list[Figure]:
     )
     x = alt.X("E:O", axis=alt.Axis(title="exit layer E", labelAngle=0))
     tips = ["head:N", "vocab:N", "E:O", "k:O", "value:Q", "measured:Q"]
-    line = (
-        rows_chart()
-        .mark_line(point=True)
-        .encode(
-            x=x,
-            y=alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=False)),
-            color=colour,
-            detail="series:N",
-            strokeDash=alt.StrokeDash(
-                "vocab:N",
-                legend=alt.Legend(
-                    title=None, orient="bottom", columns=1, symbolType="stroke", symbolStrokeColor="#84909c"
-                ),
-                scale=alt.Scale(domain=["all tokens", "draft vocabulary"], range=[[1, 0], [3, 3]]),
-            ),
-            tooltip=tips,
-        )
+    legend = alt.Legend(
+        title=None, orient="bottom", columns=1, symbolType="stroke", symbolStrokeColor="#84909c", symbolSize=400
     )
+    dash = alt.StrokeDash(
+        "vocab:N", legend=legend, scale=alt.Scale(domain=["all tokens", "draft vocabulary"], range=[[1, 0], [3, 3]])
+    )
+    y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=False))
+    each = rows_chart().encode(x=x, y=y, color=colour, detail="series:N", tooltip=tips)
+    # Points are marks of their own: with those of the line the legend's symbols have no stroke.
+    line = each.mark_line().encode(strokeDash=dash) + each.mark_point(filled=True, opacity=1, size=30)
     crosses = (
         rows_chart()
         .transform_filter("datum.measured != null")

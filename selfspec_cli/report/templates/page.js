@@ -109,7 +109,9 @@ function shown(column, value) {
   if (!column.number) return String(value);
   if (column.share) return `${(100 * value).toFixed(1)} %`;
   if (Number.isInteger(value)) return String(value);
-  return Math.abs(value) >= 100 ? value.toFixed(1) : String(Number(value.toPrecision(4)));
+  if (Math.abs(value) >= 100) return value.toFixed(1);
+  const four = value.toPrecision(4); // with its zeros, so that a column lines up
+  return Math.abs(value) < 1e-3 ? String(Number(four)) : four;
 }
 
 function pairs(entries) {
@@ -200,7 +202,7 @@ function tableIn(DataTable, data) {
     columnControl: ["order", ["search"]],
     ordering: { indicators: false, handler: true },
     layout: {
-      topStart: { buttons: [{ extend: "colvis", text: "Columns", columns: ":gt(0)" }] },
+      topStart: { buttons: [{ extend: "colvis", text: "Columns", columns: ":gt(0)", fade: 0 }] },
       topEnd: { search: { placeholder: "any column" } },
       bottomStart: ["pageLength", "info"], bottomEnd: "paging",
     },

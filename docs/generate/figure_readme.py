@@ -1,0 +1,69 @@
+"""The README's table of speedups, from the published points."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from figure_cells import PUBLISHED, ROOT, ratio, table
+
+sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
+from table import lost
+
+from selfspec_cli.record import folder, tables
+from selfspec_cli.record.tables import Record
+
+Chosen = Callable[[Record], bool]
+LOADS = (1, 16, 32, 128)
+REAL, SET = "**Real acceptance**", "**Synthetic acceptance: cost alone.** vLLM was told to accept two of three drafts"
+SAME = "the same"
+
+
+def _own_layers(layer: int, weights: str = "shared") -> Chosen:
+    """Early exit at a layer over the full vocabulary; `weights` None in old points is shared."""
+    return lambda row: (row.arm == "layer_skip" and row.E == layer and (row.draft_weights or "shared") == weights
+                        and row.vocab in (None, "full"))  # fmt: skip
+
+
+LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
+    REAL,
+    ("trained for early exit: 15 M parameters, widened to the cost of 5 B; one H200", "first 3 of 24 layers",
+     "gpu/widened", _own_layers(3)),
+    (SAME, "the same on 8-bit copies", "gpu/widened", _own_layers(3, "fp8")),
+    ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
+     lambda row: _own_layers(3)(row) and row.gate == "varH"),
+    SET,
+    ("Llama-3-8B shape, random weights; one H200", "first 8 of 32 layers", "gpu/gpu_8b", _own_layers(8)),
+    (SAME, "the same on 8-bit copies", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
+)  # fmt: skip
+"""Model and machine, what drafts, the folder of points, and which of its points; or a line of its own."""
+
+
+def speedups() -> str:
+    """The table of speedups, and below it where another method of vLLM was faster than early exit."""
+    faster = list(lost(PUBLISHED / "rivals"))
+    if not faster:
+        return _table()
+    told = "Other methods of vLLM were faster in these of the runs that [compare them](docs/rivals.md):"
+    return "\n\n".join([_table(), told, "\n".join(f"- {line}" for line in faster)])
+
+
+def _table() -> str:
+    """Of several points at one load the greatest speedup stands in it, in short contexts; the greatest of all
+    with real acceptance is bold."""
+    rows, best = [], max(_speed(line, 1) or 0.0 for line in LINES[: LINES.index(SET)] if not isinstance(line, str))
+    for line in LINES:
+        if isinstance(line, str):
+            rows.append((line, *[""] * (len(LOADS) + 1)))
+            continue
+        speeds = [_speed(line, load) for load in LOADS]
+        cells = [f"**{ratio(speed)}**" if speed == best else ratio(speed) for speed in speeds]
+        rows.append((line[0], line[1], *(cell or "" for cell in cells)))
+    return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
+
+
+def _speed(line: tuple[str, str, str, Chosen], load: int) -> float | None:
+    points = folder.read(PUBLISHED / line[2])[0]
+    found = [row.speedup for row in map(tables.row, points)
+             if line[3](row) and row.batch == load and row.input_len == 32 and row.speedup is not None]  # fmt: skip
+    return max(found, default=None)

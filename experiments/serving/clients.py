@@ -4,8 +4,9 @@
 
 lm-evaluation-harness is the extra `eval`. guidellm's dependencies do not go together with vLLM's, so it lives in a
 virtual environment of its own: python -m venv guidellm && guidellm/bin/pip install guidellm. Nothing is downloaded: the
-tasks are made of the standard library's text. Each server, with drafting and without, is asked the same, and the scores
-must be equal.
+tasks are made of the standard library's text. The server with drafting is started from a tuned file, with what
+`selfspec tune` chose in the published run (results/published/gates/tune/choice.json). Each server, with drafting and
+without, is asked the same, and the scores must be equal.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from selfspec_cli.artifacts import tuned
+from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import reference_model_dir
 
 SETTINGS = ["engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.25"]
-ARMS = {"early exit": ["layer=3", "k=4", "gate=margin"], "plain": ["method=baseline"]}
+CHOICE = Path(__file__).parents[2] / "results" / "published" / "gates" / "tune" / "choice.json"
+ARMS = {"early exit": ["tuned=reference"], "plain": ["method=baseline"]}
 MODULES = ("textwrap", "bisect", "heapq", "string", "shlex", "glob")
 GENERATE = """
 task: next_line
@@ -71,16 +75,23 @@ def tasks(folder: Path, count: int) -> None:
         (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)), encoding="utf-8")
 
 
+def write_tuned(folder: Path) -> None:
+    """conf/tuned/ in `folder`, as `selfspec tune` would have written it there."""
+    words = json.loads(CHOICE.read_text(encoding="utf-8"))["overrides"]
+    (found_best,) = compose_runs(None, words, sweep=False)
+    tuned.write(folder / "conf", found_best, tuned.overrides(found_best), f"the choice of {CHOICE.name}")
+
+
 @contextmanager
 def serving(words: list[str], log: Path) -> Iterator[str]:
-    """A server; gives its address."""
+    """A server, started in the folder of its log; gives its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "selfspec_cli", "serve", *words, *SETTINGS, "--", "--port", str(port), "--host",
                "127.0.0.1"]  # fmt: skip
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=log.parent)
     try:
         address = f"http://127.0.0.1:{port}"
         while process.poll() is None:
@@ -97,12 +108,19 @@ def serving(words: list[str], log: Path) -> Iterator[str]:
         process.wait(120)
 
 
-def accepted(address: str) -> str:
+def counted(address: str) -> str:
     """The server's own counters of drafts."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         text = answer.read().decode()
     found = re.findall(r"^vllm:(spec_decode_num_(?:drafts|draft_tokens|accepted_tokens)_total)\S* (\S+)$", text, re.M)
-    return ", ".join(f"{name} {float(value):g}" for name, value in found) or "no drafts"
+    said = ", ".join(f"{name} {float(value):g}" for name, value in found) or "no drafts"
+    return f"## the server's counters afterwards\n{said}"
+
+
+def drafting(log: Path) -> str:
+    """What the server's log says about drafts."""
+    said = re.findall(r"drafting with layers .*", log.read_text(encoding="utf-8"))
+    return str(said[0]) if said else "no drafts"
 
 
 def run(title: str, command: list[str]) -> str:
@@ -137,22 +155,33 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--arm", choices=ARMS, action="append", help="one arm alone")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended too
     model = str(reference_model_dir())
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tasks(folder, given.documents)
+        write_tuned(folder)
         for arm in given.arm or ARMS:
-            with serving(ARMS[arm], folder / "server.log") as address:
-                told = [lm_eval(address, folder, model)]
+            log, file = folder / "server.log", given.out / f"clients_{arm.replace(' ', '_')}.txt"
+            hidden = {model: "MODEL", str(folder): "TASKS", sys.prefix: "VENV"}
+            words = " ".join(["selfspec serve", *ARMS[arm], *SETTINGS])
+            with serving(ARMS[arm], log) as address:
+                asked = [lambda: lm_eval(address, folder, model), lambda: counted(address)]
                 if given.guidellm:
-                    told.append(guidellm(given.guidellm, address, model, given.requests))
-                told.append(f"## the server's counters afterwards\n{accepted(address)}\n")
-            text = "\n".join([f"# {arm}: selfspec serve {' '.join([*ARMS[arm], *SETTINGS])}", *told])
-            text = text.replace(model, "MODEL").replace(str(folder), "TASKS").replace(sys.prefix, "VENV")
-            file = given.out / f"clients_{arm.replace(' ', '_')}.txt"
-            file.write_text(re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", text), encoding="utf-8")
+                    asked.insert(1, lambda: guidellm(given.guidellm, address, model, given.requests))
+                keep(file, f"# {arm}: {words}\n\n## the server's log\n{drafting(log)}\n", hidden, "w")
+                for ask in asked:  # each is kept as soon as it is there
+                    keep(file, ask(), hidden)
             print(file)
+
+
+def keep(file: Path, text: str, hidden: dict[str, str], mode: str = "a") -> None:
+    """Add to the transcript, with this machine's paths replaced."""
+    for path, name in hidden.items():
+        text = text.replace(path, name)
+    with open(file, mode, encoding="utf-8") as out:
+        out.write(re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", text) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ def markdown() -> str:
     """The tables of settings and of choices in Markdown."""
     groups = ", ".join(f"`{group}=`" for group in GROUPS)
     table = _table(
-        ("key", "type", "allowed", "default", "what it is", "in a speculative_config"),
-        ((f"`{r.key}`", r.type + (f", {r.unit}" if r.unit else ""), r.allowed, r.default, r.help,
-          f"`{r.spec_key}`" if r.spec_key else "") for r in rows()),
+        ("key", "what it is", "allowed", "default", "in a speculative_config"),
+        ((f"`{r.key}`", r.help, f"{r.type}{f', {r.unit}' if r.unit else ''}: {r.allowed}" if r.allowed else r.type,
+          r.default, f"`{r.spec_key}`" if r.spec_key else "") for r in rows()),
     )  # fmt: skip
     named = _table(
         ("choice", "threshold if none is given", "what it does"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -151,26 +152,56 @@ def filled(rows: Sequence[Record], shown: Sequence[Column]) -> list[Column]:
     return [column for place, column in enumerate(shown) if place == 0 or any(column[2](row) for row in measured)]
 
 
-def render(rows: list[Record], targets: Sequence[Target] = ()) -> RenderableType:
-    """The tables of a report, one a group, each with its own headline, for a rich console."""
+FIRST = ("arm", "speedup", "tok/s", "same", "accept", "verdict", "target", "tok/step")
+"""The columns of a narrow terminal, the most important first; the others follow in their own order."""
+
+
+def fitting(rows: Sequence[Record], shown: Sequence[Column], width: int) -> list[Column]:
+    """Those of the columns that stand side by side in `width` characters without cutting any; the first three of FIRST
+    are always there."""
+    measured = [row for row in rows if row.status == OK]
+    names = [*FIRST, *(name for name, _, _ in shown if name not in FIRST)]
+    kept, room = set(), width
+    for column in sorted(shown, key=lambda column: names.index(column[0])):
+        needed = 2 + max(cell_len(text) for text in [column[0], *map(column[2], measured)])
+        if needed <= room or column[0] in FIRST[:3]:
+            kept.add(column[0])
+            room -= needed
+    return [column for column in shown if column[0] in kept]
+
+
+def render(rows: list[Record], targets: Sequence[Target] = (), width: int | None = None) -> RenderableType:
+    """The tables of a report, one a group, each with its own headline, for a rich console.
+
+    width: characters of a terminal's line; columns that do not fit are left out and named. None: all are there.
+    """
     parts: list[RenderableType] = []
     found = groups(rows)
-    shown = filled(rows, columns(targets))
+    all_columns = filled(rows, columns(targets))
+    shown = all_columns if width is None else fitting(rows, all_columns, width)
     for group in found:
         table = Table(title=group.title, title_justify="left", title_style="bold", header_style="bold", box=None)
         for name, _, _ in shown:
-            table.add_column(name, justify="left" if name in ("arm", "target") else "right", no_wrap=True)
+            left = name in ("arm", "target")
+            table.add_column(name, justify="left" if left else "right", no_wrap=name != "arm", overflow="fold")
         for row in group.rows:
             if row.status == OK:
                 table.add_row(*cells(row, shown), style="dim" if row.arm == "baseline" else "")
         parts.append(table)
         parts += [Text(f"  {label(row)}: {row.status}", style="red") for row in group.rows if row.status != OK]
         parts += [Text(f"  {group.headline}"), Text()] if len(found) > 1 else [Text()]
+    if hidden := [name for name, _, _ in all_columns if name not in {shown_name for shown_name, _, _ in shown}]:
+        parts.append(
+            Text(
+                f"no room here for: {', '.join(hidden)}; a wider terminal or the page of selfspec report has them\n",
+                style="dim",
+            )
+        )
     return Group(*parts, Text(overview(found), style="bold"))
 
 
 def show(rows: list[Record], console: Console, targets: Sequence[Target] = ()) -> None:
-    """Print the tables, wide enough for every column where the output is no terminal."""
+    """Print the tables; with every column, and wide enough for it, where the output is no terminal."""
     if not console.is_terminal:
         console = Console(file=console.file, width=400)
-    console.print(render(rows, targets))
+    console.print(render(rows, targets, console.width if console.is_terminal else None))

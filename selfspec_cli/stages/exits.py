@@ -107,7 +107,10 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     if layers and is_cheaper_view(cfg.draft_weights, cfg.skip_layers):
         return [layers, *found]
     if not found:
-        raise ConfigError(f"model={cfg.model.name}: how many layers it has is not known here; name some: layer=4,8")
+        raise ConfigError(
+            f"model={cfg.model.name}: how many layers it has is not known, because {cfg.model.path} is not on this "
+            "machine; download it first, or name some: layer=4,8"
+        )
     return found
 
 

@@ -13,7 +13,16 @@ from selfspec_cli.early_exit.errors import SettingsError
 
 
 def language_model(model: Any) -> nn.Module:
-    """The causal LM inside a multimodal wrapper; a causal LM is its own."""
+    """The module that has the lm_head: the causal LM inside a multimodal wrapper; a causal LM is its own.
+
+    Some wrappers (Idefics3) hold a decoder without an lm_head, and have that themselves.
+    """
+    inner = _inside(model)
+    return model if _cuts_at_end_layer(inner) else inner
+
+
+def _inside(model: Any) -> Any:
+    """What vLLM calls the language model of a multimodal wrapper: a causal LM, or its decoder alone."""
     return model.get_language_model() if hasattr(model, "get_language_model") else model
 
 
@@ -22,11 +31,11 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
     Raises SettingsError, naming the architecture, if its forward does not cut its own loop at `end_layer`.
     """
-    model = language_model(model)
-    decoder = getattr(model, "model", None)
+    inner = _inside(model)
+    decoder = inner if _cuts_at_end_layer(inner) else getattr(inner, "model", None)
     if not isinstance(decoder, nn.Module) or not _cuts_at_end_layer(decoder):
         raise SettingsError(
-            f"architecture {type(model).__name__} is not supported: its forward has no loop over self.layers that ends "
+            f"architecture {type(inner).__name__} is not supported: its forward has no loop over self.layers that ends "
             "at self.end_layer (what vLLM's pipeline parallelism uses), so it cannot be run up to an exit layer"
         )
     return decoder

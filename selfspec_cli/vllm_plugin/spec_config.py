@@ -77,6 +77,7 @@ def understand_layer_skip(original: Original) -> Original:
         if settings.verify:
             refusals.refuse_runner()
             refusals.refuse_model(target_model_config)
+            refusals.refuse_latents(target_model_config)
             refusals.refuse_adapters(self, target_model_config)
             refusals.refuse_gate(settings)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:

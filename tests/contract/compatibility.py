@@ -14,9 +14,9 @@ from typing import Any
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
 from selfspec_cli.vllm_plugin import refusals, spec_config
 
-YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
-UNTRIED = "not tried on a GPU"
-CASES = "tried on a GPU"
+YES, REFUSED, BY_VLLM, UNSHOWN = "yes", "refused", "refused by vLLM", "not shown yet"
+UNTRIED = "not tried"
+CASES = "tried"
 """0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu/lossless*.json`."""
 
 
@@ -24,9 +24,9 @@ CASES = "tried on a GPU"
 class Row:
     """One line of the table.
 
-    what: the feature. works: YES, REFUSED or BY_VLLM. note: how it works, or why not. cpu: the test that shows it, as
-    "file::function" below tests/; seen: whether it has passed. gpu: what was seen on a GPU. refusal:
-    raises the error of a row that we refuse; instead: words of its message.
+    what: the feature. works: YES, REFUSED, BY_VLLM or UNSHOWN. note: how it works, or why not. cpu: the test that shows
+    it, as "file::function" below tests/. on_cpu: what the table says of the CPU, if it is not that this test passes.
+    gpu: what was seen on a GPU. refusal: raises the error of a row that we refuse; instead: words of its message.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Row:
     gpu: str = UNTRIED
     refusal: Callable[[], Any] | None = None
     instead: str = ""
-    seen: bool = True
+    on_cpu: str = ""
 
 
 # ---- what triggers our refusals -------------------------------------------------------------------------------------
@@ -53,6 +53,10 @@ def engine(**changes: Any) -> Callable[[], Any]:
 def target(name: str, value: Any = True) -> Callable[[], Any]:
     facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(refusals.NO_TARGETS, False), name: value}
     return lambda: refusals.refuse_model(SimpleNamespace(**facts))
+
+
+def latents_on_a_cpu() -> Any:
+    refusals.refuse_latents(SimpleNamespace(model="m", use_mla=True), "cpu")
 
 
 def adapters_of_experts() -> Any:
@@ -102,13 +106,16 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("mixture of experts", YES, "Qwen3-MoE on the CPU; also Mixtral and Llama 4 on a GPU", LOSSLESS, CASES),
         Row("sliding windows", YES, "Mistral, Gemma 2 and Gemma 3; on a GPU Mistral was tried without its window, with "
             "which FlashAttention 3 is not batch-invariant for vLLM's own methods either", LOSSLESS,
-            "tried on a GPU (Gemma 3)"),
-        Row("latent attention (MLA)", YES, "DeepSeek-V2", WORKS_WITH + "test_latent_attention_and_shared_experts",
-            "tried on a GPU (DeepSeek-V2)", seen=False),
-        Row("quantised targets", YES, "the draft runs on the target's own quantised weights",
-            WORKS_WITH + "test_quantised_targets", seen=False),
-        Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already",
-            WORKS_WITH + "test_multimodal_models", seen=False),
+            f"{CASES} (Gemma 3)"),
+        Row("latent attention (MLA)", YES, "DeepSeek-V2", None, f"{CASES} (DeepSeek-V2)", on_cpu="refused, next row"),
+        Row("latent attention on a CPU", REFUSED, "in vLLM 0.32.0 a verify pass is not right there: its own n-gram "
+            "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
+        Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
+            "(compressed-tensors W4A16) in float16, because vLLM's product with them takes no float32 there",
+            WORKS_WITH + "test_quantised_targets"),
+        Row("multimodal models", UNSHOWN, "drafts are made of text; a picture is in the keys and values already. On a "
+            "CPU: Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which has no build for a CPU "
+            "PyTorch", WORKS_WITH + "test_multimodal_models", on_cpu="not run to its end"),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
             refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
@@ -166,7 +173,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
         Row("CUDA graphs, async scheduling", YES, "", None, CASES),
         Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
-            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES),
+            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES, on_cpu="refused by vLLM"),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",
@@ -189,7 +196,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
         Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, with 5 and 6 bits for one "
             "request at a time", COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
-            "tried on a GPU (Llama, 8 and 4 bits)"),
+            f"{CASES} (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares"),
         Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
@@ -223,17 +230,23 @@ NOT_TRIED = (
 
 HEAD = """# What early exit works with
 
-This table is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
-test compares the two. Each row that works names the test that runs it in an engine of vLLM 0.32.0 on the CPU: tiny
-models, whose greedy output has to be that of the same engine without drafts, while some drafts are accepted and some
-are not. "Not seen to pass yet" marks a test that was written and has not run to its end. What is refused is refused
-before the engine starts, with a message that says what to do instead.
+Each row that works has been run in an engine of vLLM 0.32.0: tiny models, whose greedy output has to be that of the
+same engine without drafts, while some drafts are accepted and some are not. [The tests](#the-tests) are named at the
+end. What is refused is refused before the engine starts, with a message that says what to do instead.
 
-"Tried on a GPU" means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
+"Tried" on a GPU means vLLM 0.32.0 on one NVIDIA H100 or H200 (tensor parallelism: two), in batch-invariant mode.
 """
 
 
-COLUMNS = "| with | works | what to know | tried on the CPU | on a GPU |"
+COLUMNS = "| with | works | what to know | on a CPU | on a GPU |"
+
+TESTS = """
+## The tests
+
+This page is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
+test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
+
+"""
 
 
 def page() -> str:
@@ -243,13 +256,12 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
         parts += [_line(row) for row in rows]
     parts.append("\n## Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
-    return "".join(parts)
+    shown = [f"- {row.what}: `tests/{row.cpu}`\n" for rows in ROWS.values() for row in rows if row.cpu]
+    return "".join([*parts, TESTS, *shown])
 
 
 def _line(row: Row) -> str:
     note = "; ".join(part for part in (row.note, f"instead: {row.instead}" if row.instead else "") if part)
-    test = f"`{row.cpu.rpartition('::')[2]}`" if row.cpu else "refusal tested" if row.refusal else "not tried on a CPU"
-    test += "" if row.seen else ", not seen to pass yet"
-    shown = row.seen or row.works != YES or row.gpu != UNTRIED
-    works, gpu = row.works if shown else "not shown yet", "-" if row.works == REFUSED else row.gpu
-    return f"| {row.what} | {works} | {note} | {test} | {gpu} |\n"
+    tested = "refusal tested" if row.works in (REFUSED, BY_VLLM) else "tested" if row.cpu else "not tried"
+    gpu = "-" if row.works == REFUSED else row.gpu
+    return f"| {row.what} | {row.works} | {note} | {row.on_cpu or tested} | {gpu} |\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from compatibility import BY_VLLM, ONES, PLAIN, REFUSED, ROWS, YES, page
+from compatibility import BY_VLLM, ONES, PLAIN, REFUSED, ROWS, UNSHOWN, YES, page
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
@@ -40,7 +40,7 @@ def test_what_is_refused_is_refused_with_what_to_do_instead(row):
 @pytest.mark.parametrize("row", ALL, ids=lambda row: row.what)
 def test_a_row_says_what_tried_it(row):
     """A test that is there, or a GPU; and only what we refuse has a refusal of ours."""
-    assert row.works in (YES, REFUSED, BY_VLLM)
+    assert row.works in (YES, REFUSED, BY_VLLM, UNSHOWN)
     assert (row.refusal is not None) == (row.works == REFUSED)
     if row.cpu is None:
         return
@@ -58,7 +58,7 @@ def test_every_refusal_of_ours_has_a_row():
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
     others = {"refuse_adapters", "refuse_fitted_copies", "refuse_misread", "refuse_runner", "refuse_gate",
-              "refuse_window"}  # fmt: skip
+              "refuse_window", "refuse_latents"}  # fmt: skip
     assert functions == {*covered, *others}, "a new refusal wants a row"
     said = "\n".join(_message(row) for row in OURS)
     for name in covered["refuse_engine"]:
@@ -68,7 +68,7 @@ def test_every_refusal_of_ours_has_a_row():
     for reason in refusals.NO_TARGETS.values():
         assert reason in said
     phrases = ("enable_lora = True", "takes it for one of method", "as a pooling model", "has no meaning for method",
-               "model runner", "draft_weights_path is", "draft_window =")  # fmt: skip
+               "model runner", "draft_weights_path is", "draft_window =", "(MLA)")  # fmt: skip
     for phrase in phrases:
         assert phrase in said
 

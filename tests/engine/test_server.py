@@ -1,4 +1,4 @@
-"""A server started by `selfspec serve`, asked by the `openai` client in every way that clients ask.
+"""A server started by `selfspec serve` from a tuned file, asked by the `openai` client in every way that clients ask.
 
 SELFSPEC_TRANSCRIPTS=FOLDER keeps what was asked and answered, and what the server logged.
 """
@@ -20,6 +20,8 @@ import httpx
 import pytest
 from served import START_SECONDS, metric, served
 
+from selfspec_cli.artifacts import tuned
+from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import reference_model_dir
 
 openai = pytest.importorskip("openai")
@@ -66,7 +68,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template.write_text("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
     options = ["--chat-template", str(template), *NO_SPACES]
     of_development = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1"}
-    with served(folder, ["layer=3", "k=4", "gate=margin"], options, **of_development) as (process, url, log):
+    (found_best,) = compose_runs(None, ["layer=3", "k=4", "gate=margin"], sweep=False)
+    tuned.write(folder / "conf", found_best, tuned.overrides(found_best), "as selfspec tune writes it")
+    with served(folder, ["tuned=reference"], options, **of_development) as (process, url, log):
         found = Server(process, url, log)
         found.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         found.model = found.client.models.list().data[0].id

@@ -43,3 +43,15 @@ def test_without_one_logits_come_from_the_embedding(embedding):
 def test_an_embedding_by_another_name_is_refused_and_says_so():
     with pytest.raises(SettingsError, match=r"Module is not supported: its input embedding is none of embed_tokens, "):
         decoder.input_embedding(causal_lm("wte"))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a causal LM inside", "a decoder inside"])
+def test_a_wrapper_around_a_language_model(whole):
+    """vLLM's multimodal models name a causal LM (LLaVA) or its decoder (Idefics3) as what generates text."""
+    inner = causal_lm(head="lm_head")
+    wrapper = nn.Module()
+    wrapper.lm_head = nn.Linear(4, 8)
+    wrapper.get_language_model = lambda: inner if whole else inner.model
+    assert decoder.decoder_of(wrapper) is inner.model
+    assert decoder.output_projection(wrapper) is (inner if whole else wrapper).lm_head
+    assert decoder.input_embedding(wrapper) is inner.model.embed_tokens

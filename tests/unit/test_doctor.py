@@ -162,3 +162,21 @@ def test_a_run_without_a_compiler_is_eager_on_the_cpu_and_impossible_on_a_gpu(mo
 def test_with_a_compiler_a_run_stays_as_it_is(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert preflight.for_this_machine([RunConfig()]) == [RunConfig()]
+
+
+def test_the_screen_counts_what_is_right_inside_vllm_and_names_what_is_not(capsys):
+    from selfspec_cli.commands import screen
+
+    places = [("vllm.a:One", True), ("vllm.b:Two", True), ("vllm.c:Three", False)]
+    screen.show_checks([doctor.Check("python", True, "3"), *(doctor.Check(name, ok, "why") for name, ok in places)])
+    python, inside, three = capsys.readouterr().out.splitlines()
+    assert "python" in python
+    assert "2 of 3 that selfspec replaces are there" in inside
+    assert three.startswith("FAIL vllm.c:Three")
+
+
+def test_the_screen_of_a_machine_without_vllm(capsys):
+    from selfspec_cli.commands import screen
+
+    screen.show_checks([doctor.Check("vllm", False, "not installed")])
+    assert capsys.readouterr().out.splitlines() == ["FAIL vllm                   not installed"]

@@ -165,6 +165,26 @@ def test_long_names_are_whole_where_the_output_is_no_terminal():
     assert "…" not in printed([BASE, arm])
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
+def test_a_terminal_gets_whole_columns_and_the_names_of_those_that_do_not_fit(width):
+    measured = replace(ARM, mean_accepted_len=3.1, drafted_per_round=4.0, ttft_ms=100.0, tpot_ms=1.0, itl_ms=2.0)
+    other = replace(measured, threshold=6.0, key="3" * 12)
+    file = StringIO()
+    table.show([BASE, measured, other], Console(file=file, force_terminal=True, color_system=None, width=width))
+    text = file.getvalue()
+    lines = text.splitlines()
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= width for line in lines)
+    header = next(line for line in lines if line.lstrip().startswith("arm"))
+    assert {"tok/s", "speedup"} <= set(header.split())
+    if width >= 80:
+        assert any(re.search(r"varH ≤ 5 .*1\.50x \(1\.41x to 1\.62x\)", line) for line in lines)
+    left_out = re.search(r"no room here for: (.*);", text.replace("\n", " "))
+    shown_or_named = header + (left_out[1] if left_out else "")
+    assert all(name in shown_or_named for name in ("accept", "tok/step", "drafts", "TTFT", "TPOT", "ITL", "same"))
+    assert (left_out is None) is (width >= 140)
+
+
 def test_skip_is_never_the_fastest_verified_arm():
     fast = replace(ARM, arm="skip", speedup=9.0)
     assert "1.50x" in rows.headline([BASE, ARM, fast])

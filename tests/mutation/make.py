@@ -75,15 +75,15 @@ class Visitor(MutationVisitor):
         return bool(self._functions) or isinstance(old, OUTSIDE)
 
 
-def mutants_of(path: Path, root: Path) -> Iterator[Mutant]:
-    """Every mutant of a module, in the order of its lines."""
+def mutants_of(path: Path, root: Path, every: int = 1) -> Iterator[Mutant]:
+    """Every mutant of a module, or with `every` a sample of them, in the order of its lines."""
     code = path.read_text(encoding="utf-8")
     wrapper = MetadataWrapper(cst.parse_module(code))
     visitor = Visitor(mutation_operators, IgnoredCode(set(), set(), set()), None)
     module = wrapper.visit(visitor)
     original = code.splitlines()
     seen = set()
-    for mutation, line, function, at_import in visitor.found:
+    for mutation, line, function, at_import in visitor.found[every // 2 :: every]:
         source = deep_replace(module, mutation.original_node, mutation.mutated_node).code
         if source == code or source in seen:
             continue

@@ -2,6 +2,7 @@
 
     python tests/mutation/run.py drafting                        every module of a suite of pyproject.toml
     python tests/mutation/run.py drafting --module cost_model    some of its modules
+    python tests/mutation/run.py drafting --every 8              every eighth mutant of each module
 
 mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it leaves out decorated functions, which
 here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a
@@ -79,8 +80,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 class Session:
     """A pytest plugin that takes the place of the test loop."""
 
-    def __init__(self, modules: list[Path], out: Path, cov: coverage.Coverage, revision: str | None) -> None:
-        self.modules, self.out, self.cov, self.newer = modules, out, cov, newer_than(revision)
+    def __init__(
+        self, modules: list[Path], out: Path, cov: coverage.Coverage, revision: str | None, every: int
+    ) -> None:
+        self.modules, self.out, self.cov, self.newer, self.every = modules, out, cov, newer_than(revision), every
         self.known = {key_of(row): row["verdict"] for row in rows(out)}
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed = False
@@ -128,7 +131,7 @@ class Session:
         contexts = self.reached.contexts_by_lineno(str(path))
         reach, current = _Reach(path, contexts), set()
         with self.out.open("a", encoding="utf-8") as file:
-            for mutant in mutants_of(path, ROOT):
+            for mutant in mutants_of(path, ROOT, self.every):
                 current.add(key_of(asdict(mutant)))
                 if self.known.get(key_of(asdict(mutant))) in (KILLED, TIMEOUT):
                     tally["killed before"] += 1
@@ -141,7 +144,8 @@ class Session:
                 file.flush()
         # What is no mutant any more, because the code has changed, leaves the file.
         name = str(path.relative_to(ROOT))
-        kept = [row for row in rows(self.out) if row["module"] != name or key_of(row) in current]
+        whole = self.every == 1
+        kept = [row for row in rows(self.out) if not whole or row["module"] != name or key_of(row) in current]
         self.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
         spent = sum(os.times()[:4]) - cpu
         print(f"\n{name}: {dict(tally)}, {spent:.0f} s of CPU in {time.time() - started:.0f} s",
@@ -279,6 +283,7 @@ def main() -> int:
     parser.add_argument("--module", action="append", help="only modules with this in their path")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it; default mutants/SUITE.jsonl")
     parser.add_argument("--since", help="a revision: tests that it did not have run last, and are told apart")
+    parser.add_argument("--every", type=int, default=1, help="a sample: with 8 every eighth mutant of each module")
     options = parser.parse_args()
     suite = suites[options.suite]
     modules = [ROOT / name for name in suite["modules"] if not options.module or any(m in name for m in options.module)]
@@ -297,7 +302,9 @@ def main() -> int:
     # Nobody reads why a test failed: plain assertions and tracebacks are made faster.
     arguments = ["-q", "--no-header", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist",
                  "-o", "tmp_path_retention_policy=none", "--basetemp", str(out.parent / "tmp")]  # fmt: skip
-    return int(pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.since)]))
+    return int(
+        pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.since, options.every)])
+    )
 
 
 if __name__ == "__main__":

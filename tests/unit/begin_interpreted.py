@@ -160,3 +160,12 @@ def test_requests_inside_their_prefill_and_rounds_without_drafts_teach_nothing()
     assert state.lengths[[5, 4]].tolist() == [0, 0]
     begin(state, [10, 10], steps=K)  # the verdict on drafts that were not made
     assert state.allowances.rates[[5, 4]].tolist() == [1.0, 1.0]
+
+
+def test_a_new_state_belongs_to_no_request():
+    state = new_state()
+    state.forget()
+    assert state.requests.tolist() == [-1] * ROWS
+    assert state.idx_mapping.tolist() == [-1] * ROWS
+    assert new_state().requests.tolist() == [-1] * ROWS
+    assert new_state().requests.dtype == torch.int64

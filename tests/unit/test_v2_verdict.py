@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from selfspec_cli.early_exit.gates import device_features
-from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder
+from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, with_short_drafts
 
 
 def batch(verified, requests):
@@ -26,7 +26,8 @@ def state(lengths):
 def test_the_record_holds_what_was_drafted_and_verified():
     recorder, drafts = DeviceRecorder(), state([3, 1, 3])
     # Request 2 drafted three tokens, of which adaptive verification looked at one; request 1 drafted one of three.
-    recorder.verdict(batch([3, 3, 1], [0, 1, 2]), torch.tensor([3, 2, 1]), drafts)
+    # vLLM's tensors may be longer than the batch: what stands behind it belongs to nobody.
+    recorder.verdict(batch([3, 3, 1], [0, 1, 2]), torch.tensor([3, 2, 1, 4]), drafts)
     drafts.lengths.zero_()  # the next round begins; the record keeps what it saw
     log = recorder.plain()
     assert (log["drafted"], log["accepted"], log["request"]) == ([3, 1, 1], [2, 1, 0], [0, 1, 2])
@@ -42,3 +43,14 @@ def test_what_nobody_drafted_or_verified_is_not_in_the_record():
     log = recorder.plain()
     assert log.pop("features") == list(device_features())
     assert log == {"statistics": [], "drafted": [], "accepted": [], "request": []}
+
+
+def test_an_engine_without_lengths_verifies_as_it_did():
+    class Original:
+        sampler = SimpleNamespace(req_states=SimpleNamespace())
+
+        def __call__(self, *given):
+            return given
+
+    given = ("logits", "batch", "draft logits", "invalid drafts")
+    assert with_short_drafts(Original)()(*given) == given

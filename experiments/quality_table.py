@@ -2,10 +2,14 @@
 
     python experiments/quality_table.py reference results/published/quality/reference            what to run, in order
     python experiments/quality_table.py reference results/published/quality/reference --run      run it, then the table
+    python experiments/quality_table.py reference results/published/quality/reference --run --steps sweep
     python experiments/quality_table.py reference results/published/quality/reference --table    the table alone
+    python experiments/quality_table.py smollm2 results/published/quality/smollm2 --run model=/models/smollm2
 
-`reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py. The quality of an arm does not hang
-on who else works on the machine; its speed does, and so the sweep stands last, for a machine with nothing beside it.
+`reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py, or the one that model= names. The
+quality of an arm does not hang on who else works on the machine; its speed does, and so the sweep stands last, for a
+machine with nothing beside it. Counts are chosen so that on two quiet cores `reference` takes about half an hour, and
+`smollm2` a quarter.
 """
 
 from __future__ import annotations
@@ -26,14 +30,14 @@ HEADS = "lsq,lsq_argmax,translator,translator_r15"
 STEPS = {
     "reference": [
         f"fit head={HEADS} layer=4,8,12",
-        f"ppl experiment=quality {EAGER} --document-tokens 1024",
+        f"ppl experiment=quality {EAGER} --document-tokens 512 --prompts 64 --length 48",
         f"eval experiment=quality {EAGER}",
-        "sweep experiment=quality",
+        "sweep experiment=quality repeats=3",
     ],
     "smollm2": [
         f"ppl experiment=quality_smollm2 {EAGER} --document-tokens 256 --prompts 16 --length 32",
         f"eval experiment=quality_smollm2 {EAGER} --limit 25",
-        "sweep experiment=quality_smollm2",
+        "sweep experiment=quality_smollm2 repeats=3",
     ],
 }
 COLUMNS = (
@@ -48,9 +52,12 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--steps", default="fit,ppl,eval,sweep", help="some of them, by their commands")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="given to every step")
     options = parser.parse_args()
-    for step in [] if options.table else STEPS[options.model]:
-        words = [*shlex.split(step), f"results_dir={options.results}"]
+    wanted = [step for step in STEPS[options.model] if step.split()[0] in options.steps.split(",")]
+    for step in [] if options.table else wanted:
+        words = [*shlex.split(step), *options.words, f"results_dir={options.results}"]
         print("selfspec", shlex.join(words), flush=True)
         if options.run:
             subprocess.run([sys.executable, "-m", "selfspec_cli", *words], check=True)

@@ -8,8 +8,8 @@
 
 `reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py, or the one that model= names. The
 quality of an arm does not hang on who else works on the machine; its speed does, and so the sweep stands last, for a
-machine with nothing beside it. Counts are chosen so that on two quiet cores `reference` takes about half an hour, and
-`smollm2` a quarter.
+machine with nothing beside it. Counts are chosen so that on two quiet cores `reference` takes about half an hour and
+`smollm2` a quarter, but for `--steps verify`: two minutes for each verified arm.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from selfspec_cli.record.quality import GENERATED, GREEDY, Book, arm_in_words
 from selfspec_cli.record.tables import Record
 
 EAGER = "engine.enforce_eager=true"  # nothing is timed, and an engine starts in a quarter of the time
+GATES = ("none", "adaedl", "entropy", "margin", "maxp", "survival", "varH")
 HEADS = "lsq,lsq_argmax,translator,translator_r15"
 STEPS = {
     "reference": [
@@ -33,15 +34,18 @@ STEPS = {
         f"ppl experiment=quality {EAGER} --document-tokens 512 --prompts 64 --length 48",
         f"eval experiment=quality {EAGER}",
         "sweep experiment=quality repeats=3",
+        *(f"verify layer=4 k=4 gate={gate} {EAGER}" for gate in GATES),
     ],
     "smollm2": [
         f"ppl experiment=quality_smollm2 {EAGER} --document-tokens 256 --prompts 16 --length 32",
         f"eval experiment=quality_smollm2 {EAGER} --limit 25",
         "sweep experiment=quality_smollm2 repeats=3",
+        f"verify model=./smollm2 model.name=smollm2 model.dtype=float32 layer=30 k=4 draft_weights=int8 {EAGER}",
     ],
 }
 COLUMNS = (
     "arm", "tok/s", "accept rate", "PPL of text", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores",
+    "verdict",
 )  # fmt: skip
 
 
@@ -52,12 +56,14 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--steps", default="fit,ppl,eval,sweep", help="some of them, by their commands")
+    parser.add_argument("--steps", default="fit,ppl,eval,sweep", help="by their commands; verify is another")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="given to every step")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     wanted = [step for step in STEPS[options.model] if step.split()[0] in options.steps.split(",")]
     for step in [] if options.table else wanted:
-        words = [*shlex.split(step), *options.words, f"results_dir={options.results}"]
+        own = {word.split("=")[0] for word in options.words}
+        words = [word for word in shlex.split(step) if word.split("=")[0] not in own]
+        words += [*options.words, f"results_dir={options.results}"]
         print("selfspec", shlex.join(words), flush=True)
         if options.run:
             subprocess.run([sys.executable, "-m", "selfspec_cli", *words], check=True)
@@ -75,10 +81,11 @@ def table(results: Path) -> str:
     findings = sorted(quality.read(results).findings.values(), key=lambda finding: finding.time)
     arms = {arm_in_words(finding.arm): finding.arm for finding in findings}
     found: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    verdicts = quality.read(results).verdicts
     greedy: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for finding in findings:
         name = arm_in_words(finding.arm)
-        found[name] |= Book({(finding.kind, finding.arm_key): finding}).columns(finding.arm_key, "")
+        found[name] |= Book({(finding.kind, finding.arm_key): finding}, verdicts).columns(finding.arm_key, "")
         greedy[name] |= finding.found.get(GREEDY, {}) if finding.kind == GENERATED else {}
     rows = {arm_in_words(point.arm): tables.row(point) for point in folder.read(results)[0] if point.ok}
     order = ("baseline", "skip", "layer_skip")
@@ -97,7 +104,7 @@ def _line(name: str, found: dict[str, Any], greedy: dict[str, Any], row: Record 
         name, speed, "" if rate is None else f"{rate:.0%}", _value(found, "ppl", "{:,.2f}"),
         *(_value(found, name, "{:+,.2f}") for name in ("delta_ppl", "delta_ppl_of_greedy", "delta_ppl_of_sampled")),
         f"{greedy['identical']} of {greedy['outputs']}" if "identical" in greedy else "",
-        str(found.get("scores", "")).replace("; ", "<br>"),
+        str(found.get("scores", "")).replace("; ", "<br>"), str(found.get("verdict", "")),
     ]  # fmt: skip
 
 

@@ -129,9 +129,11 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     finally:
         shutil.rmtree(folder)
     try:
-        return made | json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return made | {"verdict": None, "error": done.stderr[-3000:]}
+        found = {}
+    # Where the command fails, its last line is the error alone; its log has the rest.
+    return made | found if "verdict" in found else made | found | {"verdict": None, "stderr": done.stderr[-3000:]}
 
 
 def passes(name: str, found: dict[str, Any], batch_invariant: bool) -> bool:
@@ -159,7 +161,7 @@ def main() -> int:
             one = found[name]
             good &= passes(name, one, chosen.batch_invariant)
             counts = f"{one.get('accepted')} of {one.get('drafted')} accepted"
-            why = one.get("reason") or one.get("error")
+            why = one.get("reason") or one.get("error") or one.get("stderr")
             print(
                 f"{one.get('verdict')!s:<15} {name:<18} {time.perf_counter() - start:.0f} s, {counts}: {why}",
                 flush=True,

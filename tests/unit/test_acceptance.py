@@ -12,6 +12,7 @@ from selfspec_cli.early_exit.acceptance import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     NEVER,
+    USUAL_WEIGHT,
     WEIGHT,
     BatchSwitch,
     Ladder,
@@ -197,3 +198,37 @@ def test_new_requests_count_as_what_is_usual_and_do_not_open_by_themselves():
         switch.forget(names)
     assert opened < 60
     assert len(switch._gained) == 0
+
+
+def test_what_is_usual_forgets_more_slowly_than_a_request():
+    assert 0 < USUAL_WEIGHT < WEIGHT < 1
+
+
+def test_a_trial_of_a_request_is_one_token_long():
+    ladder = Ladder.of(8, COST)
+    estimate = RequestEstimate(ladder, 0.0, 0)
+    assert [estimate.length() for _ in range(FIRST_PAUSE + 1)] == [0] * FIRST_PAUSE + [1]
+
+
+def test_a_switch_begins_on_and_stays_where_drafts_pay_as_much_as_they_cost():
+    assert BatchSwitch(0.5).open(["a"], 4, None)  # it counts on one token, and two drafts cost a step
+
+
+def test_a_request_of_the_batch_counts_by_its_own_drafts():
+    switch = BatchSwitch(0.87)
+    for _ in range(30):
+        switch.verdict("a", 4)
+    assert switch.open(["a"], 10, None)
+    assert not BatchSwitch(0.87).open(["a"], 10, None)
+
+
+def test_a_trial_that_pays_is_followed_by_another():
+    switch = BatchSwitch(0.5)
+    for _ in range(40):
+        switch.verdict("a", 0)
+    assert [switch.open(["a"], 4, None) for _ in range(FIRST_PAUSE + 1)] == [False] * FIRST_PAUSE + [True]
+    switch.verdict("a", 1)  # as much as it cost
+    assert switch.open(["a"], 4, None)
+    switch.verdict("a", 0)
+    assert not any(switch.open(["a"], 4, None) for _ in range(2 * FIRST_PAUSE))
+    assert switch.open(["a"], 4, None)

@@ -1,5 +1,6 @@
 """Draft vocabularies, and the files of heads over them: derived from the full head, derived again when it changes."""
 
+import hashlib
 import os
 import re
 from dataclasses import replace
@@ -126,6 +127,40 @@ def test_a_list_of_ids_has_a_name_of_its_own(cfg, tmp_path):
         names.add(found(replace(cfg, vocab=str(tmp_path / f"{number}.txt"))).name)
     assert len(names) == 2
     assert all(name.startswith("layer3_lens_v2-") for name in names)
+
+
+def test_the_tag_of_a_list_is_the_digest_of_its_ids():
+    """It is part of the names of files: another tag would fit heads anew."""
+    digest = hashlib.sha256(b"1,8").hexdigest()[:8]
+    assert draft_vocab.tag_of("list.txt", torch.tensor([1, 8])) == f"v2-{digest}"
+
+
+def test_a_list_may_begin_with_a_blank_line(tmp_path):
+    (tmp_path / "list").write_text("\n  [8, 1]\n")
+    assert draft_vocab.read_ids(tmp_path / "list", VOCAB).tolist() == [1, 8]
+
+
+def test_counts_are_whole_numbers_and_make_their_folder(tmp_path):
+    counts = draft_vocab.count_tokens([[1, 1, 8], [8, 9, 40]], VOCAB)
+    assert counts.tolist() == [0, 2, 0, 0, 0, 0, 0, 0, 2]
+    assert counts.dtype == torch.int64
+    for _ in range(2):  # again over what is there
+        path = draft_vocab.save_counts(tmp_path / "new" / "heads", counts, "a text")
+    assert [file.name for file in path.parent.iterdir()] == [draft_vocab.COUNTS_FILE]
+
+
+def test_counts_that_cannot_be_written_leave_nothing(tmp_path, monkeypatch):
+    written_to = []
+
+    def full(tensors, path, metadata):
+        written_to.append(os.path.dirname(path))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(draft_vocab, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        draft_vocab.save_counts(tmp_path, COUNTS, "a text")
+    assert written_to == [str(tmp_path)]  # a file of another disk could not take the place of the last one at once
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,11 @@ def test_a_set_is_one_setting_however_it_is_written():
     assert engine_key(one) == engine_key(two) and run_key(one) == run_key(two)
     assert len({engine_key(cfg) for cfg in (one, other, none)}) == 3
     assert identity(two)["skip_layers"] == "10-11" and identity(none)["skip_layers"] is None
+
+
+@pytest.mark.parametrize("part", ["x", "9-3"])
+def test_a_bad_part_is_named_with_the_whole(part):
+    with pytest.raises(SettingsError) as error:
+        skipped_layers(f"1,{part}", "views")
+    assert str(error.value).startswith(f"views = '1,{part}': ")
+    assert f"'{part}'" in str(error.value)

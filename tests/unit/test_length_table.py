@@ -114,3 +114,26 @@ def test_a_table_that_cannot_be_followed_is_refused(spec, message):
     with pytest.raises(SettingsError) as error:
         resolved(**spec)
     assert message in str(error.value)
+
+
+def test_numbers_are_32_bits_wide():
+    largest = 2**31 - 1
+    table = LengthTable.parse(f"{largest}@{largest}:1 {largest}:2", 5)
+    assert table.at(largest, largest).k == 1
+    for word in (f"{largest + 1}:1", f"1@{largest + 1}:1"):
+        with pytest.raises(SettingsError, match=f"allowed: 1 to {largest} requests"):
+            LengthTable.parse(word, 5)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("3:2/much", "'much' in the entry '3:2/much' must be a number"),
+        ("3:2*x", "'x' in the entry '3:2*x' must be a number of 0"),
+    ],
+)
+def test_what_is_no_number_is_named_with_its_entry(word, message):
+    with pytest.raises(SettingsError) as error:
+        LengthTable.parse(word, 5)
+    assert str(error.value).startswith(f"length_table: {message}")
+    assert str(error.value).endswith("or more" if "*" in word else "a number")

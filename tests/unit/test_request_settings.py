@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from selfspec_cli.early_exit.counters import REASONS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.early_exit.length_table import Cell
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 
@@ -47,3 +49,19 @@ def test_what_cannot_be_had_is_refused(asked, message):
 def test_a_threshold_is_checked_against_the_engines_gate(value):
     with pytest.raises(SettingsError, match="selfspec_threshold"):
         RequestSettings.of({"selfspec_threshold": value}, settings(gate="maxp"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "own", "reason"),
+    [
+        (Cell(1, 0, 4), NOTHING, None),
+        (Cell(1, 0, 4), RequestSettings(1), None),
+        (Cell(1, 0, 4), RequestSettings(0), "request"),
+        (Cell(8, 0, 0), NOTHING, "load"),
+        (Cell(8, 0, 0), RequestSettings(0), "load"),
+        (Cell(8, 100, 0), RequestSettings(3), "context"),
+    ],
+)
+def test_what_keeps_a_request_from_being_drafted_for(cell, own, reason):
+    assert switched_off_by(cell, own) == reason
+    assert reason is None or reason in REASONS

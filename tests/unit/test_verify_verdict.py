@@ -163,6 +163,10 @@ def test_several_runs_have_the_verdict_of_the_worst():
     found = run.finished([one([], "lossless"), one(["near-tie"], "fault")], batch_invariant=False)
     assert (found["verdict"], found["runs"]) == ("near-ties only", 2)  # judged again when tokens came together
     assert found["verdicts"] == {"lossless": 1, "near-ties only": 1}
+    assert [(one["verdict"], one["drafted"], one["accepted"]) for one in found["each"]] == [
+        ("lossless", 90, 40),
+        ("near-ties only", 90, 40),
+    ]
     assert run.finished([one(["near-tie"], "fault")], batch_invariant=True)["verdict"] == "fault"
     assert run.finished([one(["fault"], "fault"), one([], "lossless")], False)["suspect"] == "accept_one_more"
 

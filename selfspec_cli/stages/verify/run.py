@@ -181,7 +181,9 @@ def finished(found: list[dict[str, Any]], batch_invariant: bool) -> dict[str, An
     last = verdict.worst([document["verdict"] for document in found])
     chosen = next(document for document in found if document["verdict"] == last)
     counts = {name: sum(one["verdict"] == name for one in found) for name in {one["verdict"] for one in found}}
-    return chosen | {"runs": len(found), "verdicts": counts}
+    names = ("seed", "verdict", "drafted", "accepted", "plain_repeats", "own_drafts")
+    each = [{name: one.get(name) for name in names} for one in found]
+    return chosen | {"runs": len(found), "verdicts": counts, "each": each}
 
 
 def save(document: dict[str, Any], results: Path) -> dict[str, Any]:

@@ -36,6 +36,49 @@ def test_rounding_is_no_worse_than_with_the_plain_scale(kind: Integers):
     assert chosen < 1.001 * plain  # scales are stored as halves
 
 
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_of_five_scales_each_group_gets_the_best(kind: Integers):
+    groups = torch.randn(64, 4, GROUP, generator=torch.Generator().manual_seed(2))
+    top, largest = 2 ** (kind.width - 1), groups.abs().amax(2, keepdim=True)
+    extreme = torch.where(groups.amax(2, keepdim=True) == largest, largest, -largest)
+    tried = [extreme / -top, *(largest / (top - 1) * closer for closer in (1.0, 0.95, 0.9, 0.85))]
+    halves = [scale.half().float() for scale in tried]
+    errors = [((groups / one).round().clamp(-top, top - 1) * one - groups).square().sum(2) for one in halves]
+    restored = kind.dequantise(kind.quantise(groups.flatten(1)), torch.float32).view_as(groups)
+    assert torch.allclose((restored - groups).square().sum(2), torch.stack(errors).amin(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+def test_integers_times_a_scale_are_kept_exactly(kind: Integers):
+    top = 2 ** (kind.width - 1)
+    q = torch.randint(-top, top, (4, 2 * GROUP), generator=torch.Generator().manual_seed(3)).float()
+    q[:, ::GROUP] = -top
+    assert kind.dequantise(kind.quantise(q / 2), torch.float32).equal(q / 2)
+
+
+def test_a_fit_minds_what_the_data_do():
+    """Inputs that do not depend on each other, some a hundred times as large: only the choice of scales can differ."""
+    weight = torch.randn(32, 2 * GROUP, generator=torch.Generator().manual_seed(4))
+    sizes = torch.ones(2 * GROUP)
+    sizes[::8] = 1e4
+    kind = DRAFT_WEIGHTS["int4"]
+    fitted, rounded = (
+        float(((kind.dequantise(copy, torch.float32) - weight).square() * sizes).sum())
+        for copy in (kind.fit(weight, torch.diag(sizes)), kind.quantise(weight))
+    )
+    assert fitted < 0.99 * rounded
+
+
+@pytest.mark.parametrize("broken", [torch.randn(4, 96), torch.full((4, GROUP), torch.nan)])
+def test_a_fit_refuses_what_rounding_does(broken):
+    told = []
+    for make in (DRAFT_WEIGHTS["int4"].quantise, lambda one: DRAFT_WEIGHTS["int4"].fit(one, torch.eye(one.shape[1]))):
+        with pytest.raises(SettingsError) as error:
+            make(broken)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
 def test_groups_of_zeros_and_of_tiny_values_stay_finite():
     weight = torch.zeros(2, 2 * GROUP)
     weight[1, :GROUP] = 1e-12

@@ -110,7 +110,7 @@ def made(rank=2, kind="int4", fingerprint="abc"):
 
 def test_a_file_holds_what_was_saved(tmp_path):
     fitted = made()
-    path = fitted_weights.save(tmp_path / "new" / "copies.safetensors", fitted)
+    path = fitted_weights.save(tmp_path / "new" / "folder" / "copies.safetensors", fitted)
     read = fitted_weights.load(path, "int4", "abc")
     assert read.about == fitted.about == fitted_weights.read_about(path)
     for name, copy in fitted.copies.items():
@@ -137,7 +137,10 @@ def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
     path = fitted_weights.save(tmp_path / "copies.safetensors", made())
     with pytest.raises(SettingsError, match=r"holds int4 copies, and draft_weights is 'int8'; allowed: .*int4"):
         fitted_weights.load(path, "int8")
-    with pytest.raises(SettingsError, match="made of another model: its fingerprint is abc, this model's is xyz"):
+    with pytest.raises(
+        SettingsError,
+        match=f"^draft_weights_path = '{path}' was made of another model: its fingerprint is abc, this model's is xyz",
+    ):
         fitted_weights.load(path, "int4", "xyz")
     with pytest.raises(SettingsError, match=r"missing.safetensors'? cannot be read"):
         fitted_weights.load(tmp_path / "missing.safetensors", "int4")

@@ -71,7 +71,10 @@ def test_a_copy_stands_for_its_weight(name, dtype):
     ("facts", "reason"),
     [
         (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
-        (WeightFacts("cuda", is_moe=True, expert_parallel=True), "enable_expert_parallel = True"),
+        (
+            WeightFacts("cuda", is_moe=True, expert_parallel=True),
+            "here: enable_expert_parallel = True, and copies are for experts that are split as other weights are;",
+        ),
         (
             WeightFacts("cuda", capability=(8, 0), device_name="A100"),
             "compute capability 8.9 or more, and this is A100",

@@ -1,4 +1,4 @@
-"""Small parts of heads and their fits that larger tests pass over: fingerprints, names, legacy files, blocks, rounds."""
+"""Parts of heads and their fits that larger tests pass over: fingerprints, names, legacy files, blocks, rounds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_temporary_file_lies_beside_the_head(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         save_head(tmp_path / "new" / "h.safetensors", lsq_head(torch.zeros(9, 4)), HeadMetadata("lsq", 3, 4, 9))
     assert seen == [str(tmp_path / "new")]
-    with pytest.raises(HeadError, match="saved as .safetensors, not 'h.pt'"):
+    with pytest.raises(HeadError, match=r"saved as \.safetensors, not 'h\.pt'"):
         save_head(tmp_path / "h.pt", lsq_head(torch.zeros(9, 4)), HeadMetadata("lsq", 3, 4, 9))
 
 
@@ -94,7 +94,7 @@ def test_a_legacy_head_may_have_a_bias(tmp_path):
 
 def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):
     (tmp_path / ".layer3_lsq.safetensors").write_bytes(b"half written")
-    with pytest.raises(HeadError, match="it has no head$"):
+    with pytest.raises(HeadError, match=r"it has no head$"):
         find_head(tmp_path, 3)
 
 
@@ -143,7 +143,7 @@ def test_a_low_rank_fit_reports_the_condition_of_the_whole():
 def test_what_is_not_finite_is_called_state_or_target():
     states, targets = torch.randn(4, 6), torch.randn(4, 5)
     targets[2, 1] = torch.nan
-    with pytest.raises(FitError, match="^target of token 2 "):
+    with pytest.raises(FitError, match=r"^target of token 2 "):
         NormalEquations(6, 5).update(states, targets)
 
 

@@ -126,10 +126,10 @@ def save_tiny(
 ) -> Path:  # fmt: skip
     """Make the model `name` of ARCHITECTURES on the current device and save it to `folder`, as `vllm.LLM` loads it.
 
-    grade: other values than DECAY and SHARPNESS ("decay", "sharpness"), for other depths and vocabularies. dtype: of
-    the file. changes: to its transformers config.
+    grade: other values than FIRST, DECAY and SHARPNESS ("first", "decay", "sharpness"), for other depths, widths and
+    vocabularies. dtype: of the file. changes: to its transformers config.
     """
-    grade = {"decay": DECAY, "sharpness": SHARPNESS} | (grade or {})
+    grade = {"first": FIRST, "decay": DECAY, "sharpness": SHARPNESS} | (grade or {})
     from transformers import AutoModelForCausalLM
 
     tiny = ARCHITECTURES[name]
@@ -137,7 +137,7 @@ def save_tiny(
     model = AutoModelForCausalLM.from_config(tiny.make(**changes), dtype=torch.float32).eval()
     if tiny.gradable:
         _randomise(model)
-        _grade(model, tiny.post_norms, grade["decay"])
+        _grade(model, tiny.post_norms, grade["first"], grade["decay"])
         _sharpen(model, grade["sharpness"])
     model.to(dtype).save_pretrained(folder)
     return folder
@@ -175,8 +175,8 @@ def _randomise(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _grade(model: nn.Module, post_norms: tuple[str, ...], decay: float) -> None:
-    """Rescale what each layer adds to the residual stream to FIRST * decay**i, measured on random tokens."""
+def _grade(model: nn.Module, post_norms: tuple[str, ...], first: float, decay: float) -> None:
+    """Rescale what each layer adds to the residual stream to first * decay**i, measured on random tokens."""
     layers: Any = model.model.layers
     ids = torch.randint(3, model.config.vocab_size, (4, 48))
     seen: dict[str, torch.Tensor] = {}
@@ -190,7 +190,7 @@ def _grade(model: nn.Module, post_norms: tuple[str, ...], decay: float) -> None:
             hook = layer.register_forward_hook(measure, with_kwargs=True)
             model(input_ids=ids)
             hook.remove()
-            factor = FIRST * decay**index / float(seen["added"].std())
+            factor = first * decay**index / float(seen["added"].std())
             for part in _outputs(layer, post_norms):
                 if post_norms:  # their gain is 1 + weight
                     part.copy_((1 + part) * factor - 1)

@@ -77,7 +77,8 @@ LARGE: dict[str, dict[str, Any]] = {"llama_8b": {}}  # only by name
 POINTS = {"llama_8b": (8, 3)}  # exit layer, draft length
 # What a layer adds falls off so that as much is missing after 8 of 32 as after 4 of 8; the logits' std is such that of
 # 128,256 tokens a few tens are likely, as of 256 with the usual one.
-GRADES = {"llama_8b": {"decay": 0.85, "sharpness": 4.0}}
+# Gemma's lm_head is its embedding: at this width a token follows itself for ever, unless the first layer outweighs it.
+GRADES = {"llama_8b": {"decay": 0.85, "sharpness": 4.0}, "gemma3": {"first": 16.0}}
 PASSING = ("lossless", "near-ties only")
 LIMIT = 560  # seconds for one shape
 GRAPHS = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from selfspec_cli.stages.verify import distribution
+from selfspec_cli.stages.verify import distribution, sampling
 from selfspec_cli.stages.verify.distribution import ALPHA, Sample, compare
+from selfspec_cli.stages.verify.sampling import Drawn
 
 VOCAB, LENGTH = 24, 5
 CHAIN = np.random.default_rng(7).normal(size=(VOCAB, VOCAB)) * 2.0
@@ -97,3 +98,16 @@ def test_distance_is_the_share_of_texts_that_would_have_to_change():
     ours = np.array([[1], [1], [2], [2]])
     assert distribution.distance(ours, np.array([[1], [2], [2], [2]])) == pytest.approx(0.25)
     assert distribution.distance(ours, ours[::-1]) == 0
+
+
+def test_where_plain_decoding_draws_one_text_the_arm_must_draw_it_too():
+    """Random weights of a Gemma 3 were so sure of themselves, and their verdict was that nothing was shown."""
+    one = Drawn(Sample(np.ones((384, 8), dtype=int), np.full(384, -0.1)))
+    row = sampling.judge("temperature 0.8", one, [one, one], None)
+    assert row["verdict"] == "same"
+    assert "one text every time" in row["note"]
+
+    tokens, scores = one.sample.tokens.copy(), one.sample.scores.copy()
+    tokens[:40, 3], scores[:40] = 7, -2.0
+    row = sampling.judge("temperature 0.8", Drawn(Sample(tokens, scores)), [one, one], None)
+    assert row["verdict"] == "differs"

@@ -301,7 +301,7 @@ def main() -> int:
     cov.start()
     # Nobody reads why a test failed: plain assertions and tracebacks are made faster.
     arguments = ["-q", "--no-header", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", "-p", "no:xdist",
-                 "-o", "tmp_path_retention_policy=none", "--basetemp", str(out.parent / "tmp")]  # fmt: skip
+                 "-o", "tmp_path_retention_policy=none", "--basetemp", str(out.with_suffix(".tmp"))]  # fmt: skip
     return int(
         pytest.main([*arguments, *suite["tests"]], plugins=[Session(modules, out, cov, options.since, options.every)])
     )

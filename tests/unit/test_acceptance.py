@@ -232,3 +232,24 @@ def test_a_trial_that_pays_is_followed_by_another():
     switch.verdict("a", 0)
     assert not any(switch.open(["a"], 4, None) for _ in range(2 * FIRST_PAUSE))
     assert switch.open(["a"], 4, None)
+
+
+def test_a_late_verdict_is_no_trial():
+    """On CUDA a round's verdict may arrive when the next round has begun."""
+    switch = BatchSwitch(0.5)
+
+    def rounds(gained: int, until: bool) -> None:
+        for _ in range(200):
+            switch.verdict("a", gained)
+            switch.open(["a"], 4, None)
+            if switch.on == until:
+                return
+        raise AssertionError("the switch did not move")
+
+    rounds(0, False)
+    while not switch.open(["a"], 4, None):
+        pass  # the first trial
+    rounds(4, True)
+    rounds(0, False)
+    switch.verdict("a", 0)  # of the last round that was drafted for
+    assert any(switch.open(["a"], 4, None) for _ in range(FIRST_PAUSE))

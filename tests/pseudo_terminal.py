@@ -16,6 +16,8 @@ class Terminal:
     """raw: everything written. seen: what the user saw after each write, and before a picture was erased."""
 
     def __init__(self, command, folder, columns, environment, timeout=120):
+        # pytest-xdist sets COLUMNS in its workers, which counts for more than the size of the terminal.
+        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
         self.child = pexpect.spawn(command[0], command[1:], cwd=str(folder), env=environment, timeout=timeout,
                                    dimensions=(ROWS, columns))  # fmt: skip
         self.screen, self.raw, self.seen, self.events = pyte.Screen(columns, ROWS), "", [], []

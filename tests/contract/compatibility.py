@@ -14,7 +14,7 @@ from typing import Any
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
 from selfspec_cli.vllm_plugin import refusals, spec_config
 
-YES, REFUSED, BY_VLLM, UNSHOWN = "yes", "refused", "refused by vLLM", "not shown yet"
+YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
 """0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu/lossless*.json`."""
@@ -24,7 +24,7 @@ CASES = "tried"
 class Row:
     """One line of the table.
 
-    what: the feature. works: YES, REFUSED, BY_VLLM or UNSHOWN. note: how it works, or why not. cpu: the test that shows
+    what: the feature. works: YES, REFUSED or BY_VLLM. note: how it works, or why not. cpu: the test that shows
     it, as "file::function" below tests/. on_cpu: what the table says of the CPU, if it is not that this test passes.
     gpu: what was seen on a GPU. refusal: raises the error of a row that we refuse; instead: words of its message.
     """
@@ -113,9 +113,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
             "(compressed-tensors W4A16) in float16, because vLLM's product with them takes no float32 there",
             WORKS_WITH + "test_quantised_targets"),
-        Row("multimodal models", UNSHOWN, "drafts are made of text; a picture is in the keys and values already. On a "
-            "CPU: Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which has no build for a CPU "
-            "PyTorch", WORKS_WITH + "test_multimodal_models", on_cpu="not run to its end"),
+        Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
+            "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
+            WORKS_WITH + "test_multimodal_models"),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
             refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",

@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from transcripts import without_folders
 
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
@@ -49,8 +50,9 @@ class Terminal:
         """The session as an asciinema recording, and beside it as text: each picture that differs from the last."""
         head = {"version": 2, "width": self.columns, "height": ROWS, "title": title}
         lines = [json.dumps(head), *(json.dumps([round(at, 3), "o", text]) for at, text in self.events)]
-        file.with_suffix(".cast").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        file.with_suffix(".cast").write_text(without_folders("\n".join(lines)) + "\n", encoding="utf-8")
         pictures = [seen for seen, after in zip(self.seen, [*self.seen[1:], ""], strict=True)
                     if len(seen) >= len(after) and seen.strip()]  # fmt: skip
         rule = "\n" + "-" * self.columns + "\n"
-        file.with_suffix(".txt").write_text(f"$ {title}{rule}{rule.join(dict.fromkeys(pictures))}\n", encoding="utf-8")
+        text = without_folders(f"$ {title}{rule}{rule.join(dict.fromkeys(pictures))}\n")
+        file.with_suffix(".txt").write_text(text, encoding="utf-8")

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from served import START_SECONDS, metric, served
+from transcripts import without_folders
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.compose import compose_runs
@@ -101,7 +101,7 @@ def _keep(server: Server) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     here = str(reference_model_dir())
     for name, text in (("openai_client.txt", "\n".join(server.transcript)), ("server.log", server.log.read_text())):
-        text = text.replace(here, "MODEL").replace(sys.prefix, "VENV").replace(str(Path.cwd()), ".")
+        text = without_folders(text.replace(here, "MODEL"))
         (Path(folder) / name).write_text(text, encoding="utf-8")
 
 

@@ -68,11 +68,13 @@ def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
     """Keys and values that are latent vectors (MLA), on a CPU. device: where vLLM runs; None asks it.
 
     vLLM 0.32.0's backend CPU_MLA does not give the tokens of a verify pass what one token at a time gets: with n-gram
-    drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens.
+    drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens. The same holds
+    with VLLM_MLA_DISABLE=1, where such a model is no latent one for vLLM.
     """
     from vllm.platforms import current_platform
 
-    if target.use_mla and (device or current_platform.device_type) == "cpu":
+    latent = target.use_mla or target.is_deepseek_mla
+    if latent and (device or current_platform.device_type) == "cpu":
         raise SettingsError(
             f"model {target.model} is not supported with early exit on a CPU: vLLM's latent attention (MLA) for CPUs "
             "is not right for several tokens at once, whoever drafted them; serve it "

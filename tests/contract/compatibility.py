@@ -56,7 +56,7 @@ def target(name: str, value: Any = True) -> Callable[[], Any]:
 
 
 def latents_on_a_cpu() -> Any:
-    refusals.refuse_latents(SimpleNamespace(model="m", use_mla=True), "cpu")
+    refusals.refuse_latents(SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True), "cpu")
 
 
 def adapters_of_experts() -> Any:

@@ -116,7 +116,9 @@ def test_linear_layers_multiply_through_their_quant_method_alone():
         assert "self.weight" not in source, kind
 
 
-@pytest.mark.parametrize("name", ["is_moe", "is_hybrid", "is_attention_free", "uses_mrope", "use_mla", "is_deepseek_mla"])
+@pytest.mark.parametrize(
+    "name", ["is_moe", "is_hybrid", "is_attention_free", "uses_mrope", "use_mla", "is_deepseek_mla"]
+)
 def test_what_is_refused_of_a_model_can_be_asked(name):
     assert isinstance(getattr(module("vllm.config").ModelConfig, name), property)
 

@@ -182,7 +182,7 @@ def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
     whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
     found = []
     for number in range(count):
-        share = whole | {"first": number, "step": count, "out": str((folder / _name("samples", number)).absolute())}
+        share = whole | {"first": number, "step": count, "out": str((folder / _samples(number)).absolute())}
         share["csv"] = str(folder / f"locust{number or ''}")
         if job.clients is not None:
             share["clients"] = len(range(number, job.clients, count))
@@ -197,8 +197,8 @@ def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _name(stem: str, number: int) -> str:
-    return f"{stem}{number or ''}.jsonl"
+def _samples(number: int) -> str:
+    return f"samples{number or ''}.jsonl"
 
 
 def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.Popen[bytes]:
@@ -213,7 +213,7 @@ def _start(part: Mapping[str, Any], folder: Path, out: BinaryIO) -> subprocess.P
 
 def _joined(folder: Path, parts: Sequence[Mapping[str, Any]]) -> Run:
     """The samples of all processes, in one file from here on."""
-    whole = folder / _name("samples", 0)
+    whole = folder / _samples(0)
     with open(whole, "a", encoding="utf-8") as out:
         for part in parts[1:]:
             if (file := Path(part["out"])).is_file():

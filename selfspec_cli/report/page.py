@@ -7,6 +7,7 @@ makes no request. Code and data are packed (gzip), and the browser unpacks them.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 from dataclasses import replace
@@ -60,11 +61,12 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "reload": reload,
     }
     page, table, levels = "", details.table(found), _levels(found)
+    times = functools.cache(lambda level: details.details(found, level))
     for most in MOST_PANELS:
         shown = [limited(figure, most) for figure in figures]
         document = {"figures": [_figure(figure, places) for figure in shown], "table": table}
         for level in levels if most == MOST_PANELS[0] else levels[-2:]:
-            document["details"] = details.details(found, level)
+            document["details"] = times(level)
             data = packed(json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
             page = show(words | {"figures": shown, "data": data})
             if len(page.encode()) <= LIMIT:

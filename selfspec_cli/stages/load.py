@@ -7,8 +7,6 @@ arrive are the same for all of them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.keys import baseline_of
+from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
 from selfspec_cli.engine.clients import BUSY, COMPLETIONS, ClientsError, Job, Run, processes_for, warm_up
@@ -140,7 +138,7 @@ class Loader:
             return cfg, {}
         clients = load.clients or cfg.engine.max_num_seqs
         closed = replace(cfg, load=replace(load, clients=clients, share=None, burst=1))
-        name = _digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
+        name = digest([to_plain(baseline_of(closed)), server.url if server.process is None else ""])
         if name not in self.saturation:
             self._warm_up(closed, server, prompts)
             job = self.job(closed, server, prompts, 0)
@@ -265,7 +263,3 @@ def doubts(engine: dict[str, Any]) -> list[str]:
     if engine.get("tokens_counted") is False:
         found.append("the server does not count its tokens: each output was taken for one")
     return found
-
-
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

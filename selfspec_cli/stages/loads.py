@@ -121,13 +121,12 @@ def survey(
         if found and not go_on():
             break
         at = replace(cfg, workload=replace(cfg.workload, batch=requests, num_prompts=requests))
-        judged = []
+        prompts, judged = workload_prompts(at, engine), []
         # An engine with adaptive verification can do without it, too.
         for trims in (True, False) if cfg.verification == "adaptive" else (False,):
             if cfg.verification == "adaptive":
                 engine.set_verification_from(1 if trims else LARGEST)
-            settings = [measure.PLAIN, *tried]
-            plain, *arms = measure.run(engine, at, workload_prompts(at, engine), settings, repeats=repeats)
+            plain, *arms = measure.run(engine, at, prompts, [measure.PLAIN, *tried], repeats=repeats)
             judged.append(_judged(requests, plain, arms, trims))
         best = max(judged, key=lambda one: one.speedup)
         found.append(replace(best, rows=[row for one in judged for row in one.rows]))

@@ -88,9 +88,14 @@ def capture_every_width(original: Function) -> Function:
     def _set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not carried_by(self):
             return original(self, *args, **kwargs)
-        from selfspec_cli.vllm_plugin.v2.sizes import graphs_for_widths
+        from selfspec_cli.vllm_plugin.v2.sizes import capture_larger_steps
 
-        return graphs_for_widths(original)(self, *args, **kwargs)
+        chosen = self.compilation_config
+        by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
+        found = original(self, *args, **kwargs)
+        if not by_user:
+            capture_larger_steps(self)
+        return found
 
     return _set_cudagraph_sizes
 

@@ -77,8 +77,7 @@ def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
     if latent and (device or current_platform.device_type) == "cpu":
         raise SettingsError(
             f"model {target.model} is not supported with early exit on a CPU: vLLM's latent attention (MLA) for CPUs "
-            "is not right for several tokens at once, whoever drafted them; serve it "
-            "without a speculative_config"
+            "is not right for several tokens at once, whoever drafted them; serve it without a speculative_config"
         )
 
 

@@ -99,9 +99,8 @@ def judge(name: str, ours: Drawn, plain: Sequence[Drawn], known: np.ndarray | No
         p = min(p, 1.0 if ps[0] is None else ps[0])
     if floor.p < ALPHA:
         return row | {"verdict": "not shown", "note": "two samples of the plain engine differ from each other"}
-    if least is None and len(np.unique(np.concatenate([one.tokens, other.tokens]), axis=0)) == 1:
-        note = "the plain engine draws one text every time, so that only other texts could be told from it"
-        return row | {"verdict": "differs" if p < ALPHA else "same", "note": note}
     if least is None:
-        return row | {"verdict": "not shown", "note": "so few texts tell nothing"}
+        if len(np.unique(np.concatenate([one.tokens, other.tokens]), axis=0)) > 1:
+            return row | {"verdict": "not shown", "note": "so few texts tell nothing"}
+        row["note"] = "the plain engine draws one text every time, so that only other texts could be told from it"
     return row | {"verdict": "differs" if p < ALPHA else "same"}

@@ -9,8 +9,6 @@ graphs are captured.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -58,26 +56,15 @@ def reach(settings: ResolvedSettings, limit: int) -> int:
     return (settings.k + 1) * min(limit, RAISED)
 
 
-def graphs_for_widths(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`VllmConfig._set_cudagraph_sizes` for an engine with early exit: vLLM's own sizes, and those beyond its limit.
-
-    Sizes or a limit that the user chose stay as they are.
-    """
-
-    @functools.wraps(original)
-    def _set_cudagraph_sizes(self: Any) -> None:
-        chosen = self.compilation_config
-        by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
-        original(self)
-        settings = settings_of(self)
-        if by_user or settings is None or not settings.verify or not self.use_v2_model_runner:
-            return
-        own, limit = chosen.cudagraph_capture_sizes, self.scheduler_config.max_num_seqs
-        room = self.scheduler_config.max_num_batched_tokens
-        sizes = [count * (settings.k + 1) for count in request_counts(min(limit, RAISED))]
-        more = [size for size in sizes if own and own[-1] < size <= room]
-        if more:
-            chosen.cudagraph_capture_sizes = [*own, *more]
-            chosen.max_cudagraph_capture_size = more[-1]
-
-    return _set_cudagraph_sizes
+def capture_larger_steps(config: Any) -> None:
+    """Adds to the sizes that vLLM chose for an engine with early exit those beyond its limit. config: a VllmConfig."""
+    settings = settings_of(config)
+    if settings is None or not settings.verify or not config.use_v2_model_runner:
+        return
+    chosen, scheduler = config.compilation_config, config.scheduler_config
+    own, room = chosen.cudagraph_capture_sizes, scheduler.max_num_batched_tokens
+    sizes = [count * (settings.k + 1) for count in request_counts(min(scheduler.max_num_seqs, RAISED))]
+    more = [size for size in sizes if own and own[-1] < size <= room]
+    if more:
+        chosen.cudagraph_capture_sizes = [*own, *more]
+        chosen.max_cudagraph_capture_size = more[-1]

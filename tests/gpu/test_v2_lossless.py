@@ -5,7 +5,7 @@ once and decoding one token at a time can be compared in bf16 at all. Without it
 must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
-    python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--tensor-parallel N]
+    python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--part I/N] [--tensor-parallel N]
                                          [--near-ties | --gates | --lengths] [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -68,6 +68,7 @@ GPU: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 16,
     "max_model_len": MAX_LEN,
+    "gpu_memory_utilization": 0.1,  # several of these engines may share a GPU, one from each of several processes
 }
 COMPILED = {"compilation_config": {}}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
@@ -499,6 +500,7 @@ def main() -> int:
         metavar="SUBSTRING",
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
+    options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
@@ -512,7 +514,15 @@ def main() -> int:
         return report_gates(chosen.only, chosen.out)
     if chosen.lengths:
         return report_lengths(chosen.only, chosen.tensor_parallel, chosen.out)
-    return report_cases(chosen.only, chosen.tensor_parallel, chosen.out)
+    return report_cases(chosen.only, chosen.part, chosen.tensor_parallel, chosen.out)
+
+
+def part_of(all_cases: Iterable[Case], part: str) -> list[Case]:
+    """The Ith of N runs of neighbouring cases ("I/N"); neighbours often share the plain engine that they need."""
+    number, count = map(int, part.split("/"))
+    listed = list(all_cases)
+    first, end = (len(listed) * at // count for at in (number - 1, number))
+    return listed[first:end]
 
 
 def wanted(case: Case, only: list[str]) -> bool:
@@ -525,10 +535,11 @@ def save(file: Path, found: dict[str, Any]) -> None:
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def report_cases(only: list[str], tensor_parallel: int, out: Path) -> int:
+def report_cases(only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
-    waits = watched(Case("llama", *MIDDLE)) if not shared and not only else None
-    return report_each(cases(**shared), only, out, not (waits or {}).get("allocations"), propose=waits)
+    chosen = part_of((case for case in cases(**shared) if wanted(case, only)), part)
+    waits = watched(Case("llama", *MIDDLE)) if not shared and not only and part.startswith("1/") else None
+    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
 
 
 def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:
@@ -539,16 +550,15 @@ def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:
         waits = watched(Case("llama", *MIDDLE, spec={"length_table": TABLE, "adaptive_length": True}))
         print(f"    {widths} {waits}", flush=True)
     good = not {"NONE 1", "NONE 3", "NONE 6"} & widths.keys() and not waits.get("allocations")
-    return report_each(lengths(**shared), only, out, good, propose=waits, replayed=widths)
+    chosen = (case for case in lengths(**shared) if wanted(case, only))
+    return report_each(chosen, out, good, propose=waits, replayed=widths)
 
 
-def report_each(chosen: Iterator[Case], only: list[str], out: Path, passed: bool, **more: Any) -> int:
+def report_each(chosen: Iterable[Case], out: Path, passed: bool, **more: Any) -> int:
     """Run and report cases. passed: whether what was tried before them did; more: what it found."""
     done: list[Case] = []
     broken: dict[str, str] = {}
     for case in chosen:
-        if not wanted(case, only):
-            continue
         try:
             done.append(run(case))
         except Exception as error:  # the next case is worth running all the same

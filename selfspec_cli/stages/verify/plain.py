@@ -14,6 +14,7 @@ from selfspec_cli.stages.verify import greedy, sampling, verdict
 from selfspec_cli.stages.verify.arm import Arm, Wanted, draw
 from selfspec_cli.stages.verify.cases import Case
 from selfspec_cli.stages.verify.greedy import Difference, Observed
+from selfspec_cli.stages.verify.sampling import Drawn
 
 
 def tolerance_of(cfg: RunConfig, wanted: Wanted) -> float:
@@ -41,7 +42,8 @@ class Unsure:
 def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dict[str, Any], list[Unsure]]:
     """The document of one run, and the cases in which outputs differ."""
     tolerance, rows, unsure = tolerance_of(cfg, wanted), [], []
-    proof = _prove(engine, wanted, arm, tolerance)
+    sampled = {name: _plain_samples(engine, wanted, arm, number) for number, name in enumerate(wanted.settings)}
+    proof = _prove(engine, wanted, arm, sampled, tolerance)
     plain_repeats: dict[str, int] | None = None
     for case in arm.cases:
         ours, plain = arm.observed[case.name], greedy.perform(engine, case, drafting=False)
@@ -69,7 +71,7 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "own_drafts": _own_drafts(arm, exact and not any(row["plain_differs"] for row in rows)),
         "head": verdict.head(arm.claimed, arm.alone),
         "admission": arm.admission,
-        "sampling": _sampled(engine, arm, wanted),
+        "sampling": _judged(engine, arm, sampled),
         "plain_repeats": plain_repeats,
         "drafted": arm.drafted,
         "accepted": sum(one.counts.accepted for one in arm.observed.values() if one.counts),
@@ -127,8 +129,10 @@ def _hollow(case: Case, ours: Observed, plain: Observed) -> str | None:
     return None
 
 
-def _prove(engine: Engine, wanted: Wanted, arm: Arm, tolerance: float) -> dict[str, dict[str, Any]]:
-    """What was planted must be found by the same judgement that the cases get."""
+def _prove(
+    engine: Engine, wanted: Wanted, arm: Arm, sampled: dict[str, list[Drawn]], tolerance: float
+) -> dict[str, dict[str, Any]]:
+    """What was planted must be found by the same judgement that the cases get. sampled: the plain engine's texts."""
     proof: dict[str, dict[str, Any]] = {}
     if wanted.brief:
         return proof
@@ -139,8 +143,7 @@ def _prove(engine: Engine, wanted: Wanted, arm: Arm, tolerance: float) -> dict[s
     wrong = sum(one.kind == "fault" for one in found)
     proof["accept_one_more"] = {"caught": wrong > 0, "differ": len(found), "compared": len(asked)}
     if arm.biased is not None:
-        plain = [draw(engine, arm, wanted, sampling.QUICK[0], 901 + number) for number in range(2)]
-        row = sampling.judge("biased", arm.biased, plain, None)
+        row = sampling.judge("biased", arm.biased, sampled[sampling.QUICK[0]], None)
         proof["biased_sampler"] = {"caught": row["verdict"] == "differs", "p": row.get("p")}
     return proof
 
@@ -165,13 +168,17 @@ def _own_drafts(arm: Arm, exact: bool) -> dict[str, Any] | None:
     return verdict.own_drafts(arm.alone, company, exact)
 
 
-def _sampled(engine: Engine, arm: Arm, wanted: Wanted) -> list[dict[str, Any]]:
+def _plain_samples(engine: Engine, wanted: Wanted, arm: Arm, number: int) -> list[Drawn]:
+    """Two samples of the plain engine by the `number`th way to sample; by none that the arm's engine has refused."""
+    name = wanted.settings[number]
+    if arm.drawn[name].sample is None:
+        return [arm.drawn[name]] * 2
+    return [draw(engine, arm, wanted, name, 100 + 2 * number + half) for half in range(2)]
+
+
+def _judged(engine: Engine, arm: Arm, sampled: dict[str, list[Drawn]]) -> list[dict[str, Any]]:
     rows = []
-    for number, (name, ours) in enumerate(arm.drawn.items()):
-        plain = [ours, ours]
-        known = None
-        if ours.sample is not None:
-            plain = [draw(engine, arm, wanted, name, 100 + 2 * number + half) for half in range(2)]
-            known = sampling.exact(engine, arm.prompt, name)
-        rows.append(sampling.judge(name, ours, plain, known))
+    for name, ours in arm.drawn.items():
+        known = sampling.exact(engine, arm.prompt, name) if ours.sample is not None else None
+        rows.append(sampling.judge(name, ours, sampled[name], known))
     return rows

@@ -5,8 +5,8 @@ Each function raises SettingsError. docs/compatibility.md has a row for every on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, require_device
@@ -15,6 +15,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 def require_runner(device: str, v2: bool | None) -> None:
@@ -155,20 +156,26 @@ def refuse_fitted_copies(path: str | None, shards: int) -> None:
         )
 
 
-def refuse_window(window: int | None, specs: Mapping[int, Any]) -> None:
+NARROWER = ("sliding_window", "attention_chunk_size", "rswa_window")
+"""Field of vLLM's FullAttentionSpec, or of a spec made from it, that is not None for attention to less than all."""
+
+
+def refuse_window(window: int | None, groups: Iterable[AttentionGroup]) -> None:
     """Drafts with a window read a shortened block table, which only attention to the whole context can take.
 
-    specs: vLLM's KVCacheSpec by number of KV cache group, of the groups that draft. Raises SettingsError.
+    groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if window is None:
         return
+    drafting = list(groups)
     whole = all(
-        isinstance(spec, FullAttentionSpec) and not spec.sliding_window and not spec.attention_chunk_size
-        for spec in specs.values()
+        isinstance(group.kv_cache_spec, FullAttentionSpec)
+        and not any(getattr(group.kv_cache_spec, name, None) for name in NARROWER)
+        for group in drafting
     )
-    if not whole or len(specs) > 1:
+    if not whole or len({group.kv_cache_group_id for group in drafting}) > 1:
         raise SettingsError(
             f"draft_window = {window} is not supported for this model: some of its layers do not attend to the whole "
             "context, and count positions in it; leave draft_window out"

@@ -184,7 +184,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("drafts with a window of the context (draft_window)", YES, "",
             "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets"),
         Row("the same for layers with a sliding window of their own", REFUSED, "they count positions in the context",
-            refusal=lambda: refusals.refuse_window(64, {0: object()}), instead="leave draft_window out"),
+            refusal=lambda: refusals.refuse_window(64, [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]),
+            instead="leave draft_window out"),
         Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "
             "only if every pass runs all layers", refusal=engine(offload_group_size=4), instead="cpu_offload_gb"),
         Row("keys of a speculative_config that are for other methods", REFUSED, "they would change nothing",

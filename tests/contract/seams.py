@@ -162,6 +162,8 @@ SIGNATURES = {
 
 # Class -> fields that we fill or read.
 FIELDS = {
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "sliding_window attention_chunk_size",
+    "vllm.v1.kv_cache_interface:RSWASpec": "rswa_window",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc query_start_loc_cpu seq_lens "
     "seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping "
     "positions",
@@ -184,7 +186,7 @@ FIELDS = {
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
     "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
-    "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id backend",
+    "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
     "logits_indices input_ids positions",

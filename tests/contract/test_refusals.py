@@ -7,6 +7,7 @@ import torch
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import spec_config, versions
+from selfspec_cli.vllm_plugin.refusals import refuse_window
 
 pytestmark = pytest.mark.contract
 
@@ -26,6 +27,22 @@ def test_only_early_exit_is_refused_on_the_v2_runner_of_a_cpu(monkeypatch):
         init(None, torch.device("cpu"), None)
     monkeypatch.setattr(speculator, "settings_of", lambda config: None)
     assert init(None, torch.device("cpu"), None) == "vLLM's own"
+
+
+@pytest.mark.parametrize("narrow", ["sliding_window", "attention_chunk_size", "rswa_window"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_window_is_refused_if_any_layer_of_a_kv_cache_group_has_one_of_its_own(narrow, place):
+    """Without vLLM's hybrid KV cache manager, layers of both kinds share one KV cache group."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec
+
+    kind, sizes = (RSWASpec if narrow == "rswa_window" else FullAttentionSpec), {"num_kv_heads": 1, "head_size": 32}
+    specs = [FullAttentionSpec(block_size=16, dtype=torch.float32, **sizes)] * 2
+    groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec) for spec in specs]
+    refuse_window(64, groups)
+    groups[place].kv_cache_spec = kind(block_size=16, dtype=torch.float32, **sizes, **{narrow: 128})
+    refuse_window(None, groups)
+    with pytest.raises(SettingsError, match="draft_window = 64 is not supported for this model"):
+        refuse_window(64, groups)
 
 
 def config_of(length: int) -> SimpleNamespace:

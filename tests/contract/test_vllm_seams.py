@@ -95,6 +95,18 @@ def test_v2_runner_calls_the_speculator_as_we_expect():
     assert calls(V2_RUNNER, "self.speculator.init_cudagraph_manager")
 
 
+def test_v2_drafts_in_a_profiling_run_before_there_is_a_kv_cache():
+    """So `propose` must do without what `set_attn` brings (tests/unit/speculator_interpreted.py tries that)."""
+    (profile,) = [call for call in calls(V2_RUNNER, "self._dummy_run") if "is_profile" in keywords(call)]
+    assert "skip_attn" in keywords(profile)
+    profiling = inspect.getsource(module("vllm.v1.worker.gpu_worker").Worker.determine_available_memory)
+    assert profiling.index("model_runner.profile_run(") < profiling.index("profile_cudagraph_memory(")
+    start = inspect.getsource(module("vllm.v1.engine.core").EngineCore._initialize_kv_caches)
+    assert start.index("determine_available_memory(") < start.index("initialize_from_config(")
+    runner = inspect.getsource(module(V2_RUNNER).GPUModelRunner.initialize_kv_cache)
+    assert runner.index("self.speculator.set_attn(") < runner.index("self.speculator.init_cudagraph_manager(")
+
+
 def test_compile_wrapper_reads_the_state_that_we_reset():
     from vllm.compilation import decorators
 

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from transformers import LlamaConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from selfspec_cli.early_exit.errors import SettingsError
@@ -27,6 +28,7 @@ from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
 from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
+WINDOW, BLOCK = 16, 4  # tokens
 BY_BATCH_SIZE = [[1, 1, 4], [2, 2, 2], [3, 3, 0]]
 
 
@@ -144,17 +146,24 @@ def drafting(scheduled, monkeypatch):
     speculator._warm, speculator.attn_groups = True, []
     monkeypatch.setattr(speculator, "_one_step", lambda *arguments: pytest.fail("a draft step outside a graph"))
     monkeypatch.setattr(speculator, "_metadata", lambda *arguments: pytest.fail("metadata are built for eager steps"))
-
-    def copy(num_reqs, idx_mapping, *unused, **more):  # vLLM's own is a Triton kernel, which it has switched off here
-        speculator.idx_mapping.fill_(-1)
-        speculator.idx_mapping[:num_reqs] = idx_mapping
-
-    monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
+    copy_without_triton(speculator, monkeypatch)
     return speculator
 
 
-def propose(speculator, requests, **more):
-    seq_lens = torch.full((requests,), 10, dtype=torch.int32)
+def copy_without_triton(speculator, monkeypatch):
+    """vLLM's own copies of a batch's inputs may be a Triton kernel, which it has switched off here."""
+
+    def copy(num_reqs, idx_mapping, *unused, dummy_run=False):
+        speculator.idx_mapping.fill_(-1)
+        if not dummy_run:
+            speculator.idx_mapping[:num_reqs] = idx_mapping
+
+    monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
+
+
+def propose(speculator, requests, lengths=None, **more):
+    """lengths: tokens that the target has keys and values for, of each request; 10 of all where it is None."""
+    seq_lens = torch.tensor(lengths or [10] * requests, dtype=torch.int32)
     batch = SimpleNamespace(
         num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
         idx_mapping=torch.arange(requests),
@@ -212,6 +221,59 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     assert int(launched) == 9
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
+
+
+# ---- the order in which vLLM calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}])
+def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
+    """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
+    speculator, _ = start(config(**more))
+    copy_without_triton(speculator, monkeypatch)
+    stepped, speculator._warm = [], True
+    monkeypatch.setattr(speculator, "_one_step", lambda *arguments: stepped.append(arguments[2:4]))
+    propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
+    assert stepped == [(None, None)] * K  # without metadata, and without slots
+
+
+class Group:
+    """Stands for vLLM's attention group of the layers that draft, and keeps what a round's attention would read."""
+
+    kv_cache_group_id, supports_draft_decode_metadata_update = 0, True
+
+    def __init__(self, buffers):
+        self.kv_cache_spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        self.buffers, self.read = buffers, []
+
+    def map_to_kernel_block_table(self, table):
+        self.read.append((table.clone(), self.buffers.seq_lens.tolist()))
+
+
+def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, monkeypatch):
+    """From the profiling run on, as vLLM calls: then the KV cache, a dummy run with attention, and a round."""
+    speculator, _ = start(config(draft_window=WINDOW))
+    copy_without_triton(speculator, monkeypatch)
+    speculator._warm, speculator._layer_names = True, set()
+    group, blocks = Group(speculator.input_buffers), 128 // BLOCK
+    table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(speculator, "_one_step", lambda *arguments: None)
+        propose(speculator, REQUESTS, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True)
+    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
+    speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
+    propose(speculator, REQUESTS, dummy_run=True)
+    propose(speculator, REQUESTS, [60, 30, 10])
+    (dummy, nothing), (read, attended) = group.read
+    assert torch.equal(dummy, whole)
+    assert nothing == [0, 0, 0]
+    assert attended == [61 - 10 * BLOCK, 31 - 2 * BLOCK, 11]
+    kept = WINDOW // BLOCK + 2  # the window's blocks, and what of a block before and after it is needed
+    for row, left_out in enumerate((10, 2, 0)):
+        assert read[row, : 1 + kept].tolist() == [whole[row, 0], *whole[row, 1 + left_out :][:kept].tolist()]
+    assert max(attended) + K - 1 <= speculator.draft_max_seq_len == WINDOW + 2 * BLOCK + K
+    assert speculator.state.lengths.tolist() == [K] * REQUESTS
 
 
 # ---- what requests ask for -------------------------------------------------------------------------------------------

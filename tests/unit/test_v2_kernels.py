@@ -93,6 +93,28 @@ for rungs, limits in ((0, False), (4, True)):
 """
 
 
+SHORTEN = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.v2.window import _shorten
+
+TYPES = {"table": "*i32", "columns": "i32", "seq_lens": "*i32", "left_out": "*i32", "window": "i32"}
+constants = {"BLOCK_SIZE": 16, "KEPT": 512}  # more blocks than threads
+signature = {name: TYPES.get(name, "constexpr") for name in _shorten.arg_names}
+source = ASTSource(fn=_shorten, signature=signature, constexprs=constants)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print(ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.rindex("bar.sync"), ptx.index("st.global"))
+"""
+
+
+def test_the_kernel_that_shortens_a_block_table_reads_all_before_it_writes():
+    """A row moves within itself, and a thread may overwrite what another one has to read."""
+    places = [int(word) for word in run("-c", SHORTEN).split()]
+    assert places == sorted(places)
+
+
 def test_the_kernel_that_begins_a_round_compiles_for_cuda():
     """With the estimate of acceptance compiled from the plain functions, and without."""
     words = run("-c", BEGIN).split()

@@ -141,9 +141,7 @@ class _EarlyExit(DraftModelProposer):
                 names = [name for name in group.layer_names if name in self._layer_names]
                 if names:
                     self._groups.append((group, names))
-        refuse_window(
-            self.settings.draft_window, {group.kv_cache_group_id: group.kv_cache_spec for group, _ in self._groups}
-        )
+        refuse_window(self.settings.draft_window, [group for group, _ in self._groups])
         self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
         self.draft_attn_groups = [group for group, _ in self._groups]
 

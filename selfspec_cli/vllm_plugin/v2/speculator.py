@@ -153,8 +153,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
-        specs = {group.kv_cache_group_id: group.kv_cache_spec for groups in self.attn_groups for group in groups}
-        refuse_window(self.settings.draft_window, specs)
+        refuse_window(self.settings.draft_window, [group for groups in self.attn_groups for group in groups])
         self._configure_decode_metadata_update()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -320,7 +319,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
-        self._leave_out(steps)
+        skip_attention = dummy_run and skip_attn_for_dummy_run  # vLLM's profiling run: `set_attn` comes after it
+        if not skip_attention:
+            self._leave_out(steps)
         batch, _ = dispatch_cg_and_sync_dp(
             self.decode_cudagraph_manager,
             num_reqs,
@@ -333,7 +334,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )
         if self.decode_cudagraph_manager is not None:
             batch = self.decode_cudagraph_manager.specialize_spec_tokens(batch, steps)
-        skip_attention = dummy_run and skip_attn_for_dummy_run
         upper_bound = input_batch.seq_lens_cpu_upper_bound
         if self.supports_decode_metadata_update:
             self._run_all_steps(num_reqs, steps, batch, upper_bound, skip_attention)

@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 from more_models import IMAGE, RANK, pictures, save_adapter, save_quantised, save_with_eyes
+from shapes import shape
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 
@@ -51,14 +53,6 @@ try:
 except ModuleNotFoundError:  # a GPU machine without test tools runs this file as a script
     pytest = None  # type: ignore[assignment]
 
-# FlashAttention 3 is batch-invariant at head size 128; at 64 it is not invariant to the query length.
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # CUDA graphs without torch.compile: engines start quickly
 GPU: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -251,13 +245,7 @@ def model_dir(model: str) -> Path:
     model, _, made = model.partition("+")
     if made:
         return MADE[made](model_dir(model), Path(tempfile.mkdtemp(prefix=f"selfspec-{made}-")) / model)
-    own = {"qwen3_moe": "intermediate_size", "deepseek_v2": "head_dim"}.get(model)  # has sizes of its own for these
-    shape = {key: value for key, value in SHAPE.items() if key != own}
-    if model == "mistral":
-        # With a sliding window, FlashAttention 3 is not invariant to the query length: vLLM's n-gram drafts part from
-        # the baseline too (15 of 64 requests).
-        shape["sliding_window"] = None
-    folder = save_tiny(model, Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")), **shape)
+    folder = save_tiny(model, Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")), **shape(model))
     save_tokenizer(folder)
     return folder
 
@@ -484,7 +472,7 @@ if pytest is not None:
         assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 
-    @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}])
+    @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}, {"draft_window": 32}])
     def test_propose_waits_for_nothing_and_allocates_nothing(spec):
         seen = watched(Case("llama", *MIDDLE, spec=spec))
         assert seen["rounds"] > 10
@@ -564,6 +552,7 @@ def report_each(chosen: Iterable[Case], out: Path, passed: bool, **more: Any) ->
         except Exception as error:  # the next case is worth running all the same
             passed, broken[case.name] = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"FAIL {case.name}: {broken[case.name]}", flush=True)
+            traceback.print_exc()
         else:
             passed &= case.passed()
             verdict = "ok  " if case.passed() else "FAIL"

@@ -27,23 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 import torch
 from models import ARCHITECTURES, LAYERS, MAX_LEN, VOCAB, Tiny, save_tiny, save_tokenizer
+from shapes import DENSE, shape
 
-# FlashAttention 3 is batch-invariant at head size 128; at 64 it is not invariant to the query length.
-DENSE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-}
-LATENT = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
 OSS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -64,13 +49,13 @@ LLAMA_8B = {
 }
 ARCHITECTURES["llama_8b"] = Tiny("LlamaConfig", LLAMA_8B)
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": DENSE,
-    "llama_small_vocab": DENSE,  # compared with the exact distribution too
-    "qwen3_moe": {name: value for name, value in DENSE.items() if name != "intermediate_size"},
+    "llama": shape("llama"),
+    "llama_small_vocab": shape("llama_small_vocab"),  # compared with the exact distribution too
+    "qwen3_moe": shape("qwen3_moe"),
     # No sequence here is longer than the window: with one that cuts, FlashAttention 3 is not batch-invariant.
     "gemma3": DENSE | {"query_pre_attn_scalar": 128, "sliding_window": MAX_LEN},
-    "llama4": DENSE,
-    "deepseek_v2": LATENT,
+    "llama4": shape("llama4"),
+    "deepseek_v2": shape("deepseek_v2"),
     "gpt_oss": DENSE | {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 64},
 }
 LARGE: dict[str, dict[str, Any]] = {"llama_8b": {}}  # only by name

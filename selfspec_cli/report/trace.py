@@ -52,10 +52,14 @@ PRODUCT = re.compile(
     re.IGNORECASE,
 )
 """Names of kernels and operators that multiply by a weight."""
-NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_", re.IGNORECASE)
+NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_|^triton_(?:poi|red|per)_", re.IGNORECASE)
+"""Names among them that do not; Inductor names a kernel after what stands around it too."""
+DRAFTING = ("trunk", "head", "gate", "draft")
 
 PASSES = (("full", "full passes", ("verify",)), ("draft", "draft steps", ("trunk", "head")))
 """Which weights are read in which parts."""
+
+ROUNDS_AHEAD = 2  # that asynchronous scheduling may have begun when the last token is out
 
 Interval = tuple[float, float, str]
 """Begin and end in microseconds, and a part."""
@@ -114,19 +118,23 @@ def breakdown(
     wall: float,
     *,
     step: Sequence[tuple[str, str]] = (),
+    steps: int | None = None,
     weights: Mapping[str, Sequence[int]] | None = None,
 ) -> Breakdown:
     """Attribute the time of a run that began at 0 and took `wall` seconds.
 
+    What runs after the last token is left out: a scheduler that runs ahead has begun a round that nobody waits for.
+
     engine, frontend: events of the process of the worker, and of another one in front of it (none if it is the same).
-    step: kernels of one draft step with their parts (`draft_step`), for those that a graph launched. weights: bytes of
-    the weights in the order of the products of a full pass (`full`) and of a draft step (`draft`).
+    step: kernels of one draft step with their parts (`draft_step`), for those that a graph launched. steps: draft steps
+    that were made, as far as they were counted; see `_unseen_steps`. weights: bytes of the weights in the order of the
+    products of a full pass (`full`) and of a draft step (`draft`).
 
     Raises:
         ValueError: the trace has no range of a full pass.
     """
-    ranges = _ranges(engine)
-    rounds = sum(name == "verify" for _, _, name in ranges)
+    ranges, doubts = _ranges(engine), []
+    rounds = sum(name == "verify" and begin < wall * 1e6 for begin, _, name in ranges)
     if not rounds:
         raise ValueError("the trace has no range of a verify pass")
     host = _exclusive([(begin, end, PART_OF.get(name, OTHER)) for begin, end, name in ranges])
@@ -134,6 +142,8 @@ def breakdown(
     if device:
         pieces = _device_pieces(engine, device, ranges, step)
         busy = _covered(pieces)
+        unseen, told = _unseen_steps(pieces, step, steps)
+        busy, doubts = _filled(busy, unseen), told
         waiting = [(begin, end, part if part in ("scheduler", "detokenise") else HOST) for begin, end, part in host]
         timeline = _filled(busy, waiting)
     else:
@@ -141,13 +151,57 @@ def breakdown(
     in_front = [one for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
                 if one[2] == "detokenise"]  # fmt: skip
     timeline = _filled(timeline, in_front)
+    outside = sum(end - begin for begin, end, _ in timeline)
+    timeline = [(max(begin, 0.0), min(end, wall * 1e6), part) for begin, end, part in timeline
+                if end > 0 and begin < wall * 1e6]  # fmt: skip
+    outside = (outside - sum(end - begin for begin, end, _ in timeline)) / 1e6
+    if outside > ROUNDS_AHEAD * wall / rounds + 0.05 * wall:
+        doubts.append(f"{outside:.3g} s of work lie outside the run: the clocks of the processes disagree")
     timeline = _filled(timeline, [(0.0, wall * 1e6, IDLE)])
     seconds = dict.fromkeys(PARTS, 0.0)
     for begin, end, part in timeline:
         seconds[part] += (end - begin) / 1e6
-    told = {part: spent for part, spent in seconds.items() if spent > 0}
-    kernels, doubts = _kernels(pieces, weights or {})
-    return Breakdown(told, wall, rounds, kernels, bool(device), timeline, doubts)
+    spent = {part: known for part, known in seconds.items() if known > 0}
+    kernels, unpaired = _kernels(pieces, weights or {})
+    return Breakdown(spent, wall, rounds, kernels, bool(device), timeline, doubts + unpaired)
+
+
+def _unseen_steps(
+    pieces: Sequence[Piece], step: Sequence[tuple[str, str]], steps: int | None
+) -> tuple[list[Interval], list[str]]:
+    """Draft steps that were made and are not in the trace, as intervals behind those that are, and what to say of it.
+
+    Of a loop inside a CUDA graph the profiler may see the first pass alone (H200, seen with one driver and not with
+    another). The GPU then seems to wait until the next kernel. So many of these waits are drafting as the steps that
+    were counted and not seen would take, at the mean time of those that were, in the same shares of their parts.
+    """
+    last = step[-1] if step else None
+    seen, spent, waits = 0, Counter[str](), list[tuple[float, float]]()
+    behind, longest = False, (0.0, 0.0)  # whether a pass has ended and no other part has begun; the longest wait then
+    for place, piece in enumerate(pieces):
+        if (piece.name, piece.part) in step:
+            spent[piece.part] += piece.seconds * 1e6
+        if (piece.name, piece.part) == last:
+            seen, behind = seen + 1, True
+        if not behind or place + 1 == len(pieces):
+            continue
+        wait = piece.begin + piece.seconds * 1e6, pieces[place + 1].begin
+        longest = max(longest, wait, key=lambda one: one[1] - one[0])
+        if pieces[place + 1].part not in DRAFTING:
+            waits.append(longest)
+            behind, longest = False, (0.0, 0.0)
+    if not seen or steps is None or steps <= seen:
+        return [], []
+    waited = sum(end - begin for begin, end in waits)
+    share = min(1.0, spent.total() / seen * (steps - seen) / waited) if waited else 0.0
+    found: list[Interval] = []
+    for at, end in waits:
+        whole = share * (end - at)
+        for part, time in spent.items():
+            found.append((at, at + whole * time / spent.total(), part))
+            at = found[-1][1]
+    return found, [f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes "
+                   "of a loop inside a CUDA graph. They are counted as the time of those that it saw"]  # fmt: skip
 
 
 def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -117,11 +117,13 @@ def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progres
     step = _draft_step(engine, prompts, scratch) if about["captured"] else []
     progress("profile", 3, STEPS)
     interrupts.check()
+    before = _draft_steps(engine)
     found = profiling.record(engine, prompts, length, scratch)
+    made = None if before is None else (_draft_steps(engine) or 0) - before
     begin, end = found.window
     events = trace.read(found.engine, begin)
     in_front = [] if found.frontend is None else trace.read(found.frontend, begin)
-    parts = trace.breakdown(events, in_front, (end - begin) / 1e9, step=step, weights=about["weights"])
+    parts = trace.breakdown(events, in_front, (end - begin) / 1e9, step=step, steps=made, weights=about["weights"])
     return _Observed(plain, found.generation, [*events, *in_front], parts, about, text)
 
 
@@ -154,6 +156,12 @@ def _draft_step(engine: Engine, prompts: Sequence[list[int]], scratch: Path) -> 
     folder.mkdir()
     found = profiling.record(engine, prompts, EAGER_TOKENS, folder, eager_drafts=True)
     return trace.draft_step(trace.read(found.engine, found.window[0]))
+
+
+def _draft_steps(engine: Engine) -> int | None:
+    """Passes of the layers that draft so far; None for an engine without early exit."""
+    counted = engine.call("early_exit_counters")
+    return None if counted is None else int(counted["steps"])
 
 
 def _kernel(one: trace.Kernel, rate: float | None) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class Engine:
         self.llm = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
 
     def call(self, method):
+        if method == "early_exit_counters":
+            return None
         assert method == "early_exit_about"
         return {"weights": {"full": [64]}, "memory_rate": None, "device": "cpu", "captured": False}
 

@@ -106,6 +106,25 @@ def test_kernels_of_a_captured_loop_are_told_by_their_order(unknown):
     assert found.doubts == []
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4, 9])
+def test_passes_of_a_loop_that_the_profiler_does_not_see_take_the_wait_behind_it(steps):
+    """One pass of 37 us in each of two rounds, and waits of 50 us behind each: the rest of the loop, but no longer."""
+    events = [annotation("draft", 60, 10), annotation("sample", 80, 10)]
+    for number in range(2):
+        at = 200.0 * number
+        events += [annotation("verify", at, 10), launch(10 * number + 1, at + 1), launch(10 * number + 3, 85)]
+        events += [kernel(10 * number + 1, at, 50, "nvjet_b"), kernel(10 * number + 3, at + 140, 2, "norm_b")]
+        events += [launch(10 * number + 2, 65, "cudaGraphLaunch")]
+        events += [one | {"ts": one["ts"] + at - 50} for one in looped(10 * number + 2)[:6]]
+    found = breakdown(events, [], 400e-6, step=draft_step(EAGER), steps=steps)
+    seconds = microseconds(found)
+    drafted = sum(seconds[part] for part in ("trunk", "head", "gate", "draft"))
+    extra = min(37 * (steps - 2), 100)
+    assert drafted == pytest.approx(2 * 40 + extra, abs=1) and sum(seconds.values()) == pytest.approx(400, abs=2)
+    assert seconds["trunk"] == pytest.approx(50 + extra * 25 / 37, abs=1)
+    assert bool(found.doubts) == (steps > 2)
+
+
 def test_bytes_are_not_known_where_products_and_weights_do_not_pair():
     found = breakdown(GPU, [], 150e-6, weights={"full": [1, 2, 3]})
     assert all(one.bytes is None for one in found.kernels)
@@ -155,10 +174,16 @@ def test_what_another_process_does_counts_only_where_the_engine_rests():
     assert microseconds(found)["idle"] == 5 + 40
 
 
-def test_parts_outside_the_run_are_not_hidden():
-    """The sum of the parts is then more than the wall time, which is how clocks that disagree are noticed."""
+def test_what_runs_after_the_last_token_is_left_out():
     found = breakdown(GPU, [], 100e-6)
-    assert sum(microseconds(found).values()) == 135
+    assert sum(microseconds(found).values()) == 100 and found.doubts == []
+
+
+def test_clocks_that_disagree_are_noticed():
+    moved = [event | {"ts": event["ts"] + 400} for event in GPU]
+    more = [annotation("verify", 10 * number, 5) for number in range(20)]
+    found = breakdown([*more, *moved], [], 200e-6)
+    assert "outside the run" in found.doubts[0]
 
 
 def test_a_trace_is_read_on_the_clock_of_the_run(tmp_path):

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
 }
 QUICK = ("temperature 1", "temperature 0.8, top-k 40, top-p 0.95", "penalties", "min-p 0.05")
-PROMPT, BATCH = 8, 32  # tokens and requests: a wave's prompts fit one step of any engine of verify's
+PROMPT, BATCH = 4, 32  # tokens and requests: a wave's prompts fit one step of any engine of verify's
 EXACT_VOCABULARY, TRIPLES = 64, 40  # up to so many tokens pairs of tokens are enumerated, and triples
 
 

@@ -25,16 +25,23 @@ def _own_layers(layer: int, weights: str = "shared") -> Chosen:
                         and row.vocab in (None, "full"))  # fmt: skip
 
 
+def _small_vocabulary(row: Record) -> bool:
+    """Early exit over some of the vocabulary."""
+    return row.arm == "layer_skip" and row.vocab not in (None, "full")
+
+
 LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
     REAL,
     ("trained for early exit: 15 M parameters, widened to the cost of 5 B; one H200", "first 3 of 24 layers",
      "gpu/widened", _own_layers(3)),
-    (SAME, "the same on 8-bit copies", "gpu/widened", _own_layers(3, "fp8")),
+    (SAME, "the same on 8-bit floats", "gpu/widened", _own_layers(3, "fp8")),
+    (SAME, "the same on 8-bit integers", "rivals/gpu", _own_layers(3, "int8")),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
     SET,
     ("Llama-3-8B shape, random weights; one H200", "first 8 of 32 layers", "gpu/gpu_8b", _own_layers(8)),
-    (SAME, "the same on 8-bit copies", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
+    (SAME, "the same on 8-bit floats", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
+    (SAME, "the same on 4-bit integers, 32,768 tokens of the vocabulary", "gpu/lowbit/int4_E8", _small_vocabulary),
 )  # fmt: skip
 """Model and machine, what drafts, the folder of points, and which of its points; or a line of its own."""
 

@@ -83,11 +83,11 @@ class Size:
     batch: int
     gates: int | None
     samples: int
-    sampled_tokens: int = 8
+    sampled_tokens: int
 
 
-QUICK = Size(requests=12, tokens=(24, 40, 56), batch=6, gates=2, samples=384)
-THOROUGH = Size(requests=64, tokens=(96, 160, 224), batch=24, gates=None, samples=2048)
+QUICK = Size(requests=12, tokens=(20, 32, 48), batch=6, gates=2, samples=320, sampled_tokens=6)
+THOROUGH = Size(requests=64, tokens=(96, 160, 224), batch=24, gates=None, samples=2048, sampled_tokens=8)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from figure_cells import PUBLISHED, ROOT, data_of, table
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
+from figure_quality import quality_tables
 from figure_readme import speedups
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
@@ -95,6 +96,7 @@ WRITTEN = {
     "docs/rows.md": ("columns", columns),
     "docs/getting_started.md": ("install", installs),
     "docs/profile.md": ("profiles", profile_tables),
+    "docs/quality.md": ("quality", quality_tables),
     "docs/rivals.md": ("rivals", lambda: rivals_tables(PUBLISHED / "rivals")),
 }
 """Pages that have a generated part, with the name of the two markers that it stands between and what writes it."""

@@ -1,0 +1,33 @@
+"""The tables of docs/quality.md, from the published folders of `experiments/quality_table.py`."""
+
+from __future__ import annotations
+
+import sys
+
+from figure_cells import PUBLISHED, ROOT, table
+
+sys.path.insert(0, str(ROOT / "experiments"))
+from quality_table import COLUMNS
+from quality_table import table as whole_table
+
+MODELS = {
+    "reference": "The embedded model, which was trained for early exit",
+    "smollm2": "SmolLM2-135M-Instruct, an ordinary chat model that drafts with 8-bit copies of all its layers",
+}
+TABLES = (
+    ("arm", "tok/s", "accept rate", "same greedy", "scores", "verdict"),
+    ("arm", "PPL of text", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled"),
+)
+
+
+def quality_tables() -> str:
+    """For each model what an arm reached, and what perplexity; the columns of one table are too many for a page."""
+    parts = []
+    for name, about in MODELS.items():
+        if not (PUBLISHED / "quality" / name).is_dir():
+            continue
+        lines = whole_table(PUBLISHED / "quality" / name).splitlines()[2:]
+        rows = [dict(zip(COLUMNS, (cell.strip() for cell in line[2:-2].split(" | ")), strict=True)) for line in lines]
+        parts.append(f"### {about}")
+        parts += [table(columns, [tuple(row[column] for column in columns) for row in rows]) for columns in TABLES]
+    return "\n\n".join(parts)

@@ -176,11 +176,12 @@ def _unseen_steps(
     were counted and not seen would take, at the mean time of those that were, in the same shares of their parts.
     """
     last = step[-1] if step else None
-    seen, spent, waits = 0, Counter[str](), list[tuple[float, float]]()
+    seen, waits = 0, list[tuple[float, float]]()
+    spent: dict[str, float] = {}
     behind, longest = False, (0.0, 0.0)  # whether a pass has ended and no other part has begun; the longest wait then
     for place, piece in enumerate(pieces):
         if (piece.name, piece.part) in step:
-            spent[piece.part] += piece.seconds * 1e6
+            spent[piece.part] = spent.get(piece.part, 0.0) + piece.seconds * 1e6
         if (piece.name, piece.part) == last:
             seen, behind = seen + 1, True
         if not behind or place + 1 == len(pieces):
@@ -192,13 +193,13 @@ def _unseen_steps(
             behind, longest = False, (0.0, 0.0)
     if not seen or steps is None or steps <= seen:
         return [], []
-    waited = sum(end - begin for begin, end in waits)
-    share = min(1.0, spent.total() / seen * (steps - seen) / waited) if waited else 0.0
+    total, waited = sum(spent.values()), sum(end - begin for begin, end in waits)
+    share = min(1.0, total / seen * (steps - seen) / waited) if waited else 0.0
     found: list[Interval] = []
     for at, end in waits:
         whole = share * (end - at)
         for part, time in spent.items():
-            found.append((at, at + whole * time / spent.total(), part))
+            found.append((at, at + whole * time / total, part))
             at = found[-1][1]
     return found, [f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes "
                    "of a loop inside a CUDA graph. They are counted as the time of those that it saw"]  # fmt: skip

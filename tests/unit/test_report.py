@@ -320,7 +320,8 @@ def test_published_tables_are_those_of_the_published_points(place):
             assert row.speedup == pytest.approx(row.tok_s_median / by_point[row.baseline].tok_s_median, rel=1e-4)
     arms = [row for row in shown if row.arm == "layer_skip"]
     told = rows.overview(rows.groups(shown))
-    assert not arms or "Fastest" not in told  # repeats were not kept, so there are no intervals
+    if arms and all(row.speedup_low is None for row in arms):
+        assert "Fastest" not in told  # repeats were not kept, so there are no intervals
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it 
 here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a
 mutant, which takes longer than the tests that decide. Here the tests are collected once, in a process that has imported
 torch. Each mutant is a fork of it: the fork exchanges the code of the functions that differ, and runs the tests that
-reach the mutated line (as coverage.py saw them), the quickest first, until one fails. What stands outside functions is
-imported anew in the fork.
+reach the mutated line (as coverage.py saw them), the quickest first, until one fails. What stands outside functions, or
+is the default of an argument, is imported anew in the fork; first the module is, as it stands, and the tests must pass.
 
 A mutant counts as killed if a test fails, if the module cannot be imported, or if ten times the CPU time of the tests
 is not enough. Verdicts are added to a file as they come. Started again, a run takes up where it was: a mutant that was
@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib.abc
 import importlib.util
+import inspect
 import json
 import linecache
 import os
@@ -36,7 +37,7 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -87,6 +88,7 @@ class Session:
         self.known = {key_of(row): row["verdict"] for row in rows(out)}
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed = False
+        self.anew: set[Path] = set()  # modules that were imported anew as they are
         self.pipe: int | None = None  # in a fork, to say which test failed
 
     @pytest.hookimpl(tryfirst=True)
@@ -157,10 +159,16 @@ class Session:
         except SyntaxError:
             return KILLED, "no Python"
         tests = reach.tests(mutant.line)
-        at_import = mutant.at_import or tests == {""}
-        tests = (reach.of_the_module if at_import else tests) - {""}
+        at_import = mutant.at_import or tests == {""} or _functions_of(path) == _optimised(compiled)
+        # No test runs a line of a module that has no functions, and any test may look at what it holds.
+        tests = (reach.of_the_module or set(self.items) if at_import else tests) - {""}
         if not tests:
             return UNREACHED, ""
+        if at_import and path not in self.anew:
+            self.anew.add(path)
+            unchanged = replace(mutant, source=path.read_text(encoding="utf-8"), at_import=True)
+            if self._verdict(unchanged, path, functions, reach)[0] != SURVIVED:
+                raise pytest.Session.Failed(f"the tests fail when {path} is imported anew without a mutant")
         names = sorted(tests, key=lambda name: (self.newer(name), self.seconds[name]))
         reading, writing = os.pipe()
         child = os.fork()
@@ -246,6 +254,16 @@ def _codes(code: CodeType) -> dict[tuple[str, int], CodeType]:
                 found[constant.co_qualname, number] = constant
                 waiting.append(constant)
     return found
+
+
+def _optimised(compiled: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Those of `_codes` that are functions: a class has the defaults of its methods' arguments among its constants."""
+    return {key: code for key, code in _codes(compiled).items() if code.co_flags & inspect.CO_OPTIMIZED}
+
+
+@functools.cache
+def _functions_of(path: Path) -> dict[tuple[str, int], CodeType]:
+    return _optimised(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True))
 
 
 def _import_anew(path: Path, source: str) -> None:

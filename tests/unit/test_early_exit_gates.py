@@ -277,6 +277,7 @@ def test_ranges_over_a_vocabulary():
         assert GATES["adaedl"].statistic_range(size) == (pytest.approx(1 - math.sqrt(0.2 * log)), 1.0)
         for name in ("maxp", "margin", "survival"):
             assert GATES[name].statistic_range(size) == (0.0, 1.0)
+    assert GATES["entropy"].statistic_range(2) == (0.0, math.log(2))
     assert GATES["calibrated"].statistic_range() == (0.0, 1.0)
     assert GATES["calibrated"].statistic_range(5, RISING) == (0.1, 0.9)
 

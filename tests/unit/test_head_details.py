@@ -1,4 +1,4 @@
-"""Parts of heads and their fits that larger tests pass over: fingerprints, names, legacy files, blocks, rounds."""
+"""Parts of heads and their fits that larger tests pass over: fingerprints, names, files, messages, blocks, rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 
 import pytest
 import torch
-from exit_heads import lsq_head
+from exit_heads import lens_head, lsq_head, translator_head
+from torch.nn import functional as F
 
 from selfspec_cli.early_exit import artifact
 from selfspec_cli.early_exit.artifact import load_head, save_head
@@ -15,9 +16,11 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.evaluation import RIDGES, tokens_a_round
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitting import FitError, FitReport, NormalEquations, _row_blocks
-from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, spec_of
+from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_metadata, spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.early_exit.heads.base import HeadError, HeadKind
+from selfspec_cli.early_exit.training import KlTrainer
 
 CONFIG = {"vocab_size": 100, "hidden_size": 80}
 
@@ -44,6 +47,19 @@ def test_a_fingerprint_takes_tensors_by_name_and_fields_from_either_config():
     assert model_fingerprint(nested, weights()) == model_fingerprint(CONFIG, weights())
 
 
+def test_a_fingerprint_stays_what_it_was():
+    """Heads on disk hold it. Of both axes 64 places are taken, and bfloat16 holds every one of these numbers."""
+    embed = torch.arange(100).unsqueeze(1) % 11 + torch.arange(80) % 7 / 8
+    assert model_fingerprint(CONFIG, [("embed", embed), ("norm", torch.ones(80))]) == "875fbd485d979c3d"
+
+
+def test_a_fingerprint_is_taken_where_the_tensors_are():
+    """vLLM builds models under another default device than a host's tensors are on."""
+    here, given = model_fingerprint(CONFIG, weights()), weights()
+    with torch.device("meta"):
+        assert model_fingerprint(CONFIG, given) == here
+
+
 def test_the_first_target_is_a_kinds_own():
     assert HeadSpec("lsq").target == "next_token"
     assert HeadSpec.from_name("lsq") == HeadSpec("lsq", "next_token")
@@ -56,6 +72,7 @@ def test_the_first_target_is_a_kinds_own():
         (lambda: HeadSpec("lsq", "argmin"), "target of a lsq head 'argmin'"),
         (lambda: HeadSpec("lens", "argmax"), "allowed: none"),
         (lambda: HeadSpec("lens", kl=True), "a head of kind lens has no KL training; kinds that can: "),
+        (lambda: HeadSpec("lens", bias=True), "a head of kind lens has no bias; kinds that can: lsq, translator"),
         (lambda: HeadSpec.from_name("lsq_argmix"), "head 'lsq_argmix' is not known"),
     ],
 )
@@ -63,6 +80,59 @@ def test_what_a_head_cannot_be_is_said(make, message):
     with pytest.raises(SettingsError) as error:
         make()
     assert message in str(error.value)
+
+
+def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
+    class Other(HeadKind):
+        name, help = "lens_kl", "its name is also that of a lens with training, which there is not"
+
+    monkeypatch.setitem(HEADS._found, "lens_kl", Other())
+    assert HeadSpec.from_name("lens_kl") == HeadSpec("lens_kl")
+
+
+def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
+    monkeypatch.setitem(HEADS.broken, "mine", "head 'mine' of a package cannot be used: it has no name")
+    with pytest.raises(SettingsError, match=r"^head 'mine' of a package cannot be used: it has no name$"):
+        HeadSpec.from_name("mine")
+
+
+def test_rows_that_somebody_else_keeps_are_given_up():
+    head = lsq_head(torch.zeros(3, 4), torch.zeros(3), torch.tensor([1, 4, 5]))
+    head.drop_rows()
+    assert not head.tensors
+    assert not list(head.parameters())
+    assert head.transform(torch.ones(1, 4)).tolist() == [[1.0] * 4]
+    assert head.to_full_ids(torch.tensor([2])).tolist() == [5]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_hold_no_tensors_and_long_metadata(tmp_path):
+    metadata = HeadMetadata("lens", 3, 4, 9, corpus="a name of 5000 characters".ljust(5000))
+    file = save_head(tmp_path / "lens.safetensors", lens_head(), metadata)
+    assert read_metadata(file) == load_head(file).metadata == metadata
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "message"),
+    [
+        (lens_head(), "lsq", "a lsq head has the tensors weight or weight, bias; here there are none"),
+        (lsq_head(torch.zeros(9, 4)), "lens", "a lens head has the tensors none; here there are weight"),
+        (translator_head(down=torch.zeros(2, 4), up=torch.zeros(4, 2)), "translator",
+         "its rank is 2, and the metadata have none"),
+    ],
+)  # fmt: skip
+def test_a_file_whose_tensors_are_not_those_of_its_metadata_is_named(head, kind, message, tmp_path):
+    file = tmp_path / "h.safetensors"
+    with pytest.raises(HeadError) as error:
+        save_head(file, head, HeadMetadata(kind, 3, 4, 9))
+    assert str(error.value) == f"head {file}: {message}"
+
+
+def test_metadata_of_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(HeadError, match=r"no\.safetensors does not exist$"):
+        read_metadata(tmp_path / "no.safetensors")
 
 
 def test_a_temporary_file_lies_beside_the_head(tmp_path, monkeypatch):
@@ -92,10 +162,21 @@ def test_a_legacy_head_may_have_a_bias(tmp_path):
         load_head(file)
 
 
+def test_a_legacy_head_that_was_saved_on_a_gpu_is_read_to_the_host(tmp_path, monkeypatch):
+    file = tmp_path / "h3.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as PyTorch calls the first GPU
+        torch.save(torch.ones(9, 4), file)
+    assert load_head(file).head.weight.device == torch.device("cpu")
+
+
 def test_a_folder_without_heads_says_so_and_passes_hidden_files_over(tmp_path):
     (tmp_path / ".layer3_lsq.safetensors").write_bytes(b"half written")
     with pytest.raises(HeadError, match=r"it has no head$"):
         find_head(tmp_path, 3)
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,6 +226,31 @@ def test_what_is_not_finite_is_called_state_or_target():
     targets[2, 1] = torch.nan
     with pytest.raises(FitError, match=r"^target of token 2 "):
         NormalEquations(6, 5).update(states, targets)
+
+
+def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():
+    equations = NormalEquations(2, 3)
+    equations.update(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(FitError, match=r"are singular at ridge 1e-300 \(condition .*\); give a larger ridge$"):
+        equations.solve(1e-300)
+
+
+def test_kl_training_of_a_bfloat16_head_is_in_float32_but_for_the_models_own_part():
+    generator = torch.Generator().manual_seed(0)
+    states, final, rows = (torch.randn(size, 8, generator=generator).bfloat16() for size in (50, 50, 13))
+
+    def lm_head(hidden):
+        return F.linear(hidden, rows)  # refuses another dtype than its own
+
+    head = translator_head(torch.zeros(8, 8, dtype=torch.bfloat16))  # the lens
+    trainer = KlTrainer(head, lm_head)
+    log_q, log_p = (lm_head(hidden).float().log_softmax(-1) for hidden in (states, final))
+    wanted = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    assert trainer.step(states, final) == pytest.approx(wanted, rel=1e-5)
+    trained = trainer.finish()
+    assert (head.weight.dtype, trained.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert trained.weight.any()
+    assert not head.weight.any()
 
 
 def test_ridges_rise():

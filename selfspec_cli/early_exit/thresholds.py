@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES, Gate, features
+from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.settings import DraftSettings
@@ -37,8 +38,9 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     if value is None:
         return rule.default
     if rule.key is None:
-        users = [name for name, other in GATES.items() if key in (other.key, "threshold") and other.key]
-        raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {key}: "
+        own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, goes by the latter
+        users = [name for name, other in GATES.items() if own in (other.key, "threshold") and other.key]
+        raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: "
                             f"{', '.join(users)}")  # fmt: skip
     threshold = number(value, key)
     if not rule.low <= threshold <= rule.high:

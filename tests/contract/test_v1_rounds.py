@@ -189,3 +189,31 @@ def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(windo
             # Whole blocks around the window as it was when the round began, and nothing else.
             assert len(read) <= size + window + size + step
             assert len(read) == len(cached) or len(cached) > size + window
+
+
+def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_request():
+    from selfspec_cli.vllm_plugin.v1.round import Round
+
+    begun = Round(torch.arange(2), torch.zeros(2).int(), torch.zeros(2).long(), room=9)
+    assert (begun.room, begun.steps) == (9, 0)
+    assert begun.lengths is begun.limits is begun.previous is begun.ahead is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_others(size):
+    """Counted block by block, for contexts that end anywhere, in the last column of the table too."""
+    from selfspec_cli.vllm_plugin.v1.round import blocks_left_out, without_blocks
+
+    columns = 7
+    table = torch.randperm(columns, generator=torch.Generator().manual_seed(size)).int()
+    for window in range(1, columns * size + 2):
+        for tokens in range(1, columns * size + 1):
+            attended = {0} | {at // size for at in range(max(tokens - window, 0), tokens)}
+            in_use = range((tokens - 1) // size + 1)
+            left_out = blocks_left_out(torch.tensor([tokens, 1]), window, size)
+            kept = [block for block in in_use if block >= min(attended - {0}, default=1) or block == 0]
+            assert left_out.tolist() == [len(in_use) - len(kept), 0]
+            found = without_blocks(torch.stack([table, table]), left_out)
+            assert found.shape == (2, columns) and found.dtype == torch.int32
+            assert found[0, : len(kept)].tolist() == table[kept].tolist()
+            assert found[1].tolist() == table.tolist()

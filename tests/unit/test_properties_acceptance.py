@@ -182,6 +182,19 @@ def test_the_summary_is_shares_of_the_counts(rounds):
     }  # fmt: skip
 
 
+@given(st.integers(0, K), st.lists(st.tuples(st.integers(0, K + 1), st.sampled_from([None, *counters.REASONS]))))
+def test_what_keeps_requests_from_being_drafted_for_is_counted_beside_the_rest(limit, requests):
+    made = DraftCounters(K)
+    assert made.landed() == made.snapshot() | {"off": dict.fromkeys(counters.REASONS, 0), "in_force": 0}
+    first = made.landed()
+    for _ in range(2):
+        made.allowed(limit, requests)
+    told = made.landed()
+    assert told["in_force"] == min(limit, max((k for k, _ in requests), default=limit))
+    assert told["off"] == {name: 2 * sum(why == name for _, why in requests) for name in counters.REASONS}
+    assert sum(first["off"].values()) == 0  # what landed does not change behind its reader's back
+
+
 VERDICTS = st.lists(st.integers(0, 3), max_size=10)  # tokens accepted of three, round by round
 
 

@@ -1,9 +1,15 @@
 """Objects by name: this package's modules first, then other packages' entry points, whose faults are told by name."""
 
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
 import pytest
 
+from selfspec_cli.early_exit import registry
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.gates import Gate
+from selfspec_cli.early_exit.gates import GATES, Gate
 from selfspec_cli.early_exit.registry import Registry
 
 MODULE = """
@@ -61,3 +67,44 @@ def test_what_cannot_be_loaded_is_left_out_and_asking_for_it_says_why(gates, nam
 def test_a_name_of_ours_cannot_be_taken(gates):
     assert gates["maxp"].default == 0.35
     assert gates.broken["maxp"] == "gate 'maxp' of their-gates 2.1 cannot be used: that name is taken"
+
+
+def test_a_registry_is_a_mapping(gates):
+    assert len(gates) == len(list(gates)) == 9
+    assert "maxp" in gates and "distribution" not in gates and 3 not in gates
+    assert [gate.name for gate in gates.values()] == list(gates)
+    with pytest.raises(SettingsError, match=r"^gate 'maxq' is not known; allowed: none, .*; did you mean 'maxp'\?$"):
+        gates["maxq"]
+
+
+def test_another_default_comes_first_and_without_one_all_are_in_the_order_of_their_modules():
+    ours = ("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "no.such.group")
+    assert list(Registry(*ours, first="varH")) == [
+        "varH", "adaedl", "calibrated", "entropy", "margin", "maxp", "none", "survival"
+    ]  # fmt: skip
+    assert list(Registry(*ours)) == sorted(Registry(*ours))
+    assert Registry(*ours).broken == {}
+
+
+def test_those_of_others_come_by_their_names_and_may_fail_without_a_word(monkeypatch):
+    def absent():
+        raise AssertionError
+
+    class Broken:
+        name, group, dist = "broken", "selfspec.gates", None
+        load = staticmethod(absent)
+
+    theirs = SimpleNamespace(**{name: replace(GATES["maxp"], name=name) for name in ("zeta", "alpha", "twice")})
+    monkeypatch.setitem(sys.modules, "more_gates", theirs)
+    points = [EntryPoint(name, f"more_gates:{name}", "selfspec.gates") for name in ("zeta", "twice", "alpha", "twice")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*points, Broken] if group == "selfspec.gates" else [])
+    found = Registry("gate", Gate, "selfspec_cli.early_exit.gates", "GATE", "selfspec.gates", first="none")
+    assert list(found)[-4:] == ["varH", "alpha", "twice", "zeta"]
+    assert found.broken == {
+        "broken": "gate 'broken' of an installed package cannot be used: AssertionError: ",
+        "twice": "gate 'twice' of an installed package cannot be used: that name is taken",
+    }
+    with pytest.raises(
+        SettingsError, match=r"^gate 'broken' of an installed package cannot be used: AssertionError: $"
+    ):
+        found["broken"]

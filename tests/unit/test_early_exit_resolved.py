@@ -1,0 +1,234 @@
+"""What an engine makes of draft settings: what is filled in, what comes back, and what does not go together."""
+
+import pytest
+
+from selfspec_cli.early_exit.acceptance import Ladder
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.resolved import ResolvedSettings, checked_table
+from selfspec_cli.early_exit.settings import (
+    DraftSettings,
+    GateConfig,
+    HeadConfig,
+    deepest_exit_layer,
+    default_exit_layer,
+    is_cheaper_view,
+    to_spec,
+    vllm_keys,
+)
+from selfspec_cli.early_exit.thresholds import gate_threshold
+
+PER_BATCH = "num_speculative_tokens_per_batch_size"
+VLLMS = ("enable_adaptive_verification", "synthetic_acceptance_length", PER_BATCH)
+MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
+
+
+def read(layers=24, **spec):
+    return ResolvedSettings.from_user(spec, layers, passthrough=VLLMS)
+
+
+def travelled(**change):
+    """Settings from JSON, with some of them changed on the way."""
+    return ResolvedSettings.from_dict({**ResolvedSettings(layer=6, k=5).to_dict(), **change})
+
+
+def said(call, **arguments):
+    """The text of the SettingsError."""
+    with pytest.raises(SettingsError) as caught:
+        call(**arguments)
+    return str(caught.value)
+
+
+# ---- what is filled in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "skip", "default", "deepest"),
+    [
+        (2, "shared", None, 1, 1),
+        (12, "shared", "", 6, 11),
+        (13, "shared", None, 6, 12),
+        (12, "shared", "3", 12, 12),
+        (12, "int4", None, 12, 12),
+        (12, "fp8", "3", 12, 12),
+    ],
+)
+def test_a_cheaper_view_goes_through_all_layers_and_another_through_half_of_them(
+    layers, weights, skip, default, deepest
+):
+    view = {"draft_weights": weights, "skip_layers": skip}
+    assert default_exit_layer(layers, weights, skip) == read(layers, **view).layer == default
+    assert deepest_exit_layer(layers, weights, skip) == read(layers, layer_skip=deepest, **view).layer == deepest
+    assert f"allowed: 1 to {deepest} (" in said(read, layers=layers, layer_skip=deepest + 1, **view)
+    assert is_cheaper_view(weights, skip) == (default == layers)
+    assert default_exit_layer(layers) == layers // 2
+    assert deepest_exit_layer(layers, "int8") == layers
+
+
+def test_the_layers_that_draft_and_whether_drafts_are_verified():
+    settings = read(layer_skip=6, skip_layers=[3, 0, 2])
+    assert (settings.skip_layers, settings.skipped, settings.drafting_layers) == ("0,2-3", (0, 2, 3), (1, 4, 5))
+    assert read(skip_layers="7").drafting_layers == (*range(7), *range(8, 24))
+    assert (read().skipped, read().drafting_layers) == ((), tuple(range(12)))
+    assert read().verify is True
+    assert read(method="skip").verify is False
+
+
+def test_the_cost_of_a_draft_is_its_layers_and_the_head():
+    assert read(layer_skip=6, skip_layers="0,2-3").cost_of_a_draft(24) == (3 + 1) / 24
+    assert read(layer_skip=6, draft_cost=0.5).cost_of_a_draft(24) == 0.5
+    assert read().draft_cost is None
+
+
+@pytest.mark.parametrize("chooser", ["adaptive_length", "bandit"])
+def test_what_chooses_lengths_knows_what_a_draft_costs(chooser):
+    spec = {chooser: True, "layer_skip": 6, "num_speculative_tokens": 7}
+    settings = read(**spec, skip_layers="0,2-3")
+    assert settings.draft_cost == 4 / 24
+    assert settings.ladder == (Ladder.of(7, 4 / 24) if chooser == "adaptive_length" else None)
+    assert read(**spec, draft_cost=0.75).draft_cost == 0.75
+    assert ResolvedSettings.from_dict(settings.to_dict()) == settings
+    assert said(travelled, **{chooser: True}) == "draft setting 'draft_cost' is missing"
+    assert travelled(**{chooser: True}, draft_cost=0.5).draft_cost == 0.5
+    assert read().ladder is None
+
+
+def test_a_table_of_lengths_is_kept_in_its_own_spelling():
+    assert read().table == LengthTable.fixed(5)
+    assert read(num_speculative_tokens=3).table == LengthTable.fixed(3)
+    assert read(length_table="9:0 3:2").length_table == "1:5 3:2 9:0"
+    assert read(length_table="9:0 3:2").table == LengthTable.parse("3:2 9:0", 5)
+    assert read(**{PER_BATCH: [[1, 2, 9], [3, 4, 2]]}).length_table == "1:5 3:2"
+    assert travelled(length_table="3:2").length_table == "1:5 3:2"
+    assert travelled(length_table="3:2/0.40", gate={"kind": "maxp"}).length_table == "1:5 3:2/0.4"
+    assert checked_table(None, 5, "none") is None
+
+
+def test_the_threshold_in_force():
+    maxp, varh, calibrated = (GateConfig(name) for name in ("maxp", "varH", "calibrated"))
+    assert gate_threshold(DraftSettings(tau=0.1, tau_v=2.0, threshold=0.3)) is None
+    assert gate_threshold(DraftSettings(gate=maxp)) == GATES["maxp"].default
+    assert gate_threshold(DraftSettings(gate=maxp, tau=0.1, tau_v=2.0)) == 0.1
+    assert gate_threshold(DraftSettings(gate=varh, tau=0.1, tau_v=2.0)) == 2.0
+    assert gate_threshold(DraftSettings(gate=varh, tau_v=2.0, threshold=0.0)) == 0.0
+    # Without a number from the user the file of a calibration says it; a map in the settings is no such file.
+    assert gate_threshold(DraftSettings(gate=calibrated)) is None
+    assert gate_threshold(DraftSettings(gate=calibrated, tau=0.25)) == 0.25
+    assert gate_threshold(DraftSettings(gate=GateConfig("calibrated", MAP))) == GATES["calibrated"].default
+    assert gate_threshold(DraftSettings(gate=GateConfig("maxp", "a file"))) == GATES["maxp"].default
+
+
+def test_two_names_of_one_setting_may_agree():
+    assert read(head_path="a", lsq_head_path="a").head == HeadConfig(path="a")
+    assert read(lsq_head_path="b").head.path == "b"
+
+
+def test_vllms_word_for_adaptive_verification():
+    assert read(enable_adaptive_verification=True).verification == "adaptive"
+    assert read(enable_adaptive_verification=False).verification == "full"
+    assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
+
+
+# ---- what is written back --------------------------------------------------------------------------------------------
+
+
+def test_every_key_that_a_speculative_config_gets():
+    settings = read(layer_skip=3, gate="maxp", tau=0.25, head_path="a", draft_weights="int4", draft_window=64)
+    assert to_spec(settings) == {
+        "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
+        "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
+        "draft_window": 64, "verification_from": None, "length_table": None, "adaptive_length": False, "bandit": False,
+        "draft_cost": None,
+    }  # fmt: skip
+    assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
+        "method": "skip", "layer_skip": 3, "head_path": "a"
+    }  # fmt: skip
+    assert to_spec(DraftSettings(gate=GateConfig("varH"), tau_v=3.0))["threshold"] == 3.0
+
+
+def test_the_keys_that_are_vllms_own():
+    assert vllm_keys(DraftSettings()) == {}
+    assert vllm_keys(DraftSettings(verification="adaptive")) == {"enable_adaptive_verification": True}
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    assert vllm_keys(DraftSettings(acceptance_length=2.5)) == synthetic
+    both = DraftSettings(verification="adaptive", acceptance_length=2.5)
+    assert vllm_keys(both) == {"enable_adaptive_verification": True} | synthetic
+    assert vllm_keys(both).items() <= to_spec(both).items()
+
+
+# ---- what does not go together ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "idle"),
+    [
+        ("gate", "maxp", "none"),
+        ("draft_weights", "fp8", "shared"),
+        ("draft_weights_path", "w", "none"),
+        ("skip_layers", "2", "none"),
+        ("length_table", "3:2", None),
+        ("adaptive_length", True, False),
+        ("bandit", True, False),
+        ("verification_from", 4, None),
+        ("draft_window", 64, None),
+    ],
+)
+def test_of_what_method_skip_does_not_use(key, value, idle):
+    assert said(read, method="skip", **{key: value}) == (
+        f"{key} {value!r} is not used by method 'skip', which drafts nothing; allowed: {idle}"
+    )
+    assert read(method="skip").method == "skip"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"draft_weights_path": "w"}, "draft_weights_path = 'w' holds copies, and draft_weights is 'shared'; name the "
+         "kind of copies that it holds"),
+        ({"adaptive_length": True, "bandit": True},
+         "adaptive_length and bandit both choose how much to draft; give one of them"),
+        ({"length_table": "3:2", PER_BATCH: [[1, 8, 2]]},
+         f"length_table and {PER_BATCH} mean the same setting; give one"),
+        ({"length_table": "3:2/1.4", "gate": "maxp"}, "the threshold of length_table entry 3:2/1.4 = 1.4 is out of "
+         "range for gate 'maxp'; allowed: from 0 to 1"),
+        ({"skip_layers": "7", "layer_skip": 7},
+         "skip_layers = 7: layer 7 does not draft; allowed: 0 to 6, for layers 0 to 6 draft"),
+        ({"skip_layers": 3.5},
+         "skip_layers = 3.5 must be layers counted from 0, and ranges of them, such as 10-15,20"),
+        ({"draft_window": 15}, "draft_window = 15 is out of range; allowed: 16 or more"),
+        ({"draft_cost": 0}, "draft_cost = 0.0 is out of range; allowed: more than 0, up to 10"),
+        ({"draft_cost": "1"}, "draft_cost = '1' must be a finite number"),
+        ({"adaptive_length": 1}, "adaptive_length = 1 must be true or false"),
+        ({"enable_adaptive_verification": 1},
+         "enable_adaptive_verification 1 is not known; allowed: full, adaptive"),
+        ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
+    ],
+)  # fmt: skip
+def test_of_what_does_not_go_together(spec, text):
+    assert said(read, **spec) == text
+
+
+def test_copies_from_a_file():
+    settings = read(draft_weights="int4", draft_weights_path="w")
+    assert (settings.draft_weights, settings.draft_weights_path) == ("int4", "w")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"skip_layers": "4-7"}, "skip_layers = 4-7: layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
+        ({"length_table": "3:9"},
+         "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
+        ({"length_table": "3:2/0.5"}, "the threshold of length_table entry 3:2/0.5 = 0.5 is given but gate 'none' has "
+         "no threshold; gates that use threshold: adaedl, calibrated, entropy, margin, maxp, survival, varH"),
+        ({"threshold": 2.0, "gate": {"kind": "maxp"}},
+         "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
+        ({"gate": {"kind": "calibrated"}},
+         "gate 'calibrated' needs calibration: {feature, xs, ps}, as fitted from logged drafts"),
+        ({"gate": {"kind": "maxp", "calibration": MAP}},
+         "calibration is given but gate 'maxp' does not use it; gates that do: calibrated"),
+    ],
+)  # fmt: skip
+def test_of_settings_that_travelled(change, text):
+    assert said(travelled, **change) == text

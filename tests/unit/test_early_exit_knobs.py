@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit import knobs, settings
 from selfspec_cli.early_exit.knobs import Knob, knob
 
 
@@ -114,3 +114,8 @@ def test_reading_and_writing_by_a_key():
     assert config == Outer(number=7, inner=Inner(size=3))
     assert (knobs.read(config, "inner.size"), knobs.read(config, "number")) == (3, 7)
     assert knobs.read(config, "inner") is config.inner
+
+
+def test_a_threshold_of_varentropy_may_be_any_that_is_not_negative():
+    tau_v = knobs.options(settings.DraftSettings)["tau_v"]
+    assert knobs.admits(tau_v, 0.5) and not knobs.admits(tau_v, -0.1)

@@ -148,6 +148,7 @@ def test_of_numbers_and_thresholds_on_a_live_engine():
         "tau_v = 0.5 is given but gate 'none' has no threshold; gates that use tau_v: varH"
     )
     assert said(check_threshold, "maxp", 2) == "threshold = 2 is out of range for gate 'maxp'; allowed: from 0 to 1"
+    assert said(check_threshold, "maxp", "much") == "threshold = 'much' must be a finite number"
     assert said(check_threshold, None, 2).startswith("gate 'None' is not known; allowed: none, adaedl")
     assert (check_threshold("maxp", 0), check_threshold("maxp", 1), check_threshold("varH", None)) == (0.0, 1.0, 5.0)
 

@@ -74,7 +74,12 @@ def main() -> None:
 
 
 def table(results: Path) -> str:
-    """The Markdown table of every arm of a folder: baseline first, then skip, then what is verified.
+    """The Markdown table of every arm of a folder."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells(results)])
+
+
+def cells(results: Path) -> list[list[str]]:
+    """COLUMNS of every arm of a folder: baseline first, then skip, then what is verified.
 
     Arms are matched by what they are called, not by their keys: a folder may hold what several commits found.
     """
@@ -90,9 +95,7 @@ def table(results: Path) -> str:
     rows = {arm_in_words(point.arm): tables.row(point) for point in folder.read(results)[0] if point.ok}
     order = ("baseline", "skip", "layer_skip")
     names = sorted(arms, key=lambda name: (order.index(arms[name]["arm"]), arms[name].get("E") or 0))
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
-    lines += [_line(name, found[name], greedy[name], rows.get(name)) for name in names]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return [_line(name, found[name], greedy[name], rows.get(name)) for name in names]
 
 
 def _line(name: str, found: dict[str, Any], greedy: dict[str, Any], row: Record | None) -> list[str]:

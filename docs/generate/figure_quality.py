@@ -7,8 +7,7 @@ import sys
 from figure_cells import PUBLISHED, ROOT, table
 
 sys.path.insert(0, str(ROOT / "experiments"))
-from quality_table import COLUMNS
-from quality_table import table as whole_table
+from quality_table import COLUMNS, cells
 
 MODELS = {
     "reference": "The embedded model, which was trained for early exit",
@@ -26,8 +25,7 @@ def quality_tables() -> str:
     for name, about in MODELS.items():
         if not (PUBLISHED / "quality" / name).is_dir():
             continue
-        lines = whole_table(PUBLISHED / "quality" / name).splitlines()[2:]
-        rows = [dict(zip(COLUMNS, (cell.strip() for cell in line[2:-2].split(" | ")), strict=True)) for line in lines]
+        rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(PUBLISHED / "quality" / name)]
         parts.append(f"### {about}")
         parts += [table(columns, [tuple(row[column] for column in columns) for row in rows]) for columns in TABLES]
     return "\n\n".join(parts)

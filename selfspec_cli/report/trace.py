@@ -55,6 +55,7 @@ PRODUCT = re.compile(
 NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_|^triton_(?:poi|red|per)_", re.IGNORECASE)
 """Names among them that do not; Inductor names a kernel after what stands around it too."""
 DRAFTING = ("trunk", "head", "gate", "draft")
+"""The parts of a draft step."""
 
 PASSES = (("full", "full passes", ("verify",)), ("draft", "draft steps", ("trunk", "head")))
 """Which weights are read in which parts."""
@@ -212,7 +213,7 @@ def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """
     device = [event for event in engine if event.get("cat") in GPU_WORK]
     pieces = [piece for piece in _device_pieces(engine, device, _ranges(engine), ())
-              if piece.part in ("trunk", "head", "gate", "draft")]  # fmt: skip
+              if piece.part in DRAFTING]  # fmt: skip
     steps: Counter[tuple[tuple[str, str], ...]] = Counter()
     step: list[tuple[str, str]] = []
     for piece in pieces:

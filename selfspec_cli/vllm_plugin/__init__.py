@@ -17,7 +17,7 @@ weights/          what a draft step multiplies by: replace.py puts other parts i
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
-                  lengths.py: how long each is drafted for; cpu_sampling.py: how it samples
+                  lengths.py: how long each is drafted for; sampling.py: how it samples
 v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
                   allowances.py: what decides there how much a request drafts; requests.py tells the speculator of new
                   ones; begin.py: how a round begins; window.py: what of the context its drafts leave out; kernels.py:

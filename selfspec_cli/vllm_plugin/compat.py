@@ -166,10 +166,17 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
-        replacement=f"{_HERE}.v1.cpu_sampling:expand_on_cpu",
+        replacement=f"{_HERE}.v1.sampling:expand_on_cpu",
         stage="worker",
         reason="on the CPU it loses the temperatures of drafted positions: sampling with speculation is not lossless",
         unneeded_when="vLLM's CPU kernel writes to the tensor that it was given",
+    ),
+    Patch(
+        target="vllm.v1.sample.sampler:Sampler.apply_logits_processors",
+        replacement=f"{_HERE}.v1.sampling:bonus_token_after_drafts",
+        stage="worker",
+        reason="it forbids stop tokens behind drafts that reach min_tokens, so that a request may pass over one",
+        unneeded_when="the V1 runner's min_tokens counts the drafts before a bonus token",
     ),
     Patch(
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",

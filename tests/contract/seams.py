@@ -12,6 +12,7 @@ V2_FOLDER = "vllm.v1.worker.gpu"
 V2_SPECULATOR = f"{V2_FOLDER}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 V2_GRAPHS = f"{V2_FOLDER}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 V2_RUNNER = f"{V2_FOLDER}.model_runner"
+MIN_TOKENS = "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
@@ -111,6 +112,9 @@ SIGNATURES = {
     # What `selfspec verify` plants faults around, and asks of an engine.
     f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
+    # V1: a bonus token behind min_tokens.
+    "vllm.v1.sample.sampler:Sampler.apply_logits_processors": "logits sampling_metadata predict_bonus_token",
+    f"{MIN_TOKENS}.update_state": "batch_update",
     f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
     "capacities draft_budget num_steps",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
@@ -185,7 +189,7 @@ FIELDS = {
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
     "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
-    "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random",
+    "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random logitsprocs spec_token_ids",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
@@ -204,6 +208,8 @@ ATTRIBUTES = {
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
     "adaptive_verification req_states",
+    MIN_TOKENS: "min_toks",
+    "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "

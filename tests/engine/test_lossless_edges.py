@@ -56,6 +56,16 @@ def min_tokens(engine: Live) -> Any:
 
 
 @scenario
+def stop_token_at_min_tokens(engine: Live) -> Any:
+    """Each request meets its stop token at the first place where it may, which for some is behind a whole round."""
+    free = [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, greedy(16))]
+    # A token that comes before would be forbidden there, and another text would follow.
+    places = [(row, at) for row, text in enumerate(free) for at in range(2, 16) if text[at] not in text[:at]]
+    params = [greedy(24, stop_token_ids=[free[row][at]], min_tokens=at) for row, at in places]
+    return places, ends(engine.generate([PROMPTS[row] for row, _ in places], params))
+
+
+@scenario
 def model_is_full(engine: Live) -> Any:
     """Some requests reach max_model_len while others, short ones, go on beside them."""
     long = [(prompt * MAX_LEN)[: MAX_LEN - 2 - 3 * number] for number, prompt in enumerate(PROMPTS[:6])]
@@ -129,6 +139,9 @@ def test_scenarios_are_what_they_say(plain):
     assert {why for _, why, _ in plain["end_of_text"]} == {"stop", "length"}
     assert all(EOS not in got[:-1] for got, _, _ in plain["end_of_text"])
     assert min(len(got) for got, _, _ in plain["min_tokens"]) == 10
+    places, stopped = plain["stop_token_at_min_tokens"]
+    assert [len(got) for got, _, _ in stopped] == [place + 1 for _, place in places]
+    assert len(places) > 60
     assert [len(got) for got, _, _ in plain["model_is_full"]][:6] == [2, 5, 8, 11, 14, 17]
     assert all(token % 2 for got, _, _ in plain["bad_words_and_allowed_tokens"][::2] for token in got)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product as every
 from pathlib import Path
@@ -34,8 +34,8 @@ SHAPES = {
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
 }
-AT_ONCE = (8, 16, 32, 64, 128)
-"""Groups of a step of our kernel."""
+SETTINGS = [{"at_once": groups, "early": early} for groups in (8, 16, 32, 64, 128) for early in (False, True)]
+"""Groups of a step of our kernel, and whether it is launched while its token is rounded."""
 
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
@@ -90,25 +90,31 @@ def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterat
         kind = DRAFT_WEIGHTS[f"int{width}"]
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
-        ways = [(kind.name, lowbit.product, dict(copy), AT_ONCE)]
+        ways: list[Way] = [(kind.name, _ours, dict(copy), {1} & inputs.keys(), SETTINGS)]
         if marlin.serves(width, out, inner):
-            ways.append((f"{kind.name} marlin", marlin.product, marlin.repacked(copy, width), (0,)))
-        for name, product, tensors, steps in ways:
+            ways.append((f"{kind.name} marlin", _marlin, marlin.repacked(copy, width), token_counts, [{}]))
+        for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors)
-            for tokens, at_once in every(token_counts if product is marlin.product else {1} & inputs.keys(), steps):
+            for tokens, setting in every(counts, settings):
                 x = inputs[tokens]
-                calls = [partial(_call, product, x, at_once, **one) for one in copies]
+                calls = [partial(product, x, one, **setting) for one in copies]
                 wanted = x.float() @ dense.T
                 error = float((calls[0]().float() - wanted).norm() / wanted.norm())
-                found = {"shape": shape, "kind": name, "tokens": tokens, "at_once": at_once, "error": error}
+                found = {"shape": shape, "kind": name, "tokens": tokens, **setting, "error": error}
                 yield {**found, "us": timed(calls), "bytes": size}
             del copies
 
 
-def _call(product: Callable[..., Tensor], x: Tensor, at_once: int, **copy: Tensor) -> Tensor:
-    if product is marlin.product:
-        return product(x, copy["marlin"], copy["scales"])
-    return product(x, copy["words"], copy.get("more"), copy["scales"], at_once=at_once)
+Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[dict[str, Any]]]
+"""Name of a product, its function, a copy as it reads it, numbers of tokens, and what to try with it."""
+
+
+def _ours(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
+    return lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
+
+
+def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
+    return marlin.product(x, copy["marlin"], copy["scales"])
 
 
 def main() -> None:
@@ -132,7 +138,8 @@ def main() -> None:
             tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]
             best = min(tried, key=lambda row: row["us"])
             figures = f"{best['us']:7.1f} us {best['share']:.2f}"
-            print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {best.get('at_once') or ''}", flush=True)
+            setting = " ".join(f"{name}={best[name]}" for name in SETTINGS[0] if name in best)
+            print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {setting}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ arithmetic behind. So the token is rounded to 8-bit integers too, each group of 
 `dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a
 shift. A first kernel rounds the token once, in about 1.4 us, and a warp for each row does the rest. Measured on an H200
 (results/LOG.md): of the rate at which the card copies memory, 4 bits reach 1.07 to 1.2 in large products, which only
-read, and 0.6 to 0.7 in small ones.
+read, and 0.6 to 0.7 in small ones. From compute capability 9.0 on, the second kernel can start with the first and read
+its weights while the token is rounded (programmatic dependent launch), because they do not depend on it. No engine does
+that yet: it has not been measured.
 
 Layout of a copy (`early_exit.draft_weights.integers` writes it): a word holds one weight of each of the eight equal
 parts of a group, so that a token's values load as contiguous parts. Byte b of a word: part b in the low four bits, part
@@ -102,10 +104,14 @@ def _round_token(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A token as bytes: of each group the words of parts 0 to 3, those of parts 4 to 7, and -OFFSET times their sums;
     and the factor by which the group was divided."""
     WIDTH: tl.constexpr = GROUP // PARTS  # words of a group
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # `_one_row` waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
     group, word = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, WIDTH)
     valid = (group < groups_of_row)[:, None] & (word < WIDTH)[None, :]
     values = x + group[:, None] * GROUP + word[None, :]
@@ -133,6 +139,43 @@ def _round_token(
 
 
 @triton.jit
+def _weights(
+    words,
+    more,
+    scales,
+    row_start,
+    groups,
+    groups_of_row,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """`_low_and_high` of some groups of a row, and the scale of each."""
+    WIDTH: tl.constexpr = GROUP // PARTS
+    word = tl.arange(0, WIDTH)
+    here = groups < groups_of_row
+    at = (row_start + groups)[:, None] * WIDTH + word[None, :]
+    valid = here[:, None] & (word < WIDTH)[None, :]
+    low, high = _low_and_high(words, more, at, valid, WIDTH, BITS, WHOLE)
+    return low, high, _once(scales + row_start + groups, here, WHOLE).to(tl.float32)
+
+
+@triton.jit
+def _times_token(low, high, scale, rounded, factors, groups, groups_of_row, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """Some groups of a row times the token, float32 [GROUPS, WIDTH]; their sum is the product."""
+    WIDTH: tl.constexpr = GROUP // PARTS
+    word = tl.arange(0, WIDTH)
+    here = groups < groups_of_row
+    valid = here[:, None] & (word < WIDTH)[None, :]
+    place = rounded + groups[:, None] * (3 * WIDTH) + word[None, :]
+    products = tl.load(place + 2 * WIDTH, mask=valid, other=0)
+    products = _dp4a(low, tl.load(place, mask=valid, other=0), products, ASM)
+    products = _dp4a(high, tl.load(place + WIDTH, mask=valid, other=0), products, ASM)
+    both = scale * tl.load(factors + groups, mask=here, other=0.0)
+    return products.to(tl.float32) * both[:, None]
+
+
+@triton.jit
 def _one_row(
     rounded,
     factors,
@@ -148,27 +191,23 @@ def _one_row(
     WHOLE: tl.constexpr,
     GROUPS: tl.constexpr,
     ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """A program, which is one warp, multiplies a token that `_round_token` wrote by one row. Tensors are
-    [GROUPS, WIDTH] or broadcast to it."""
-    WIDTH: tl.constexpr = GROUP // PARTS
+    """A program, which is one warp, multiplies a token that `_round_token` wrote by one row, GROUPS of it at a time.
+
+    EARLY: it is launched with `_round_token`, and reads its first weights before it waits for the token.
+    """
     row = tl.program_id(0)
-    group, word = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    groups = tl.arange(0, GROUPS)
     row_start = row.to(tl.int64) * groups_of_row
-    sums = tl.zeros([GROUPS, WIDTH], tl.float32)
-    for start in tl.range(0, groups_of_row, GROUPS):
-        groups = start + group
-        here = groups < groups_of_row
-        valid = here[:, None] & (word < WIDTH)[None, :]
-        at = (row_start + groups)[:, None] * WIDTH + word[None, :]
-        low, high = _low_and_high(words, more, at, valid, WIDTH, BITS, WHOLE)
-        scale = _once(scales + row_start + groups, here, WHOLE).to(tl.float32)
-        place = rounded + groups[:, None] * (3 * WIDTH) + word[None, :]
-        products = tl.load(place + 2 * WIDTH, mask=valid, other=0)
-        products = _dp4a(low, tl.load(place, mask=valid, other=0), products, ASM)
-        products = _dp4a(high, tl.load(place + WIDTH, mask=valid, other=0), products, ASM)
-        both = scale * tl.load(factors + groups, mask=here, other=0.0)
-        sums += products.to(tl.float32) * both[:, None]
+    low, high, scale = _weights(words, more, scales, row_start, groups, groups_of_row, BITS, GROUP, WHOLE)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    sums = _times_token(low, high, scale, rounded, factors, groups, groups_of_row, GROUP, ASM)
+    for start in tl.range(GROUPS, groups_of_row, GROUPS):
+        groups = start + tl.arange(0, GROUPS)
+        low, high, scale = _weights(words, more, scales, row_start, groups, groups_of_row, BITS, GROUP, WHOLE)
+        sums += _times_token(low, high, scale, rounded, factors, groups, groups_of_row, GROUP, ASM)
     total = tl.sum(tl.sum(sums, axis=1), axis=0)
     if BIASED:
         total += tl.load(bias + row).to(tl.float32)
@@ -248,10 +287,12 @@ def product(
     bias: Tensor | None = None,
     at_once: int = GROUPS_AT_ONCE,
     asm: bool = True,
+    early: bool = False,
 ) -> Tensor:
     """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
     x is contiguous. at_once: groups of a step of a program. asm: False where there is no PTX (Triton's interpreter).
+    early: launch the product while the token is rounded, from compute capability 9.0 on.
     """
     columns, (rows, groups) = x.shape[1], scales.shape
     bits, group = width_of(words, more, columns), columns // groups
@@ -266,7 +307,9 @@ def product(
         GROUP=group,
         GROUPS=ROUNDED_AT_ONCE,
         ASM=asm,
+        EARLY=early,
         num_warps=2,
+        launch_pdl=early,
     )
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     _one_row[(rows,)](
@@ -284,7 +327,9 @@ def product(
         WHOLE=groups % at_once == 0,
         GROUPS=at_once,
         ASM=asm,
+        EARLY=early,
         num_warps=1,
+        launch_pdl=early,
     )
     return out
 

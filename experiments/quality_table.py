@@ -86,11 +86,12 @@ def cells(results: Path) -> list[list[str]]:
     findings = sorted(quality.read(results).findings.values(), key=lambda finding: finding.time)
     arms = {arm_in_words(finding.arm): finding.arm for finding in findings}
     found: dict[str, dict[str, Any]] = {name: {} for name in arms}
-    verdicts = quality.read(results).verdicts
+    verdicts = {arm_in_words(one["arm"]): one for one in quality.read(results).verdicts.values() if "arm" in one}
     greedy: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for finding in findings:
         name = arm_in_words(finding.arm)
-        found[name] |= Book({(finding.kind, finding.arm_key): finding}, verdicts).columns(finding.arm_key, "")
+        known = {finding.arm_key: verdicts[name]} if name in verdicts else {}
+        found[name] |= Book({(finding.kind, finding.arm_key): finding}, known).columns(finding.arm_key, "")
         greedy[name] |= finding.found.get(GREEDY, {}) if finding.kind == GENERATED else {}
     rows = {arm_in_words(point.arm): tables.row(point) for point in folder.read(results)[0] if point.ok}
     order = ("baseline", "skip", "layer_skip")

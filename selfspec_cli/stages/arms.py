@@ -122,7 +122,7 @@ def failure(planned: Planned, error: Exception) -> Failure:
 
 def label(planned: Planned) -> str:
     """An arm in a few words, with its settings."""
-    return quality.arm_in_words(_columns(planned))
+    return quality.arm_in_words(named(planned.cfg))
 
 
 def finding(
@@ -135,7 +135,7 @@ def finding(
         run_id=run_id,
         time=results.now(),
         device=planned.device,
-        arm=_columns(planned),
+        arm=named(planned.cfg),
         baseline=None if planned is base else base.arm,
         protocol=protocol,
         found=found,
@@ -147,6 +147,7 @@ def finding(
     )
 
 
-def _columns(planned: Planned) -> dict[str, Any]:
-    columns = tables.identity(planned.cfg, layer_in_force(planned.cfg))
+def named(cfg: RunConfig) -> dict[str, Any]:
+    """The columns of a row that name its arm."""
+    columns = tables.identity(cfg, layer_in_force(cfg))
     return {name: value for name, value in columns.items() if name not in quality.NO_NAMES}

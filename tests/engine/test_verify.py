@@ -99,6 +99,7 @@ def test_a_head_of_another_model(folder, tmp_path):
     cfg = config(folder, tmp_path)
     found = run.run(cfg, Wanted(SMALL, only=("gate",), plant=arm.FOREIGN_HEAD), open_engine=open_engine)
     assert (found["verdict"], found["suspect"]) == ("fault", arm.FOREIGN_HEAD), found
+    assert (found["arm"]["arm"], found["arm"]["E"], found["arm"]["k"]) == ("layer_skip", LAYERS // 2, 4)
     assert {row["verdict"] for row in found["cases"]} == {"lossless"}
     weight = torch.randn(256, 64)
     metadata = HeadMetadata("lsq", LAYERS // 2, 64, 256, fingerprint="of another model", target="next_token")

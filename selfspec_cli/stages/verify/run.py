@@ -23,6 +23,7 @@ from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import quality
 from selfspec_cli.record.folder import new_run_id, now
+from selfspec_cli.stages.arms import named
 from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.plain import Unsure
@@ -96,6 +97,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
     check(cfg, wanted)
     start, keys = time.perf_counter(), Keys()
     about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
+    about["arm"] = named(cfg)
     settings = engine_config(cfg, wanted)
     arms: list[tuple[Arm, Wanted]] = []
     jobs = _jobs(cfg, wanted)

@@ -39,12 +39,12 @@ figure of a file there. The [glossary](glossary.md) explains the words, and [rea
 
 
 def left_out() -> list[str]:
-    """Files of results/published that no part of the page is about; hidden files, such as a folder's lock, are no results."""
+    """Files of results/published that no part of the page is about. Logs and locks are no results: git ignores them."""
     patterns = [pattern for _, files in PARTS for pattern in files] + list(NO_FIGURES)
     covered = {path for pattern in patterns for path in PUBLISHED.glob(pattern)}
     covered |= {path for name in point_folders() for path in (PUBLISHED / name).glob("*.[ct]sv")}
     covered |= set(PUBLISHED.rglob("runs/*"))
-    files = {path for path in PUBLISHED.rglob("[!.]*") if path.is_file()}
+    files = {path for path in PUBLISHED.rglob("[!.]*") if path.is_file() and path.parent.name != "logs"}
     return sorted(str(path.relative_to(PUBLISHED)) for path in files - covered)
 
 

@@ -53,7 +53,7 @@ def lost(place: Path) -> Iterator[str]:
                 continue
             text = TEXTS.get(group.rows[0].workload or "", "random text")
             other, ours = (f"{label(row)} reached {row.speedup:.2f}x" for row in (best[0], own))
-            yield f"{other}, {ours} ({text}; {group.title})"
+            yield f"{other}, {ours} ({text}; {group.title}; {own.device})"
 
 
 def _least(row: Record) -> float:

@@ -68,6 +68,7 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
             folder.save(tmp_path / "cpu", point)
     (told,) = script("table").lost(tmp_path)
     assert told.startswith("vLLM ngram k=5 reached 2.50x, E=4 k=5") and "reached 1.50x (English documentation; " in told
+    assert told.endswith(f"; {baseline().device})")
     tables = script("table").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
     assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "cpu")

@@ -149,7 +149,10 @@ def prometheus(url: str, folder: Path) -> Iterator[Callable[..., Any]]:
 
     def ask(query: str | None, what: str = "query") -> Any:
         parameters = {} if query is None else {"query": query}
-        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/{what}", params=parameters).json()
+        reply = httpx.get(f"http://127.0.0.1:{port}/api/v1/{what}", params=parameters)
+        if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it is starting, and `wait_for` asks again
+            reply.raise_for_status()
+        answer = reply.json()
         assert answer["status"] == "success", (query, answer)
         return answer["data"]
 

@@ -83,10 +83,11 @@ def cells(results: Path) -> list[list[str]]:
 
     Arms are matched by what they are called, not by their keys: a folder may hold what several commits found.
     """
-    findings = sorted(quality.read(results).findings.values(), key=lambda finding: finding.time)
+    book = quality.read(results)
+    findings = sorted(book.findings.values(), key=lambda finding: finding.time)
     arms = {arm_in_words(finding.arm): finding.arm for finding in findings}
     found: dict[str, dict[str, Any]] = {name: {} for name in arms}
-    verdicts = {arm_in_words(one["arm"]): one for one in quality.read(results).verdicts.values() if "arm" in one}
+    verdicts = {arm_in_words(one["arm"]): one for one in book.verdicts.values() if "arm" in one}
     greedy: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for finding in findings:
         name = arm_in_words(finding.arm)

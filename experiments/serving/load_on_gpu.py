@@ -9,13 +9,21 @@ take turns, so that only one of them works at any time. `plain` runs without thi
 and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
 run with the same file does what is not in it; a level begins only if it fits into --minutes.
 
+With --gpus 2, plain decoding runs on the first GPU and early exit on the second. --swap turns that round: two runs, one
+with it and one without, show how much of a difference is one between the two cards. Each needs a file of its own.
+
+Throughput of a closed loop is what arrives while all clients ask; of an open loop it is the tokens of all requests over
+the time from the first arrival to the last token, because both sides get the same arrivals, and the one that is done
+with them sooner is the faster one.
+
 lengths  what every fixed draft length reaches at some loads, as requests may ask for it: the table of lengths is made
          of that, by the code of `selfspec tune`, and set on the live server. --table gives one instead: text or a file.
 closed   closed loops.       poisson, bursts  at shares of what plain decoding completed at the most clients.
-random   random tokens as prompts, sampled at a temperature of 10: nothing is accepted. (Greedily, the model soon
-         repeats itself after random tokens, and drafts of that are accepted.)
-off      no drafts because of the table, the request or the context, over plain decoding at the same clients.
-adaptive random tokens again, on a server that also goes by acceptance; only with --adaptive.
+random   random tokens as prompts, sampled at a temperature of 2, the highest that vLLM takes: hardly a draft is
+         accepted. (Greedily, the model soon repeats itself after random tokens, and drafts of that are accepted.)
+off      no drafts because of the table, the request or the context.
+varying  bursts under every fixed length, as requests may ask for it, to stand beside the table's `bursts`; needs a
+         server with graphs for every length (--every-length, or without --table).
 
 It needs locust. Where the start of each server spent its time is under `start`.
 """
@@ -38,6 +46,7 @@ from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.request_settings import K
@@ -54,8 +63,8 @@ PLAIN, DRAFTING = "plain", "early exit"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
-HOT = 10.0  # a temperature at which hardly a token can be foreseen
-GROUPS = ("lengths", "closed", "poisson", "bursts", "random", "off")
+HOT = 2.0  # the highest temperature that vLLM takes
+GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
            "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
            "rate", "identical", "outputs", "status")  # fmt: skip
@@ -80,14 +89,16 @@ class Level:
     sides: tuple[str, ...] = (PLAIN, DRAFTING)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="reference")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--draft-weights", default="shared", choices=tuple(DRAFT_WEIGHTS))
     parser.add_argument("--clients", default=",".join(map(str, ORDER)), help="of the closed loops, in their order")
-    parser.add_argument("--lengths-at", default="64,128,256", help="clients at which every length is tried")
+    parser.add_argument("--lengths-at", default="32,64,128,256", help="clients at which every length is tried")
     parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
+    parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
@@ -96,10 +107,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
     parser.add_argument("--results", type=Path, help="a results folder for the points; none is kept without it")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args()
+    given = parser.parse_args(words)
+    if given.swap and given.gpus == 1:
+        parser.error("--swap exchanges the GPUs of the two servers, so it needs --gpus 2")
+    return given
 
 
 def config(given: argparse.Namespace, table: str | None) -> RunConfig:
@@ -113,7 +128,9 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                           gpu_memory_utilization=0.3, kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
     work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
     cfg = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
-                    length_table=table or loads.every_width(given.k), adaptive_length=given.adaptive,
+                    draft_weights=given.draft_weights,
+                    length_table=loads.every_width(given.k) if given.every_length or not table else table,
+                    adaptive_length=given.adaptive,
                     load=LoadConfig(clients=most, repeats=1, seconds=given.seconds))  # fmt: skip
     return replace(cfg, verification=given.verification)
 
@@ -138,15 +155,17 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)
     yield Level("bursts", f"bursts of {burst}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.98, share=0.6)
+    for k in loads.lengths(given.k):
+        yield Level("varying", f"bursts of {burst} k={k}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.0,
+                    share=0.6, length=k, table=loads.every_width(given.k), over=f"bursts of {burst}",
+                    sides=(DRAFTING,))  # fmt: skip
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
-        over, one = f"closed {number}", (DRAFTING,)
-        yield Level("off", f"off by table {number}", closed(number), 0.99, table="1:0", over=over, sides=one)
+        yield Level("off", f"off by table {number}", closed(number), 0.99, table="1:0")
         if number == some[-1] or number == some[0]:
-            yield Level("off", f"off by request {number}", closed(number), 0.99, length=0, over=over, sides=one)
-            context = f"1:{given.k} 1@8:0"
-            yield Level("off", f"off by context {number}", closed(number), 0.99, table=context, over=over, sides=one)
+            yield Level("off", f"off by request {number}", closed(number), 0.99, length=0)
+            yield Level("off", f"off by context {number}", closed(number), 0.99, table=f"1:{given.k} 1@8:0")
 
 
 def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
@@ -215,7 +234,7 @@ class Session:
                       [(name, self.pool.submit(self.measure, cfg, name)) for name in order]}  # fmt: skip
         else:
             points = {name: self.measure(cfg, name) for name in order}
-        rows[level.name] = {name: figures(point, level.load.seconds) for name, point in points.items()}
+        rows[level.name] = {name: figures(point, cfg.load) for name, point in points.items()}
         rows[level.name]["seconds"] = round(time.monotonic() - began, 1)
         self.beyond = max(self.beyond, rows[level.name]["seconds"] / turns - level.load.seconds)
         self.say(level)
@@ -268,20 +287,24 @@ class Session:
 
 
 def steady(point: Point, seconds: float) -> float:
-    """Tokens a second that arrived between a tenth of the run and its end, when clients stop to ask anew; a request's
-    tokens are spread evenly over its outputs."""
+    """Of a closed loop, tokens a second that arrived between a tenth of the run and its end, when clients stop to ask
+    anew; a request's tokens are spread evenly over its outputs.
+
+    In an open loop this would favour the slower side: what the faster one has done in the first tenth is left out, and
+    what the slower one carries over from it is counted."""
     start = 0.1 * seconds
     arrived = (request.tokens / len(request.events) * sum(start <= moment <= seconds for moment in request.events)
                for request in point.repeats[-1].requests)  # fmt: skip
     return sum(arrived) / (seconds - start)
 
 
-def figures(point: Point, seconds: float) -> dict[str, Any]:
-    """What is kept of a point. tok_s: while it was steady; tok_s_median: from the first request to the last token."""
+def figures(point: Point, load: LoadConfig) -> dict[str, Any]:
+    """What is kept of a point. tok_s_median: tokens a second from the first request to the last token. tok_s: what both
+    sides are compared by, which in an open loop is the same, and in a closed one what came while it was steady."""
     row = asdict(tables.row(point))
     found = {name: row[name] for name in FIGURES if row.get(name) is not None}
     if point.ok and point.repeats:
-        found["tok_s"] = steady(point, seconds)
+        found["tok_s"] = steady(point, load.seconds) if load.kind == "closed" else row["tok_s_median"]
     found |= {name: point.engine.get(name) for name in OF_THE_CLIENTS}
     if point.repeats and (counts := point.repeats[-1].verified) is not None and counts.rounds:
         found["tokens_a_round"] = 1 + counts.accepted / counts.rounds
@@ -307,6 +330,18 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
+def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, str]:
+    """Variables of a side's server."""
+    # The phases of the start are read from lines of the level INFO, which the host may have turned off.
+    found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
+    if name == PLAIN:
+        found["VLLM_PLUGINS"] = ""
+    if given.gpus > 1:
+        first = DRAFTING if given.swap else PLAIN
+        found["CUDA_VISIBLE_DEVICES"] = "0" if name == first else "1"
+    return found
+
+
 @contextmanager
 def both(
     given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
@@ -315,23 +350,20 @@ def both(
     it."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, length_table=None,
-                                 adaptive_length=False, verification="full"), DRAFTING: cfg}  # fmt: skip
+        wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, draft_weights="shared",
+                                 length_table=None, adaptive_length=False, verification="full"),
+                  DRAFTING: cfg}  # fmt: skip
         opening: dict[str, Future[Server]] = {}
         following: dict[str, Future[list[tuple[float, str]]]] = {}
         began = time.monotonic()
-        for number, (name, one) in enumerate(wanted.items()):
+        for name, one in wanted.items():
             place = scratch / name.replace(" ", "_")
             place.mkdir()
             log = given.out.with_suffix(f".{place.name}.log")
             log.unlink(missing_ok=True)
             # Both compile at once, so each has a cache of its own.
             cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / place.name
-            environment = {"PYTHONUNBUFFERED": "1", "VLLM_CACHE_ROOT": str(cache)}
-            environment |= {"VLLM_PLUGINS": ""} if name == PLAIN else {}
-            if given.gpus > 1:
-                environment["CUDA_VISIBLE_DEVICES"] = str(number)
-            server = open_server(one, (), log, place, environment)
+            server = open_server(one, (), log, place, environment(given, name, cache))
             opening[name] = pool.submit(stack.enter_context, server)
             following[name] = pool.submit(starting.follow, log, opening[name].done)
         sides = {}

@@ -64,7 +64,8 @@ class Job:
 class Sample:
     """One request. sent, events: seconds of the machine's monotonic clock. late: seconds that it was sent after its
     time. tokens: counted by the server, or the outputs where it counts none. error: why it failed; None for one that
-    ended well."""
+    ended well. again: it was sent a second time, `sent` being the first, because a connection that was kept from an
+    earlier request was closed before any byte of the answer."""
 
     number: int
     sent: float
@@ -74,6 +75,7 @@ class Sample:
     digest: str
     late: float
     error: str | None
+    again: bool = False
 
 
 @dataclass
@@ -249,6 +251,7 @@ def read(samples: Path) -> Run:
                 digest=one["digest"],
                 late=one["late_us"] / MICRO,
                 error=one["error"],
+                again=one.get("again", False),
             )
         )
     return found

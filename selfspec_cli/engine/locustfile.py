@@ -4,6 +4,9 @@ locust replaces Python's sockets by gevent's, so nothing of vLLM may live in thi
 of selfspec. It reads what to ask from the file that SELFSPEC_LOAD names, and writes a line of JSON for each request:
 its number, when it was sent and when each output arrived (microseconds of the machine's monotonic clock), how many
 tokens the server counted, and a digest of the text. locust's own statistics are rounded to milliseconds.
+
+Connections are kept between requests. A server closes one that was idle for some seconds, and may do so just when it is
+used again; that says nothing about the server, so such a request is sent once more (`_answer`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import hashlib
 import http.client
 import json
 import os
+import ssl
 import time
+from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +37,20 @@ if os.environ.get("OPENAI_API_KEY"):
 BODIES = [json.dumps(JOB["body"] | prompt).encode() for prompt in JOB["prompts"]]
 ERROR_LENGTH = 300
 READ_BYTES = 65536
+CLOSED = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 Part = tuple[float, bytes]
+
+
+class Answer(http.client.HTTPResponse):
+    """An answer whose head fails with RemoteDisconnected if and only if no byte of it came."""
+
+    def begin(self) -> None:
+        """Read the head."""
+        try:
+            self.fp.peek(1)
+        except CLOSED as problem:
+            raise RemoteDisconnected(str(problem)) from problem
+        super().begin()
 
 
 class Run:
@@ -79,14 +97,14 @@ class Run:
 
     def ask(self, number: int, late: float = 0.0) -> None:
         """One request, to its end. late: seconds that it was sent after its time."""
-        sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late)}
+        sample: dict[str, Any] = {"number": number, "late_us": round(1e6 * late), "again": False}
         sent, error = time.monotonic(), None
         parts: list[Part] = []
         kind = http.client.HTTPSConnection if SERVER.scheme == "https" else http.client.HTTPConnection
         connection = self.idle.pop() if self.idle else kind(SERVER.netloc, timeout=JOB["timeout"])
+        connection.response_class = Answer
         try:
-            connection.request("POST", SERVER.path.rstrip("/") + NAME, BODIES[number % len(BODIES)], HEADERS)
-            response = connection.getresponse()
+            response = _answer(connection, BODIES[number % len(BODIES)], sample)
             if response.status == 200:
                 _receive(response, parts)
             else:
@@ -119,6 +137,32 @@ class Run:
             if (sample["tokens"] or 0) > 1:
                 each = (arrived[-1] - arrived[0]) / 1000 / (sample["tokens"] - 1)
                 fire(request_type="TPOT", name=NAME, response_time=each, **more)
+
+
+def _answer(connection: http.client.HTTPConnection, body: bytes, sample: dict[str, Any]) -> http.client.HTTPResponse:
+    """The head of the answer to a request.
+
+    A connection that was used before and is closed without a byte of the answer had most likely been closed already;
+    then the request is sent once more, on a new connection, and the sample says so. Its time runs on meanwhile.
+    """
+    kept = connection.sock is not None
+    try:
+        return _post(connection, body)
+    except RemoteDisconnected:
+        if not kept:
+            raise
+    sample["again"] = True
+    connection.close()  # the next request opens it anew
+    return _post(connection, body)
+
+
+def _post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
+    """Send a request, once; raises RemoteDisconnected where the connection was closed before any byte of an answer."""
+    try:
+        connection.request("POST", SERVER.path.rstrip("/") + NAME, body, HEADERS)
+    except CLOSED as problem:
+        raise RemoteDisconnected(str(problem)) from problem
+    return connection.getresponse()
 
 
 def _receive(response: http.client.HTTPResponse, parts: list[Part]) -> None:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,19 @@ Interval = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """A kernel, a copy, or an operator on the CPU (without those that it called)."""
+    """A kernel, a copy, or an operator on the CPU (without those that it called). launch: a number that all kernels of
+    one launch share."""
 
     begin: float
     seconds: float
     name: str
     part: str
+    launch: int = -1
+
+    @property
+    def end(self) -> float:
+        """In microseconds, as `begin`."""
+        return self.begin + self.seconds * 1e6
 
 
 @dataclass(frozen=True)
@@ -113,16 +121,36 @@ def read(file: Path, origin: int) -> list[dict[str, Any]]:
     return events
 
 
+def window(events: Iterable[Mapping[str, Any]], seconds: float) -> tuple[float, float]:
+    """When a run began, in microseconds, and how many seconds it took, in a recording that began at 0.
+
+    A recording is longer than its run: counters are read in front of it and behind it, and the reading behind it waits
+    for the rounds that a scheduler had begun ahead. The run ended with its last engine step. It took `seconds` by a
+    clock that is not the trace's, and began before its first step, for a request is made ready first. Where that clock
+    disagrees, the run still holds all of its steps and nothing from before the recording, whatever it says.
+
+    Raises:
+        ValueError: the trace has no range of an engine step.
+    """
+    steps = [(begin, end) for begin, end, name in _ranges(events) if name == "step"]
+    if not steps:
+        raise ValueError("the trace has no range of an engine step")
+    end = max(end for _, end in steps)
+    begin = max(0.0, min(steps[0][0], end - seconds * 1e6))
+    return begin, (end - begin) / 1e6
+
+
 def breakdown(
     engine: Sequence[Mapping[str, Any]],
     frontend: Sequence[Mapping[str, Any]],
     wall: float,
     *,
+    begin: float = 0.0,
     step: Sequence[tuple[str, str]] = (),
     steps: int | None = None,
     weights: Mapping[str, Sequence[int]] | None = None,
 ) -> Breakdown:
-    """Attribute the time of a run that began at 0 and took `wall` seconds.
+    """Attribute the time of a run that began at `begin` (microseconds) and took `wall` seconds.
 
     What runs after the last token is left out: a scheduler that runs ahead has begun a round that nobody waits for.
 
@@ -135,33 +163,34 @@ def breakdown(
         ValueError: the trace has no range of a full pass.
     """
     ranges, doubts = _ranges(engine), []
-    rounds = sum(name == "verify" and begin < wall * 1e6 for begin, _, name in ranges)
+    end = begin + wall * 1e6
+    rounds = sum(name == "verify" and at < end for at, _, name in ranges)
     if not rounds:
         raise ValueError("the trace has no range of a verify pass")
-    host = _exclusive([(begin, end, PART_OF.get(name, OTHER)) for begin, end, name in ranges])
+    host = _exclusive([(at, until, PART_OF.get(name, OTHER)) for at, until, name in ranges])
     device = [event for event in engine if event.get("cat") in GPU_WORK]
     if device:
         pieces = _device_pieces(engine, device, ranges, step)
         busy = _covered(pieces)
         unseen, told = _unseen_steps(pieces, step, steps)
         busy, doubts = _filled(busy, unseen), told
-        waiting = [(begin, end, part if part in ("scheduler", "detokenise") else HOST) for begin, end, part in host]
+        waiting = [(at, until, part if part in ("scheduler", "detokenise") else HOST) for at, until, part in host]
         timeline = _filled(busy, waiting)
     else:
         pieces, timeline = _operator_pieces(engine, host), host
     in_front = [one for one in _exclusive([(b, e, PART_OF.get(n, OTHER)) for b, e, n in _ranges(frontend)])
                 if one[2] == "detokenise"]  # fmt: skip
     timeline = _filled(timeline, in_front)
-    outside = sum(end - begin for begin, end, _ in timeline)
-    timeline = [(max(begin, 0.0), min(end, wall * 1e6), part) for begin, end, part in timeline
-                if end > 0 and begin < wall * 1e6]  # fmt: skip
-    outside = (outside - sum(end - begin for begin, end, _ in timeline)) / 1e6
+    outside = sum(until - at for at, until, _ in timeline)
+    timeline = [(max(at, begin), min(until, end), part) for at, until, part in timeline
+                if until > begin and at < end]  # fmt: skip
+    outside = (outside - sum(until - at for at, until, _ in timeline)) / 1e6
     if outside > ROUNDS_AHEAD * wall / rounds + 0.05 * wall:
         doubts.append(f"{outside:.3g} s of work lie outside the run: the clocks of the processes disagree")
-    timeline = _filled(timeline, [(0.0, wall * 1e6, IDLE)])
+    timeline = _filled(timeline, [(begin, end, IDLE)])
     seconds = dict.fromkeys(PARTS, 0.0)
-    for begin, end, part in timeline:
-        seconds[part] += (end - begin) / 1e6
+    for at, until, part in timeline:
+        seconds[part] += (until - at) / 1e6
     spent = {part: known for part, known in seconds.items() if known > 0}
     kernels, unpaired = _kernels(pieces, weights or {})
     return Breakdown(spent, wall, rounds, kernels, bool(device), timeline, doubts + unpaired)
@@ -170,40 +199,55 @@ def breakdown(
 def _unseen_steps(
     pieces: Sequence[Piece], step: Sequence[tuple[str, str]], steps: int | None
 ) -> tuple[list[Interval], list[str]]:
-    """Draft steps that were made and are not in the trace, as intervals behind those that are, and what to say of it.
+    """Draft steps that were made and are not in the trace, as intervals beside those that are, and what to say of it.
 
-    Of a loop inside a CUDA graph the profiler may see the first pass alone (H200, seen with one driver and not with
-    another). The GPU then seems to wait until the next kernel. So many of these waits are drafting as the steps that
-    were counted and not seen would take, at the mean time of those that were, in the same shares of their parts.
+    Of a loop inside a CUDA graph the profiler may see one pass alone (the last one on an H200), and the GPU seems to
+    rest during the others. The steps that were counted and not seen take so much of these rests as those that were seen
+    took on average, in the same shares of their parts, and no more than there is.
     """
-    last = step[-1] if step else None
-    seen, waits = 0, list[tuple[float, float]]()
-    spent: dict[str, float] = {}
-    behind, longest = False, (0.0, 0.0)  # whether a pass has ended and no other part has begun; the longest wait then
-    for place, piece in enumerate(pieces):
-        if (piece.name, piece.part) in step:
-            spent[piece.part] = spent.get(piece.part, 0.0) + piece.seconds * 1e6
-        if (piece.name, piece.part) == last:
-            seen, behind = seen + 1, True
-        if not behind or place + 1 == len(pieces):
-            continue
-        wait = piece.begin + piece.seconds * 1e6, pieces[place + 1].begin
-        longest = max(longest, wait, key=lambda one: one[1] - one[0])
-        if pieces[place + 1].part not in DRAFTING:
-            waits.append(longest)
-            behind, longest = False, (0.0, 0.0)
+    drafted = [piece for piece in pieces if (piece.name, piece.part) in step]
+    seen = sum((piece.name, piece.part) == step[-1] for piece in drafted)
     if not seen or steps is None or steps <= seen:
         return [], []
-    total, waited = sum(spent.values()), sum(end - begin for begin, end in waits)
-    share = min(1.0, total / seen * (steps - seen) / waited) if waited else 0.0
+    spent: dict[str, float] = {}
+    for begin, end, part in _covered(drafted):
+        spent[part] = spent.get(part, 0.0) + end - begin
+    total = sum(spent.values())
+    needed = left = total / seen * (steps - seen)
     found: list[Interval] = []
-    for at, end in waits:
-        whole = share * (end - at)
-        for part, time in spent.items():
-            found.append((at, at + whole * time / total, part))
-            at = found[-1][1]
-    return found, [f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes "
-                   "of a loop inside a CUDA graph. They are counted as the time of those that it saw"]  # fmt: skip
+    for rests in _rests(pieces, step[-1]):
+        room = sum(end - at for at, end in rests)
+        taken = min(left, room)
+        left -= taken
+        for at, end in rests:
+            whole = taken * (end - at) / room
+            for part, time in spent.items():
+                found.append((at, at + whole * time / total, part))
+                at = found[-1][1]
+    told = (f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
+            "loop inside a CUDA graph. They are counted as the time of those that it saw")  # fmt: skip
+    if left > 0.05 * needed:
+        told += f", as far as the GPU seems to rest beside them, which is {1 - left / needed:.0%} of it"
+    return sorted(found), [told]
+
+
+def _rests(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[float, float]], ...]:
+    """When the GPU seems to rest inside launches that have the kernel `last`, which ends a pass, and when behind them.
+
+    Inside a launch nothing waits for the host, so a rest there is passes that the profiler did not see, in front of the
+    one that it saw. Behind a launch are those of a profiler that sees the first pass, and the GPU may wait there too.
+    """
+    launches: dict[int, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        launches.setdefault(piece.launch, []).append(place)
+    inside, behind = list[tuple[float, float]](), list[tuple[float, float]]()
+    for places in launches.values():
+        own = [pieces[place] for place in places]
+        if any((piece.name, piece.part) == last for piece in own):
+            between = [(one.end, following.begin) for one, following in pairwise(own)]
+            inside += sorted(between, key=lambda rest: rest[1] - rest[0])[-1:]
+            behind += [(own[-1].end, following.begin) for following in pieces[places[-1] + 1 :][:1]]
+    return tuple([(at, end) for at, end in rests if end > at] for rests in (inside, behind))
 
 
 def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -279,10 +323,9 @@ def _covered(pieces: Sequence[Piece]) -> list[Interval]:
     """The parts of a device's moments; where streams overlap, that of the piece that began first."""
     found, until = [], float("-inf")
     for piece in pieces:
-        end = piece.begin + piece.seconds * 1e6
-        if end > until:
-            found.append((max(piece.begin, until), end, piece.part))
-            until = end
+        if piece.end > until:
+            found.append((max(piece.begin, until), piece.end, piece.part))
+            until = piece.end
     return found
 
 
@@ -295,7 +338,7 @@ def _device_pieces(
     """Work of a GPU with the part that launched it, in order.
 
     A kernel belongs to the innermost range that its launch lies in, and all kernels of a graph share its launch. Of a
-    loop inside a graph no launch is known. What a graph or nobody launched is looked up in `step` where a range of
+    loop inside a graph no launch may be known. What a graph or nobody launched is looked up in `step` where a range of
     drafting launched it, or nobody.
     """
     begins = [begin for begin, _, _ in ranges]
@@ -304,13 +347,16 @@ def _device_pieces(
         for event in events
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
-    found, place = [], -1
+    found, place, launch = [], -1, -1
     for event in sorted(device, key=lambda one: one["ts"]):
-        name, by_graph = launched.get(event.get("args", {}).get("correlation", -1), (None, True))
+        correlation = event.get("args", {}).get("correlation", -1)
+        name, by_graph = launched.get(correlation, (None, True))
+        if correlation in launched:  # else it is a loop's: it is inside the graph that the kernel before it is of
+            launch = correlation
         part = OTHER if name is None else PART_OF.get(name, OTHER)
         if step and by_graph and (name is None or part == "draft"):
             part, place = _in_step(event["name"], step, place, OTHER if name is None else part)
-        found.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part))
+        found.append(Piece(event["ts"], event["dur"] / 1e6, event["name"], part, launch))
     return found
 
 

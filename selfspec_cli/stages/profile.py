@@ -120,10 +120,11 @@ def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progres
     before = _draft_steps(engine)
     found = profiling.record(engine, prompts, length, scratch)
     made = None if before is None else (_draft_steps(engine) or 0) - before
-    begin, end = found.window
-    events = trace.read(found.engine, begin)
-    in_front = [] if found.frontend is None else trace.read(found.frontend, begin)
-    parts = trace.breakdown(events, in_front, (end - begin) / 1e9, step=step, steps=made, weights=about["weights"])
+    origin, _ = found.window
+    events = trace.read(found.engine, origin)
+    in_front = [] if found.frontend is None else trace.read(found.frontend, origin)
+    begin, wall = trace.window([*events, *in_front], found.generation.seconds)
+    parts = trace.breakdown(events, in_front, wall, begin=begin, step=step, steps=made, weights=about["weights"])
     return _Observed(plain, found.generation, [*events, *in_front], parts, about, text)
 
 

@@ -1,14 +1,18 @@
 """A server with the OpenAI API that knows no model: what clients are tried on. `openai_server.py --port N` runs it.
 
 What it does is in the prompt: {"prompt": [n, ...]} is answered by outputs n0, n1, ... (an output may hold two tokens);
-the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds.
+the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds. [16] is
+answered on a new connection alone: one that was used before is reset after 0.3 seconds, before any byte of an answer.
+[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -32,6 +36,7 @@ class Handler(BaseHTTPRequestHandler):
     step = 0.002  # seconds between outputs
     knows_ignore_eos = True
     lock = threading.Lock()
+    requests = 0  # on this connection
 
     def log_message(self, *words):
         pass
@@ -60,8 +65,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/collective_rpc":
             return self.reply(json.dumps({"results": [self.called(body["method"])]}))
         prompt = body.get("prompt") or body["messages"][0]["content"]
+        self.requests += 1
         if prompt == [13]:
             return self.reply('{"error": "no luck"}', 400)
+        if prompt == [16] and self.requests > 1:
+            time.sleep(0.3)
+            return self.reset()
+        if prompt == [17]:
+            self.close_connection = True
+            return None
+        if prompt == [18]:
+            self.wfile.write(b"HTTP/1.1 200")
+            return self.reset()
         if not body.get("stream"):
             return self.reply(json.dumps({"choices": [{"text": "x"}]}))
         if prompt == [15]:
@@ -81,6 +96,12 @@ class Handler(BaseHTTPRequestHandler):
         self.event(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
+    def reset(self):
+        """Close the connection as a process that dies does: the client is told that it was reset."""
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(self.connection.detach())
+
     def called(self, method):
         """The answers of a drafting worker: two drafts for each request so far."""
         if method != "early_exit_counters":
@@ -99,11 +120,19 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-def serve(step=0.002, knows_ignore_eos=True, port=0):
-    """A server in this process: (its address, what it was asked, a function that ends it)."""
-    handler = type("Own", (Handler,), {"asked": [], "step": step, "knows_ignore_eos": knows_ignore_eos})
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    server.daemon_threads = True
+class Server(ThreadingHTTPServer):
+    """A server on which many may knock at once."""
+
+    daemon_threads = True
+    request_queue_size = 128  # of five, which is Python's own, some of a burst are reset before they are heard
+
+
+def serve(step=0.002, knows_ignore_eos=True, port=0, keep_alive=None):
+    """A server in this process: (its address, what it was asked, a function that ends it). keep_alive: seconds after
+    which it closes a connection on which nothing is asked; None: never."""
+    own = {"asked": [], "step": step, "knows_ignore_eos": knows_ignore_eos, "timeout": keep_alive}
+    handler = type("Own", (Handler,), own)
+    server = Server(("127.0.0.1", port), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end():

@@ -280,7 +280,8 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
 
 
 def asking(**extra):
-    return SimpleNamespace(extra_args={f"selfspec_{key}": value for key, value in extra.items()})
+    own = {f"selfspec_{key}": value for key, value in extra.items()}
+    return SimpleNamespace(extra_args=own, max_tokens=None, eos_token_id=None)
 
 
 def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
@@ -292,20 +293,22 @@ def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting
 
     runner, new = Runner(), [("a", asking(k=1)), ("b", asking(k=0))]
     drafting.state.lengths.fill_(4)  # of requests that were there before
-    output = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(req_id=n, sampling_params=p) for n, p in new])
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=n, sampling_params=p, prompt_len=5) for n, p in new]
+    )
     tell_speculator(Runner.add_requests)(runner, output)
     assert runner.added
     assert drafting.state.lengths.tolist() == [0, 4, 0]
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [0, 2, 0]
-    drafting.add_requests([0], [None])
+    drafting.add_requests([0], [None], [5])
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
-    speculator.add_requests([0, 1], [asking(threshold=0.5), asking()])
+    speculator.add_requests([0, 1], [asking(threshold=0.5), asking()], [5, 5])
     limits = speculator.state.allowances.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]

@@ -85,6 +85,39 @@ def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_pat
 
 @pytest.mark.slow
 @needs_locust
+def test_no_request_fails_because_the_server_closed_an_idle_connection(tmp_path):
+    url, asked, end = serve(keep_alive=0.4)
+    moments = [0.0] * 8 + [1.0] * 8 + [2.0] * 8  # the connections of those before are closed when the next come
+    try:
+        run = clients.run(Job(url, COMPLETIONS, BODY, [{"prompt": [1]}], arrivals=moments), tmp_path, check=nothing)
+    finally:
+        end()
+    assert [one.error for one in run.failed] == [] and len(run.good) == len(asked) == 24
+    assert sum(one.again for one in run.good) >= 2  # so it did close some
+
+
+@pytest.mark.slow
+@needs_locust
+def test_only_a_request_that_got_no_byte_on_a_used_connection_is_sent_again_and_once(toy, tmp_path):
+    def ask(prompts):
+        toy.asked.clear()
+        job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [n]} for n in prompts], clients=1, requests=len(prompts))
+        run = clients.run(job, tmp_path / "-".join(map(str, prompts)), check=nothing)
+        return sorted(run.samples, key=lambda one: one.number), [body["prompt"][0] for _, body in toy.asked]
+
+    (_, one), asked = ask([1, 16])
+    assert asked == [1, 16, 16] and one.error is None and one.again
+    assert one.events[0] - one.sent >= 0.3  # its time is that of both
+    (fresh, used, kept), asked = ask([17, 1, 17])
+    assert asked == [17, 1, 17, 17]  # on its own connection once; after another's once more
+    assert fresh.error.startswith("RemoteDisconnected") and kept.error.startswith("RemoteDisconnected")
+    assert (fresh.again, used.again, kept.again) == (False, False, True)
+    (_, one), asked = ask([1, 18])
+    assert asked == [1, 18] and one.error.startswith("ConnectionResetError") and not one.again
+
+
+@pytest.mark.slow
+@needs_locust
 def test_clients_of_several_processes_share_the_requests_and_begin_together(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 3)]
     job = Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=11, processes=2)

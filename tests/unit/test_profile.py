@@ -78,12 +78,12 @@ def test_what_is_shown_adds_up_and_says_what_is_not_known(capsys):
 
 
 class Engine:
-    """Stands for a live engine of 20 ms a run, whose traces are those of test_trace.py."""
+    """Stands for a live engine of so many seconds a run, whose traces are those of test_trace.py."""
 
     layer = None
 
-    def __init__(self, cfg, folder):
-        self.cfg, self.folder = cfg, folder
+    def __init__(self, cfg, seconds):
+        self.cfg, self.seconds = cfg, seconds
         self.llm = SimpleNamespace(model_config=SimpleNamespace(skip_tokenizer_init=False))
 
     def call(self, method):
@@ -94,10 +94,12 @@ class Engine:
 
     def generate(self, prompts, length, **more):
         assert more["detokenize"] and len(prompts) == more["batch"] == 1
-        return SimpleNamespace(outputs=[[0] * length], seconds=0.00012, tokens_per_second=9.0)
+        return SimpleNamespace(outputs=[[0] * length], seconds=self.seconds, tokens_per_second=9.0)
 
 
-def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("seconds", "accounted"), [(100e-6, 1.0), (80e-6, 1.25), (125e-6, 0.8)])
+def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch, seconds, accounted):
+    """Its run has steps for 100 us of the 120 that were recorded: the sum tells a clock of the run that disagrees."""
     cfg = RunConfig(
         method=Method.baseline, results_dir=str(tmp_path), model=ModelConfig(path="reference"),
         workload=WorkloadConfig(name="short", num_prompts=4, batch=1, output_len=128),
@@ -111,20 +113,20 @@ def test_one_arm_is_profiled_and_kept(tmp_path, monkeypatch):
 
     @contextmanager
     def open_engine(config):
-        yield Engine(config, tmp_path)
+        yield Engine(config, seconds)
 
     monkeypatch.setattr(profiling, "record", record)
     monkeypatch.setattr(profiling, "annotate", lambda engine: [])
     monkeypatch.setattr(stage, "workload_prompts", lambda cfg, engine: [[1]] * 4)
     found, path = stage.run(cfg, open_engine=open_engine)
     assert found.tokens == stage.TOKENS and found.key == run_key(cfg)
-    assert found.accounted == pytest.approx(1.0) and found.unknown == [stage.NO_RATE]
+    assert found.accounted == pytest.approx(accounted) and found.unknown == [stage.NO_RATE]
     assert found.kernels[0] == {"name": "aten::addmm", "part": "verify", "seconds": pytest.approx(20e-6), "calls": 1,
                                 "bytes": 64, "rate": None}  # fmt: skip
     assert profiles.newest(tmp_path)[found.key].name == path.stem == found.name
     events = json.loads(gzip.decompress((path.parent / found.trace).read_bytes()))["traceEvents"]
     track = [event for event in events if event.get("cat") == "part"]
-    assert sum(event["dur"] for event in track) == pytest.approx(120)
+    assert sum(event["dur"] for event in track) == pytest.approx(100)
 
 
 def test_nsight_is_asked_for_the_range_that_the_worker_opens(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -106,23 +107,46 @@ def test_kernels_of_a_captured_loop_are_told_by_their_order(unknown):
     assert found.doubts == []
 
 
+def round_with_one_pass_of_a_loop(number, seen, unknown):
+    """300 us of a GPU: a pass of 37 us beside a rest of 50 in the launch of a loop, where only the last pass is seen,
+    or the first; the host is at scheduling then. In front of that launch the GPU waits 60 us for the host."""
+    at, own = 300.0 * number, 10 * number
+    begin, rest = (165, 115) if seen == "last" else (115, 155)
+    return [
+        annotation("verify", at, 10), launch(own + 1, at + 1), kernel(own + 1, at, 50, "nvjet_b"),
+        annotation("draft", at + 20, 80), launch(own + 2, at + 21), kernel(own + 2, at + 50, 2, "_begin_round"),
+        launch(own + 3, at + 90, "cudaGraphLaunch"), kernel(own + 3, at + 112, 3, "set_condition"),
+        *[one | {"ts": one["ts"] + at + begin - 100} for one in looped(own + 3, unknown)[:6]],
+        annotation("schedule", at + rest, 50),
+        annotation("sample", at + 101, 3), launch(own + 4, at + 102), kernel(own + 4, at + 205, 2, "_counts"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize("seen", ["last", "first"])
 @pytest.mark.parametrize("steps", [2, 3, 4, 9])
-def test_passes_of_a_loop_that_the_profiler_does_not_see_take_the_wait_behind_it(steps):
-    """One pass of 37 us in each of two rounds, and waits of 50 us behind each: the rest of the loop, but no longer."""
-    events = [annotation("draft", 60, 10), annotation("sample", 80, 10)]
-    for number in range(2):
-        at = 200.0 * number
-        events += [annotation("verify", at, 10), launch(10 * number + 1, at + 1), launch(10 * number + 3, 85)]
-        events += [kernel(10 * number + 1, at, 50, "nvjet_b"), kernel(10 * number + 3, at + 140, 2, "norm_b")]
-        events += [launch(10 * number + 2, 65, "cudaGraphLaunch")]
-        events += [one | {"ts": one["ts"] + at - 50} for one in looped(10 * number + 2)[:6]]
-    found = breakdown(events, [], 400e-6, step=draft_step(EAGER), steps=steps)
-    seconds = microseconds(found)
-    drafted = sum(seconds[part] for part in ("trunk", "head", "gate", "draft"))
-    extra = min(37 * (steps - 2), 100)
-    assert drafted == pytest.approx(2 * 40 + extra, abs=1) and sum(seconds.values()) == pytest.approx(400, abs=2)
-    assert seconds["trunk"] == pytest.approx(50 + extra * 25 / 37, abs=1)
+def test_passes_of_a_loop_that_the_profiler_does_not_see_take_the_rest_beside_the_one_it_sees(seen, steps, unknown):
+    events = [event for number in range(2) for event in round_with_one_pass_of_a_loop(number, seen, unknown)]
+    found = breakdown(events, [], 600e-6, step=draft_step(EAGER), steps=steps)
+    extra = min(37 * (steps - 2), 2 * 50)
+    share = {"trunk": 25, "head": 9, "gate": 1}
+    assert {part: 1e6 * found.seconds[part] for part in share} == pytest.approx(
+        {part: time * (2 + extra / 37) for part, time in share.items()}, abs=1
+    )
+    # The host was at scheduling in all of the rest, and the GPU at drafting.
+    assert 1e6 * found.seconds.get("scheduler", 0) == pytest.approx(max(0, 100 - extra), abs=1)
+    # Nothing of this is where the GPU waits for the host in front of the loop.
+    assert not [one for one in found.timeline if one[2] in share and one[1] % 300 and one[1] % 300 < 112]
+    every_moment_is_counted_once(found, 0, 600)
     assert bool(found.doubts) == (steps > 2)
+    assert any("seems to rest" in told for told in found.doubts) == (steps == 9)
+
+
+def every_moment_is_counted_once(found, begin, end):
+    times = [one[:2] for one in found.timeline]
+    assert times[0][0] == begin and times[-1][1] == end
+    assert all(one[1] == following[0] for one, following in pairwise(times))
+    assert 1e6 * sum(found.seconds.values()) == pytest.approx(end - begin)
 
 
 def test_bytes_are_not_known_where_products_and_weights_do_not_pair():
@@ -177,6 +201,33 @@ def test_what_another_process_does_counts_only_where_the_engine_rests():
 def test_what_runs_after_the_last_token_is_left_out():
     found = breakdown(GPU, [], 100e-6)
     assert sum(microseconds(found).values()) == 100 and found.doubts == []
+
+
+def test_a_run_may_begin_later_than_what_was_recorded():
+    later = [event | {"ts": event["ts"] + 1000} for event in GPU]
+    before = [annotation("schedule", 100, 30), launch(9, 200), kernel(9, 210, 30)]  # a reading of counters
+    found = breakdown([*before, *later], [], 150e-6, begin=1000.0)
+    assert microseconds(found) == microseconds(breakdown(GPU, [], 150e-6))
+    every_moment_is_counted_once(found, 1000, 1150)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "begin", "wall"),
+    [
+        (80e-6, 20, 80e-6),  # a request was made ready in 10 us
+        (60e-6, 30, 70e-6),  # the clock that took the seconds disagrees: the run holds its steps,
+        (200e-6, 0, 100e-6),  # and nothing from before the recording
+    ],
+)
+def test_a_run_ends_with_its_last_step(seconds, begin, wall):
+    events = [annotation("schedule", 5, 3), annotation("step", 30, 20), annotation("detokenise", 40, 5),
+              annotation("step", 60, 40), launch(1, 110), kernel(1, 120, 30)]  # fmt: skip
+    assert trace.window(events, seconds) == (pytest.approx(begin), pytest.approx(wall))
+
+
+def test_a_trace_without_steps_has_no_run():
+    with pytest.raises(ValueError, match="no range of an engine step"):
+        trace.window(GPU, 1.0)
 
 
 def test_clocks_that_disagree_are_noticed():

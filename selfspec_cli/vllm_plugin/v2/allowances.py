@@ -1,11 +1,12 @@
 """What decides on the device how much each request drafts in a round: the table of lengths by load, what the request
-itself asked for, and how much of its drafts is accepted. begin.py reads it when a round begins."""
+itself asked for, how much of its drafts is accepted, and where it ends. begin.py reads it when a round begins."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.early_exit.request_settings import RequestSettings
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Where a request ends: at `length` tokens, its prompt counted in, and behind the token `stop` (-1: none).
+
+    vLLM's scheduler begins a step before it has seen the tokens of the last one, so it also runs one for a request that
+    has just ended. On the device the end is known at once, and nothing has to be drafted in vain while others wait.
+    """
+
+    length: int = LARGEST
+    stop: int = -1
+
+    @classmethod
+    def of(cls, parameters: Any, prompt: int) -> Ending:
+        """From a request's SamplingParams (None: nothing is known) and the length of its prompt. Other tokens than the
+        model's own end of text may end a request too; those are left to vLLM."""
+        most = None if parameters is None else parameters.max_tokens
+        stop = None if parameters is None else parameters.eos_token_id  # None where it is to be ignored
+        return cls(LARGEST if most is None else min(prompt + most, LARGEST), -1 if stop is None else stop)
+
+
 @dataclass
 class Allowances:
     """Tensors on the device.
@@ -22,6 +43,7 @@ class Allowances:
     cells: int32 [cells, 3], requests, context and length of each entry of the table in its order; cell_limits: float32
     [cells], what the gate compares with there, NaN for the gate's own.
     own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
+    ends, stops: int32 [requests], `Ending` of each.
     ladder: int32 [rungs], empty where acceptance does not count; rises, falls: float32 [rungs].
     rates, rungs: float32 and int32 [requests], each request's estimated acceptance and rung (1 is the first; whether
     anything is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
@@ -31,6 +53,8 @@ class Allowances:
     cell_limits: Tensor
     own_lengths: Tensor
     own_limits: Tensor
+    ends: Tensor
+    stops: Tensor
     ladder: Tensor
     rises: Tensor
     falls: Tensor
@@ -55,6 +79,8 @@ class Allowances:
             floats([math.nan] * len(table.cells)),
             integers([LARGEST] * requests),
             floats([math.nan] * requests),
+            integers([LARGEST] * requests),
+            integers([-1] * requests),
             integers(ladder.lengths if ladder else ()),
             floats(ladder.rises if ladder else ()),
             floats(ladder.falls if ladder else ()),
@@ -68,14 +94,20 @@ class Allowances:
         self.cells = self.upload(_cells(table), torch.int32)
         self.cell_limits = self.upload([math.nan] * len(table.cells), torch.float32)
 
-    def add(self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float]) -> Tensor:
+    def add(
+        self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float], ends: Sequence[Ending]
+    ) -> Tensor:
         """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
 
-        Under load requests join in most steps, so what nobody asked for is not uploaded.
+        Under load requests join in most steps, so places and ends are one copy, and what nobody asked for is none.
 
         Returns: `slots` on the device, int64.
         """
-        index = self.upload(slots, torch.int64)
+        index, lengths_of_all, stops = self.upload(
+            [tuple(slots), tuple(end.length for end in ends), tuple(end.stop for end in ends)], torch.int64
+        )
+        self.ends[index] = lengths_of_all.to(torch.int32)
+        self.stops[index] = stops.to(torch.int32)
         if any(one.k is not None for one in own):
             lengths = [LARGEST if one.k is None else one.k for one in own]
             self.own_lengths[index] = self.upload(lengths, torch.int32)

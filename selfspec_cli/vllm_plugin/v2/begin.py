@@ -88,6 +88,8 @@ def _begin_round(
     cell_limits,
     own_lengths,
     own_limits,
+    ends,
+    stops,
     ladder,
     rises,
     falls,
@@ -138,14 +140,19 @@ def _begin_round(
             request, sampled, drafted, real, ladder, rises, falls, rates, rungs, usual, weight, usual_weight, RUNGS
         )
         allowed = tl.minimum(allowed, by_acceptance)
-    # A request inside its prefill sampled nothing, and one at the end of the model has no place for a draft.
-    drafts = real & (sampled > 0) & (known < max_model_len - 1) & (allowed > 0)
+    # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
+    end = tl.minimum(tl.load(ends + request, mask=real, other=0), max_model_len)
+    allowed = tl.minimum(allowed, end - known - 2)
+    token = tl.load(last_sampled + request, mask=real, other=0).to(tl.int32)
+    ended = token == tl.load(stops + request, mask=real, other=-1)
+    # A request inside its prefill sampled nothing.
+    drafts = real & (sampled > 0) & (allowed > 0) & ~ended
     allowed = tl.where(drafts, allowed, 0)
     tl.store(row_steps + row, allowed, mask=inside)
     # ---- the first step's inputs
-    token = tl.load(last_sampled + request, mask=drafts, other=0)
+    token = tl.where(drafts, token, 0)
     position = tl.where(drafts, known, 0)
-    tl.store(input_ids + row, token.to(tl.int32), mask=inside)
+    tl.store(input_ids + row, token, mask=inside)
     tl.store(positions + row, position.to(tl.int64), mask=inside)
     tl.store(sample_positions + row, position.to(tl.int64), mask=inside)
     tl.store(seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
@@ -204,6 +211,8 @@ def begin_round(
         allowed.cell_limits,
         allowed.own_lengths,
         allowed.own_limits,
+        allowed.ends,
+        allowed.stops,
         allowed.ladder,
         allowed.rises,
         allowed.falls,

@@ -17,6 +17,7 @@ def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
         new = scheduler_output.scheduled_new_reqs
         if tell is not None and new:
             slots = self.req_states.req_id_to_index
-            tell([slots[one.req_id] for one in new], [one.sampling_params for one in new])
+            places = [slots[one.req_id] for one in new]
+            tell(places, [one.sampling_params for one in new], [one.prompt_len for one in new])
 
     return add_requests

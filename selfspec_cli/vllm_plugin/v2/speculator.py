@@ -41,6 +41,7 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
+from selfspec_cli.vllm_plugin.v2.allowances import Ending
 from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.sizes import widths
@@ -191,10 +192,12 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """What the gate compares with under a threshold; NaN: the gate's own."""
         return math.nan if threshold is None else self.gate.limit(threshold)
 
-    def add_requests(self, slots: list[int], parameters: list[Any]) -> None:
-        """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None."""
+    def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int]) -> None:
+        """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None;
+        prompts: their lengths in tokens."""
         own = [own_settings(one, self.settings) for one in parameters]
-        index = self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own])
+        ends = [Ending.of(one, length) for one, length in zip(parameters, prompts, strict=True)]
+        index = self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own], ends)
         self.state.lengths.index_fill_(0, index, 0)
 
     @property

@@ -1,0 +1,74 @@
+"""experiments/serving/load_on_gpu.py: what both sides are compared by, and where their servers run."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from points import measured, point
+
+from selfspec_cli.config.schema import LoadConfig
+from selfspec_cli.record.latency import RequestTimes
+from selfspec_cli.record.point import Measurement, Repeat
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "serving"
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("load_on_gpu")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def answers(arrivals, seconds, tokens=100):
+    """A point of which each request takes so many seconds; its tokens come one by one."""
+    times = tuple(
+        RequestTimes(sent, tuple(sent + seconds * (number + 1) / tokens for number in range(tokens)), tokens)
+        for sent in arrivals
+    )
+    return point(measurement=Measurement((Repeat(max(one.events[-1] for one in times), times),)))
+
+
+BURSTS = [0.0] * 8 + [5.0] * 8  # of ten seconds
+
+
+def test_in_an_open_loop_the_side_that_is_done_sooner_is_the_faster_one(script):
+    load = LoadConfig(rate=1.6, burst=8, seconds=10.0, repeats=1)
+    fast, slow = answers(BURSTS, 1.0), answers(BURSTS, 4.0)
+    assert script.steady(fast, 10.0) < script.steady(slow, 10.0)  # what is right for closed loops is wrong here
+    rows = {"bursts": {script.PLAIN: script.figures(slow, load), script.DRAFTING: script.figures(fast, load)}}
+    assert rows["bursts"][script.DRAFTING]["tok_s"] == pytest.approx(1600 / 6)
+    assert rows["bursts"][script.PLAIN]["tok_s"] == pytest.approx(1600 / 9)
+    level = script.Level("bursts", "bursts", load, 0.98)
+    assert script.compared(level, rows)["throughput"] == pytest.approx(1.5)
+
+
+def test_a_closed_loop_is_compared_by_what_came_while_all_clients_asked(script):
+    load = LoadConfig(clients=1, seconds=10.0, repeats=1)
+    asked = answers([0.0, 4.0, 8.0], 4.0)  # the last one ends two seconds after the time
+    found = script.figures(asked, load)
+    assert found["tok_s"] == pytest.approx(25.0, rel=0.01) and found["tok_s"] == script.steady(asked, 10.0)
+    assert found["tok_s_median"] == pytest.approx(25.0)
+    assert script.figures(point(measurement=measured(100.0)), load)["tok_s"] == 0.0  # all of it in the first tenth
+
+
+@pytest.mark.parametrize(
+    ("words", "plain", "drafting"),
+    [([], None, None), (["--gpus", "2"], "0", "1"), (["--gpus", "2", "--swap"], "1", "0")],
+)
+def test_each_server_has_its_gpu_and_says_where_its_start_spends_its_time(script, tmp_path, words, plain, drafting):
+    given = script.arguments(["--out", str(tmp_path / "load.json"), *words])
+    for name, card in ((script.PLAIN, plain), (script.DRAFTING, drafting)):
+        found = script.environment(given, name, tmp_path)
+        assert found.get("CUDA_VISIBLE_DEVICES") == card
+        assert found["VLLM_LOGGING_LEVEL"] == "INFO"
+        assert ("VLLM_PLUGINS" in found) == (name == script.PLAIN)
+
+
+def test_one_gpu_cannot_be_swapped(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.arguments(["--out", str(tmp_path / "load.json"), "--swap"])
+    assert "it needs --gpus 2" in capsys.readouterr().err

@@ -109,4 +109,5 @@ These files are tables of their own, too wide for a page:
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
 | `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
-| `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |"""
+| `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
+| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |"""

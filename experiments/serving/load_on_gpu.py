@@ -410,6 +410,7 @@ def main() -> None:
         name: str(value) for name, value in vars(given).items()}}  # fmt: skip
     with ThreadPoolExecutor(8) as pool, both(given, cfg, found, pool) as sides:
         save()
+        sides[PLAIN].loader.prompts(cfg)  # what it imports, two threads at once cannot import for the first time
         session = Session(given, cfg, sides, found, until, pool)
         for level in planned:
             if level.group != "lengths" and not session.table:

@@ -38,18 +38,20 @@ def _arm(row: Record) -> str:
     if row.arm in ("baseline", "server"):
         return row.arm
     runner = f" ({row.runner})" if row.runner else ""
+    drawn = f" · {row.draft_sample_method} drafts" if row.draft_sample_method is not None else ""
     if row.arm == "vllm":
         return f"vLLM {row.speculative} k={row.k}{runner}"
     if row.arm == "ngram":  # in results from before there was arm vllm
         return f"vLLM n-gram k={row.k}{runner}"
     if row.arm == "draft_model":
-        return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}"
-    layer = f"E={row.E}" if row.E is not None else "E=half"
+        return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}{drawn}"
+    cheaper = row.draft_weights not in (None, "shared") or row.skip_layers  # drafts with all layers, if nobody says
+    layer = f"E={row.E}" if row.E is not None else "E=all" if cheaper else "E=half"
     layer += f" without {row.skip_layers}" if row.skip_layers else ""
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
     tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
-    tail += " · adaptive verification" if row.verification == "adaptive" else ""
+    tail += drawn + (" · adaptive verification" if row.verification == "adaptive" else "")
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     return f"{layer} k={row.k} · {head} · {gate_label(row)}{tail}"

@@ -192,7 +192,7 @@ def breakdown(
     for at, until, part in timeline:
         seconds[part] += (until - at) / 1e6
     spent = {part: known for part, known in seconds.items() if known > 0}
-    kernels, unpaired = _kernels(pieces, weights or {})
+    kernels, unpaired = _kernels(pieces, weights or {}, (begin, end), step, _passes(pieces, step, steps))
     return Breakdown(spent, wall, rounds, kernels, bool(device), timeline, doubts + unpaired)
 
 
@@ -206,7 +206,7 @@ def _unseen_steps(
     took on average, in the same shares of their parts, and no more than there is.
     """
     drafted = [piece for piece in pieces if (piece.name, piece.part) in step]
-    seen = sum((piece.name, piece.part) == step[-1] for piece in drafted)
+    seen = _seen(pieces, step)
     if not seen or steps is None or steps <= seen:
         return [], []
     spent: dict[str, float] = {}
@@ -229,6 +229,17 @@ def _unseen_steps(
     if left > 0.05 * needed:
         told += f", as far as the GPU seems to rest beside them, which is {1 - left / needed:.0%} of it"
     return sorted(found), [told]
+
+
+def _seen(pieces: Sequence[Piece], step: Sequence[tuple[str, str]]) -> int:
+    """Draft steps that the trace has whole."""
+    return sum((piece.name, piece.part) == step[-1] for piece in pieces) if step else 0
+
+
+def _passes(pieces: Sequence[Piece], step: Sequence[tuple[str, str]], steps: int | None) -> float:
+    """Draft steps that were made for each one that the trace has; 1 where it has them all, or nobody counted."""
+    seen = _seen(pieces, step)
+    return max(steps / seen, 1.0) if seen and steps is not None else 1.0
 
 
 def _rests(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[float, float]], ...]:
@@ -410,9 +421,15 @@ def _part_at(ts: float, host: Sequence[Interval], begins: Sequence[float]) -> st
     return host[at][2] if at >= 0 and ts <= host[at][1] else IDLE
 
 
-def _kernels(pieces: Sequence[Piece], weights: Mapping[str, Sequence[int]]) -> tuple[list[Kernel], list[str]]:
-    """Pieces by name and part, slowest first, with bytes where every piece is the product with a known weight; and what
-    is not known of them."""
+def _kernels(
+    pieces: Sequence[Piece],
+    weights: Mapping[str, Sequence[int]],
+    run: tuple[float, float],
+    step: Sequence[tuple[str, str]],
+    passes: float,
+) -> tuple[list[Kernel], list[str]]:
+    """Pieces that begin inside the run by name and part, slowest first, with bytes where every piece is the product
+    with a known weight; and what is not known of them. Those of a draft step count `passes` times."""
     sizes: dict[int, int] = {}
     doubts = []
     for which, what, parts in PASSES:
@@ -425,12 +442,15 @@ def _kernels(pieces: Sequence[Piece], weights: Mapping[str, Sequence[int]]) -> t
             sizes |= {place: order[number % len(order)] for number, place in enumerate(places)}
     together: dict[tuple[str, str], list[int]] = {}
     for place, piece in enumerate(pieces):
-        together.setdefault((piece.name, piece.part), []).append(place)
+        if run[0] <= piece.begin < run[1]:
+            together.setdefault((piece.name, piece.part), []).append(place)
     found = []
     for (name, part), places in together.items():
         known = [sizes[place] for place in places if place in sizes]
-        read = sum(known) if len(known) == len(places) else None
-        found.append(Kernel(name, part, sum(pieces[place].seconds for place in places), len(places), read))
+        times = passes if (name, part) in step else 1.0
+        read = round(times * sum(known)) if len(known) == len(places) else None
+        seconds = times * sum(pieces[place].seconds for place in places)
+        found.append(Kernel(name, part, seconds, round(times * len(places)), read))
     return sorted(found, key=lambda one: -one.seconds), doubts
 
 

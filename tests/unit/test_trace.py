@@ -138,6 +138,10 @@ def test_passes_of_a_loop_that_the_profiler_does_not_see_take_the_rest_beside_th
     # Nothing of this is where the GPU waits for the host in front of the loop.
     assert not [one for one in found.timeline if one[2] in share and one[1] % 300 and one[1] % 300 < 112]
     every_moment_is_counted_once(found, 0, 600)
+    # Kernels of a step count once for each step that was made, and all others as often as the trace has them.
+    kernels = {(one.name, one.part): (one.calls, 1e6 * one.seconds) for one in found.kernels}
+    assert kernels["nvjet_a", "trunk"] == (steps, pytest.approx(20 * steps))
+    assert kernels["nvjet_b", "verify"] == (2, pytest.approx(100))
     assert bool(found.doubts) == (steps > 2)
     assert any("seems to rest" in told for told in found.doubts) == (steps == 9)
 
@@ -207,6 +211,7 @@ def test_a_run_may_begin_later_than_what_was_recorded():
     later = [event | {"ts": event["ts"] + 1000} for event in GPU]
     before = [annotation("schedule", 100, 30), launch(9, 200), kernel(9, 210, 30)]  # a reading of counters
     found = breakdown([*before, *later], [], 150e-6, begin=1000.0)
+    assert sum(one.calls for one in found.kernels) == sum(one.calls for one in breakdown(GPU, [], 150e-6).kernels)
     assert microseconds(found) == microseconds(breakdown(GPU, [], 150e-6))
     every_moment_is_counted_once(found, 1000, 1150)
 

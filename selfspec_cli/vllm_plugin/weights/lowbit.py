@@ -9,8 +9,8 @@ arithmetic behind. So the token is rounded to 8-bit integers too, each group of 
 shift. A first kernel rounds the token once, in about 1.4 us, and a warp for each row does the rest. Measured on an H200
 (results/LOG.md): of the rate at which the card copies memory, 4 bits reach 1.07 to 1.2 in large products, which only
 read, and 0.6 to 0.7 in small ones. From compute capability 9.0 on, the second kernel can start with the first and read
-its weights while the token is rounded (programmatic dependent launch), because they do not depend on it. No engine does
-that yet: it has not been measured.
+its weights while the token is rounded (programmatic dependent launch), because they do not depend on it: the four
+products of a layer of Llama 3 8B take 47.8 us then, and 50.3 without.
 
 Layout of a copy (`early_exit.draft_weights.integers` writes it): a word holds one weight of each of the eight equal
 parts of a group, so that a token's values load as contiguous parts. Byte b of a word: part b in the low four bits, part
@@ -23,6 +23,7 @@ a group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -253,6 +254,14 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     return out
 
 
+@lru_cache
+def _launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one it depends on has ended: NVIDIA's devices from Hopper on."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
 @torch.library.custom_op(
     "selfspec::linear_integers",
@@ -287,13 +296,14 @@ def product(
     bias: Tensor | None = None,
     at_once: int = GROUPS_AT_ONCE,
     asm: bool = True,
-    early: bool = False,
+    early: bool | None = None,
 ) -> Tensor:
     """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
     x is contiguous. at_once: groups of a step of a program. asm: False where there is no PTX (Triton's interpreter).
-    early: launch the product while the token is rounded, from compute capability 9.0 on.
+    early: launch the product while the token is rounded; None: where the device can.
     """
+    early = _launches_early(x.device) if early is None else early
     columns, (rows, groups) = x.shape[1], scales.shape
     bits, group = width_of(words, more, columns), columns // groups
     rounded = torch.empty(3 * columns // PARTS.value, dtype=torch.int32, device=x.device)

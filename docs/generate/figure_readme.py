@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from figure_cells import PUBLISHED, ROOT, ratio, table
+from figure_cells import PUBLISHED, ROOT, data_of, ratio, table
 
 sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
 from table import lost
@@ -36,6 +36,7 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
      "gpu/widened", _own_layers(3)),
     (SAME, "the same on 8-bit floats", "gpu/widened", _own_layers(3, "fp8")),
     (SAME, "the same on 8-bit integers", "rivals/gpu", _own_layers(3, "int8")),
+    (SAME, "the same on 4-bit integers", "gpu/widened_lowbit", _own_layers(3, "int4")),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
     SET,
@@ -48,14 +49,28 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
 
 def speedups() -> str:
     """The table of speedups, and below it where another method of vLLM was faster than early exit."""
-    faster = list(lost(PUBLISHED / "rivals"))
+    parts, faster = [_table(), served()], list(lost(PUBLISHED / "rivals"))
     if not faster:
-        return _table()
+        return "\n\n".join(parts)
     told = (
         "Other methods of vLLM were faster in these of the runs that [compare them](docs/rivals.md); "
         "on a CPU a draft on copies takes as long as a plain step:"
     )
-    return "\n\n".join([_table(), told, "\n".join(f"- {line}" for line in faster)])
+    return "\n\n".join([*parts, told, "\n".join(f"- {line}" for line in faster)])
+
+
+def served() -> str:
+    """Throughput of a server over plain vLLM's in closed loops, of two runs."""
+    names = ("load_h200", "load_h200_swapped")
+    runs = [data_of(f"serving/{name}.json")["compared"] for name in names]
+    clients = sorted(int(level.removeprefix("closed ")) for level in runs[0] if level.startswith("closed "))
+    rows = [(f"run {number}", *(ratio(found["throughput"]) if (found := run.get(f"closed {count}")) else "not measured"
+                                for count in clients)) for number, run in enumerate(runs, 1)]  # fmt: skip
+    text = """Served over HTTP on one H200 each, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
+ask again at once; the second run on exchanged cards ([load tests](docs/load.md)):
+
+"""
+    return text + table(("clients", *map(str, clients)), rows)
 
 
 def _table() -> str:

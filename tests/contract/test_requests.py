@@ -58,3 +58,20 @@ def test_an_engine_without_early_exit_reads_nothing():
     check = check_requests(lambda self, *arguments: "vLLM's answer")
     for plain in (None, SimpleNamespace(method="ngram")):
         assert check(SamplingParams(extra_args={"selfspec_k": "x"}), None, plain, None, None) == "vLLM's answer"
+
+
+def test_where_a_request_ends_is_read_from_vllms_own_parameters():
+    """`Ending` reads `max_tokens` and `eos_token_id`, which vLLM sets from the model's configuration; the prompt's length is
+    the scheduler's."""
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from selfspec_cli.vllm_plugin.v2.allowances import Ending
+
+    given = SamplingParams(max_tokens=7)
+    given.update_from_generation_config({}, 2)
+    assert Ending.of(given, 5) == Ending(12, 2)
+    ignoring = SamplingParams(max_tokens=7, ignore_eos=True)
+    ignoring.update_from_generation_config({}, 2)
+    assert Ending.of(ignoring, 5) == Ending(12)
+    assert isinstance(NewRequestData.prompt_len, property)

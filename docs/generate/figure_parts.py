@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
-from figure_gpu import fits, kernels, lossless, low_bits, trace
+from figure_gpu import fits, kernels, lossless, low_bits, served, trace
 
 
 def gates() -> str:
@@ -204,6 +204,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (lambda: heads("heads_2"), ("heads_2/heads.*",)),
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
+    (served, ("serving/load_h200*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),
     (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")),

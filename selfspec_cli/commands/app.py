@@ -341,7 +341,7 @@ def compare_views(
     debug: Debug = False,
 ) -> None:
     """Compare views of the model as drafts (layers, skip_layers, draft_weights): acceptance at each position, bytes,
-    predicted speedup; one engine for all."""
+    predicted speedup; views share an engine."""
     with guard(as_json, debug, ROWS_KEPT):
         from selfspec_cli.stages import views as views_stage
 
@@ -579,7 +579,7 @@ def verify(
     ] = None,
     no_sampling: Annotated[bool, typer.Option("--no-sampling", help="Leave out sampled requests.")] = False,
     probabilistic: Annotated[
-        bool, typer.Option("--probabilistic", help="Draw drafts at random instead of taking the likeliest token.")
+        bool, typer.Option("--probabilistic", help="Draw drafts at random, as draft_sample_method=probabilistic does.")
     ] = False,
     plant: Annotated[
         str | None, typer.Option("--plant", help="Plant this fault, or all of them in turn: each must be named.")
@@ -593,6 +593,7 @@ def verify(
     with guard(as_json, debug):
         from selfspec_cli.commands import verifying
 
+        verifying.refuse_two_ways(overrides, probabilistic)
         cfg = configs.one(overrides, config)
         wanted = verifying.wanted(thorough, only, batch_invariant, near_tie, no_sampling, probabilistic, plant, repeat)
         document = verifying.verify(cfg, wanted, dry_run=dry_run, debug=debug)

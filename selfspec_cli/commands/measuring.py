@@ -89,7 +89,7 @@ def measure(
     preflight.check_all(runs)
     runs = [preflight.with_calibration(cfg) for cfg in runs]
     asked, runs = runs, preflight.for_this_machine(runs)
-    doubts = preflight.warnings(runs)
+    doubts = [*preflight.warnings(runs), *preflight.nothing_drawn(runs)]
     doubts += [NO_COMPILER] if asked != runs else []
     warn(doubts)
     folder = Path(planning.results_dir(runs))

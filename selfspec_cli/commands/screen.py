@@ -39,6 +39,7 @@ POINT = (
     "vocab",
     "draft_weights",
     "skip_layers",
+    "draft_sample_method",
     "verification",
     "gate",
     "threshold",

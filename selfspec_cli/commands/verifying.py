@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,13 @@ def wanted(
     if no_sampling:
         size = replace(size, samples=0)
     return Wanted(size, thorough, named, batch_invariant, near_tie, plant, probabilistic, repeat)
+
+
+def refuse_two_ways(overrides: Sequence[str] | None, probabilistic: bool) -> None:
+    """Refuse drafts that are to be drawn by an option and the likeliest tokens by a setting; raises ConfigError."""
+    typed = [word for word in overrides or [] if word.replace(" ", "") == "draft_sample_method=greedy"]
+    if typed and probabilistic:
+        raise ConfigError(f"--probabilistic and {typed[0]}: give one of them")
 
 
 def verify(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> dict[str, Any]:
@@ -101,4 +109,4 @@ def _note(row: dict[str, Any]) -> str:
     return f"  ({row['note']})" if row.get("note") else ""
 
 
-__all__ = ["exit_code", "show", "verify", "wanted"]
+__all__ = ["exit_code", "refuse_two_ways", "show", "verify", "wanted"]

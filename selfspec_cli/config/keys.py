@@ -43,8 +43,10 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
 
 
 def draft_options(cfg: RunConfig) -> dict[str, str]:
-    """What of the weights and the layers that draft, and of `verification`, is not the default."""
-    names = [name for name in ("draft_weights", "verification") if getattr(cfg, name) != getattr(_DEFAULT, name)]
+    """What of the weights and the layers that draft, of how tokens are taken, and of `verification`, is not the
+    default."""
+    known = ("draft_weights", "draft_sample_method", "verification")
+    names = [name for name in known if getattr(cfg, name) != getattr(_DEFAULT, name)]
     found = {name: str(getattr(cfg, name)) for name in names}
     if cfg.draft_weights_path:
         found["draft_weights_path"] = cfg.draft_weights_path
@@ -73,6 +75,8 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
             settings |= {"verification_from": cfg.verification_from}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
         settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
+    if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
+        settings |= {"draft_sample_method": cfg.draft_sample_method}
     if cfg.method in SPECULATIVE:
         settings |= {"k": cfg.k}
         settings |= {"acceptance_length": cfg.acceptance_length} if cfg.acceptance_length is not None else {}

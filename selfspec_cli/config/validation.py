@@ -52,6 +52,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_method(cfg)
     _validate_draft_weights(cfg)
     _validate_skip_layers(cfg)
+    _validate_draft_sample_method(cfg)
     _validate_verification(cfg)
     _validate_bandit(cfg)
     _validate_length_table(cfg)
@@ -203,6 +204,18 @@ def _validate_skip_layers(cfg: RunConfig) -> None:
         )
     if cfg.layer is not None:
         check_skipped(skipped, cfg.layer)
+
+
+def _validate_draft_sample_method(cfg: RunConfig) -> None:
+    """Of several methods, one that would take the likeliest tokens whatever was asked is refused, not passed over."""
+    given = f"draft_sample_method={cfg.draft_sample_method}"
+    if cfg.draft_sample_method == RunConfig.draft_sample_method:
+        return
+    if cfg.method is Method.vllm:
+        raise ConfigError(f"{given} with method=vllm: what vLLM's own methods take is said in their mapping; use "
+                          f"{speculative.KEY}.{given}")  # fmt: skip
+    if cfg.method is Method.skip:
+        raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
 
 
 def _validate_verification(cfg: RunConfig) -> None:

@@ -176,6 +176,15 @@ class DraftSettings:
         spec_keys=("draft_window",),
         methods=DRAFTING,
     )
+    draft_sample_method: str = knob(
+        "greedy",
+        help="which token a draft step takes: the likeliest one (greedy), or one drawn at the request's temperature "
+        "(probabilistic), which is accepted more often where requests are sampled",
+        choices=("greedy", "probabilistic"),
+        spec_keys=("draft_sample_method",),
+        of_vllm=True,
+        methods=("layer_skip", "draft_model"),
+    )
     verification: str = knob(
         "full",
         help="what a verify pass looks at: all k places of each request, or as many of the batch's likeliest drafts as "
@@ -264,6 +273,8 @@ def to_spec(settings: DraftSettings) -> dict[str, Any]:
 def vllm_keys(settings: DraftSettings) -> dict[str, Any]:
     """The settings that are vLLM's own keys of a speculative_config; nothing for those left at their default."""
     keys: dict[str, Any] = {"enable_adaptive_verification": True} if settings.verification == "adaptive" else {}
+    if settings.draft_sample_method != DraftSettings.draft_sample_method:
+        keys |= {"draft_sample_method": settings.draft_sample_method}
     if settings.acceptance_length is not None:
         keys |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": settings.acceptance_length}
     return keys

@@ -210,7 +210,7 @@ def score_in_words(score: Mapping[str, Any]) -> str:
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:
     """An arm by the settings that make it one."""
-    names = ("speculative", "E", "k", "head", "vocab", "draft_weights", "gate", "threshold")
+    names = ("speculative", "E", "k", "head", "vocab", "draft_weights", "draft_sample_method", "gate", "threshold")
     told = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
     return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in told.items())])
 

@@ -140,6 +140,7 @@ class Record:
     rss_mib: float | None = None  # resident memory of the server's processes after the last run
     rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
     speculative: str | None = None  # of arm vllm: the method and its settings
+    draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -190,6 +191,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method in SPECULATIVE:
         columns |= {"k": cfg.k, "acceptance_length": cfg.acceptance_length}
         columns["runner"] = str(cfg.runner) if cfg.runner != "auto" else None
+        columns["draft_sample_method"] = cfg.draft_sample_method if cfg.draft_sample_method != "greedy" else None
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":

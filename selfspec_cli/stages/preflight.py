@@ -137,6 +137,17 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     return list(dict.fromkeys([*told, *filter(None, map(speculative.warning, cfgs))]))
 
 
+def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:
+    """That drafts are to be drawn for greedy requests, whose draws are the likeliest tokens. A server's requests have
+    temperatures of their own, so this is of no concern to one."""
+    for cfg in cfgs:
+        drawn = cfg.method is not Method.baseline and cfg.draft_sample_method != RunConfig.draft_sample_method
+        if drawn and cfg.workload.temperature == 0:
+            return [f"draft_sample_method={cfg.draft_sample_method} with workload.temperature=0: greedy requests draft "
+                    "the likeliest tokens either way; sampled ones: workload.temperature=0.8"]  # fmt: skip
+    return []
+
+
 def for_this_machine(cfgs: Iterable[RunConfig]) -> list[RunConfig]:
     """Points as this machine can run them: eager on the CPU where torch.compile would find no C++ compiler.
 

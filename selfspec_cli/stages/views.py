@@ -1,9 +1,11 @@
 """`selfspec views`: how well cheaper views of a model draft for it, one engine for all of them.
 
 A view is a depth, layers left out of it, and the weights that it runs on. An eager engine changes from one to the next
-while it lives (`Engine.set_view`), so that nothing is loaded twice. What is measured is acceptance, per position, by
-vLLM's own counters; it is the same on every device but for rounding. Speed is not measured here: the prediction is of
-bytes read, and says what memory traffic would allow at batch 1 on a device whose kernels read copies at its full rate.
+while it lives (`Engine.set_view`), so that nothing is loaded twice. What an engine cannot change, such as whether
+drafts are drawn or the likeliest tokens, takes an engine for each value. What is measured is acceptance, per position,
+by vLLM's own counters; it is the same on every device but for rounding. Speed is not measured here: the prediction is
+of bytes read, and says what memory traffic would allow at batch 1 on a device whose kernels read copies at its full
+rate.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_lay
 from selfspec_cli.early_exit.settings import default_exit_layer
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record.tables import identity
 from selfspec_cli.record.view_rows import ViewRow, row, save
 from selfspec_cli.stages.layer_search import Step, search
 from selfspec_cli.texts.prompts import workload_prompts
@@ -87,23 +90,34 @@ def run(cfgs: Sequence[RunConfig], *, open_engine: OpenEngine, drop: int = 0, pr
         ConfigError: as `plan`.
     """
     views = plan(cfgs)
+    first, works = views[0], list({repr(cfg.workload): cfg.workload for cfg in views}.values())
     found = Views([])
-    with open_engine(views[0]) as engine:
-        if drop:
-            first = _whole(views[0], engine.num_layers)
-            for step in thinned(engine, first, drop, progress):
-                found.steps.append(step)
-                found.files = save(found.rows, _facts(views[0], found.steps), Path(views[0].results_dir))
-            others = [replace(first, skip_layers=as_text(step.skipped)) for step in found.steps]
-            works = list({repr(cfg.workload): cfg.workload for cfg in views}.values())
-            views = [*views, *(replace(cfg, workload=work) for cfg in others for work in works)]
-        plain: dict[str, list[list[int]]] = {}
-        for number, cfg in enumerate(views):
-            interrupts.check()
-            found.rows.append(measured(engine, cfg, plain))
-            progress("views", number + 1, len(views))
-            found.files = save(found.rows, _facts(views[0], found.steps), Path(views[0].results_dir))
+    plain: dict[str, list[list[int]]] = {}
+    for number, group in enumerate(by_engine(views)):
+        with open_engine(group[0]) as engine:
+            if drop and not number:
+                whole = _whole(first, engine.num_layers)
+                for step in thinned(engine, whole, drop, progress):
+                    found.steps.append(step)
+                    found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
+                others = [replace(whole, skip_layers=as_text(step.skipped)) for step in found.steps]
+                more = [replace(cfg, workload=work) for cfg in others for work in works]
+                group, views = [*group, *more], [*views, *more]
+            for cfg in group:
+                interrupts.check()
+                found.rows.append(measured(engine, cfg, plain))
+                progress("views", len(found.rows), len(views))
+                found.files = save(found.rows, _facts(first, found.steps), Path(first.results_dir))
     return found
+
+
+def by_engine(views: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """Views that one live engine can take after each other, in the order in which their engines start."""
+    found: dict[str, list[RunConfig]] = {}
+    for cfg in views:
+        bare = replace(cfg, layer=1, skip_layers=None, draft_weights="shared", draft_weights_path=None)
+        found.setdefault(engine_key(bare), []).append(cfg)
+    return list(found.values())
 
 
 def thinned(engine: Engine, cfg: RunConfig, most: int, progress: Progress = ignore) -> Iterator[Step]:
@@ -159,6 +173,7 @@ def measured(engine: Engine, cfg: RunConfig, plain: dict[str, list[list[int]]]) 
         workload=work.name,
         temperature=work.temperature,
         k=int(cfg.k or 0),
+        draft_sample_method=identity(cfg)["draft_sample_method"],
     )
     if greedy:
         pairs = list(zip(result.outputs, plain[repr(work)], strict=True))
@@ -188,11 +203,16 @@ def facts(cfgs: Sequence[RunConfig], drop: int) -> dict[str, Any]:
     views = plan(cfgs)
     return {
         "model": views[0].model.path,
-        "views": [f"E={cfg.layer} {cfg.draft_weights} skip_layers={cfg.skip_layers or ''}".strip() for cfg in views],
+        "views": [_in_words(cfg) for cfg in views],
         "workloads": list(dict.fromkeys(f"{cfg.workload.name}, T={cfg.workload.temperature:g}" for cfg in views)),
         "k": views[0].k,
         "drop": drop,
     }
+
+
+def _in_words(cfg: RunConfig) -> str:
+    drawn = f" draft_sample_method={method}" if (method := identity(cfg)["draft_sample_method"]) else ""
+    return f"E={cfg.layer} {cfg.draft_weights} skip_layers={cfg.skip_layers or ''}".strip() + drawn
 
 
 def _whole(cfg: RunConfig, layers: int) -> RunConfig:

@@ -35,6 +35,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"method": "skip", "draft_sample_method": "probabilistic"},
         "draft_sample_method = 'probabilistic' has no meaning for method 'skip'.*allowed: none",
     ),
+    "a way to take drafts that there is not": (
+        {"draft_sample_method": "probabalistic"},
+        "draft_sample_method 'probabalistic' is not known; allowed: greedy, probabilistic; did you mean 'probabil",
+    ),
     "skip with a gate": ({"method": "skip", "gate": "maxp"}, "gate 'maxp' is not used by method 'skip'"),
 }
 
@@ -125,7 +129,7 @@ def test_vllms_own_settings_still_work(model_dir):
     settings = settings_of(config)
     assert settings is not None
     assert (settings.layer, settings.k) == (LAYERS // 2, 5)
-    assert config.speculative_config.draft_sample_method == "probabilistic"
+    assert config.speculative_config.draft_sample_method == settings.draft_sample_method == "probabilistic"
     assert config.speculative_config.num_speculative_tokens == 5
 
 

@@ -148,6 +148,11 @@ def test_points_that_measure_the_same_are_one():
         ([*DRAFT_MODEL, "gate=varH", "tau_v=4"], "gate=varH is not used by method 'draft_model'", "layer_skip"),
         ([*DRAFT_MODEL, "vocab=4096"], "vocab=4096 is not used by method 'draft_model'", "layer_skip, skip"),
         (["method=baseline", "k=5", "layer=3"], "k=5 is not used by method 'baseline'", "layer_skip, draft_model"),
+        (
+            ["method=baseline", "draft_sample_method=probabilistic"],
+            "draft_sample_method=probabilistic is not used by method 'baseline'",
+            "methods that use draft_sample_method: layer_skip, draft_model",
+        ),
         (["method=baseline", "gate=maxp"], "gate=maxp is not used by method 'baseline'", "layer_skip"),
         (["tau=0.1,0.2", "gate=maxp,varH"], "gate 'varH', which would run at its default tau_v=5", "(tau_v=5)"),
         (["tau=0.1,0.2", "gate=maxp,entropy"], "gate 'entropy', which would run at its default", "another command"),
@@ -169,6 +174,8 @@ def test_a_setting_that_no_point_uses_is_refused(tuned_models, overrides, unused
         (["gate=maxp,varH", "tau=0.2,0.4", "tau_v=4,5"], 4),
         (["method=skip,layer_skip", "gate=maxp", "tau=0.3", "k=3"], 2),
         (["method=baseline,layer_skip", "gate=maxp", "tau=0.3"], 2),
+        (["method=baseline,layer_skip", "draft_sample_method=greedy,probabilistic"], 3),
+        (["method=baseline,skip", "draft_sample_method=greedy"], 2),  # asks for nothing
         (["method=baseline", "layer=null", "gate=none"], 1),
         (["method=skip", "gate=none", "vocab=full", "k=null", "tau=null"], 1),  # asks for nothing
         (["experiment=m4_varh", "gate=none,varH"], 4),
@@ -447,6 +454,15 @@ def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
     cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8", "verification=adaptive")
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
     assert one("engine=h100", "tuned=reference") == cfg
+
+
+def test_what_tuning_writes_names_how_drafts_are_taken(elsewhere):
+    cfg = one("layer=6", "k=2", "draft_sample_method=probabilistic")
+    words = tuned.overrides(cfg)
+    assert "draft_sample_method=probabilistic" in words
+    assert not [word for word in tuned.overrides(one("layer=6", "k=2")) if "draft_sample_method" in word]
+    tuned.write(elsewhere / "conf", cfg, words, "")
+    assert one("tuned=reference") == cfg
 
 
 @pytest.mark.parametrize(

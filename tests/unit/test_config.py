@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.config.keys import baseline_of, engine_key, run_key
+from selfspec_cli.config.keys import baseline_of, engine_key, method_settings, run_key
 from selfspec_cli.config.schema import (
     DTYPES,
     LOAD_FORMATS,
@@ -24,6 +24,8 @@ from selfspec_cli.config.schema import (
 )
 from selfspec_cli.config.validation import validate
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.settings import OPTIONS
+from selfspec_cli.record.tables import identity
 
 KINDS = [kind for kind in GATES if kind not in ("none", "calibrated")]
 VARH = GateConfig(kind="varH")
@@ -34,6 +36,7 @@ RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights="fp8", engine=GPU)
 NGRAM = {"method": Method.vllm, "speculative": {"method": "ngram"}}
 ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
+DRAWN = RunConfig(draft_sample_method="probabilistic")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,10 @@ ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
             replace(ADAPTIVE, engine=EngineConfig(name="h100", device="cuda", enforce_eager=True)),
             "verification=adaptive with engine.enforce_eager=true",
         ),
+        (RunConfig(draft_sample_method="gredy"), "draft_sample_method 'gredy' is not known; allowed: greedy, probabil"),
+        (RunConfig(draft_sample_method="gredy"), "did you mean 'greedy'?"),
+        (replace(DRAWN, method=Method.skip), "draft_sample_method=probabilistic with method=skip: it drafts nothing"),
+        (replace(DRAWN, **NGRAM), "use speculative.draft_sample_method=probabilistic"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
@@ -108,6 +115,10 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
         RunConfig(perplexity_tokens=0),
         FP8,
         replace(FP8, method=Method.baseline),
+        DRAWN,
+        replace(DRAWN, method=Method.baseline),
+        replace(DRAWN, method=Method.draft_model, model=DUMMY, **RANDOM),
+        RunConfig(method=Method.vllm, speculative={"method": "ngram", "draft_sample_method": "probabilistic"}),
         RunConfig(workload=WorkloadConfig(batch=8, num_prompts=8)),
         RunConfig(model=ModelConfig(dtype="half", load_format="safetensors", max_model_len=1)),
         RunConfig(runner=Runner.v2, engine=GPU),
@@ -124,6 +135,7 @@ def test_the_ends_of_the_ranges_are_allowed(cfg):
     [
         ("config/model.py", "ModelDType", DTYPES),
         ("model_executor/model_loader/__init__.py", "LoadFormats", LOAD_FORMATS),
+        ("config/speculative.py", "DraftSampleMethod", OPTIONS["draft_sample_method"].knob.words()),
     ],
 )
 def test_the_words_that_are_allowed_are_vllms(file, name, ours):
@@ -131,7 +143,8 @@ def test_the_words_that_are_allowed_are_vllms(file, name, ours):
     if vllm is None:
         pytest.skip("vLLM is not installed")
     tree = ast.parse((Path(vllm.submodule_search_locations[0]) / file).read_text())
-    (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == name)
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    (value,) = (node.value for node in assigned if node.targets[0].id == name)
     assert set(ast.literal_eval(value.slice)) == set(ours)
 
 
@@ -165,6 +178,7 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"vocab": "4096"},
         {"draft_weights": "fp8"},
         {"verification": "adaptive"},
+        {"draft_sample_method": "probabilistic"},
         {"method": Method.skip},
         {"method": Method.baseline},
         {"head": HeadConfig(kind="lsq")},
@@ -176,6 +190,17 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
 )
 def test_a_knob_with_effect_changes_the_run_key(change):
     assert run_key(replace(RunConfig(), **change)) != run_key(RunConfig())
+
+
+def test_how_drafts_are_taken_is_in_a_key_only_where_it_is_not_vllms_default_and_something_is_drafted():
+    own = {"method": Method.draft_model, "model": DUMMY, **RANDOM}
+    assert engine_key(replace(DRAWN, **own)) != engine_key(RunConfig(**own))
+    assert "draft_sample_method" not in method_settings(RunConfig()) | method_settings(RunConfig(**own))
+    assert method_settings(DRAWN)["draft_sample_method"] == "probabilistic"
+    assert baseline_of(DRAWN) == baseline_of(RunConfig())
+    assert run_key(replace(DRAWN, method=Method.baseline)) == run_key(RunConfig(method=Method.baseline))
+    columns = [identity(cfg).get("draft_sample_method") for cfg in (DRAWN, RunConfig(), replace(DRAWN, **own))]
+    assert columns == ["probabilistic", None, "probabilistic"]
 
 
 def test_the_run_key_is_the_same_tomorrow():

@@ -57,6 +57,8 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     }  # fmt: skip
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
     assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)
+    drawn = made(replace(cfg, draft_sample_method="probabilistic"), tmp_path).speculative_config
+    assert drawn == found.speculative_config | {"draft_sample_method": "probabilistic"}
 
 
 def test_the_command_holds_what_decides_speed_and_output_and_nothing_of_a_measurement(model, tmp_path):
@@ -144,6 +146,9 @@ def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
     told = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
     assert told["command"].endswith("--port 8001 --api-key 'a b'")
     assert told["speculative_config"]["gate"] == "margin"
+    drawn = call("serve", *words[1:-2], "draft_sample_method=probabilistic", *words[-2:])
+    assert document(drawn)["speculative_config"]["draft_sample_method"] == "probabilistic"
+    assert "warning" not in drawn.stderr  # a server's requests have temperatures of their own
     assert (
         "--speculative-config"
         not in document(call("serve", "model=./model", "method=baseline", *words[-2:]))["command"]
@@ -155,6 +160,8 @@ def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
     [
         (("layer=8",), "1..7"),
         (("gate=margn",), "did you mean 'margin'"),
+        (("draft_sample_method=gredy",), "did you mean 'greedy'"),
+        (("method=baseline", "draft_sample_method=probabilistic"), "is not used by method 'baseline'"),
         (("k=3,4",), "one point only here"),
         (("tuned=nothing",), "selfspec tune model=nothing"),
         (("head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),

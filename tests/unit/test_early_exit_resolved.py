@@ -20,7 +20,7 @@ from selfspec_cli.early_exit.settings import (
 from selfspec_cli.early_exit.thresholds import gate_threshold
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"
-VLLMS = ("enable_adaptive_verification", "synthetic_acceptance_length", PER_BATCH)
+VLLMS = ("enable_adaptive_verification", "draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
 MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 
 
@@ -130,6 +130,14 @@ def test_vllms_word_for_adaptive_verification():
     assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
 
 
+def test_vllms_word_for_how_drafts_are_taken_is_ours_too():
+    assert read().draft_sample_method == read(draft_sample_method="greedy").draft_sample_method == "greedy"
+    drawn = read(draft_sample_method="probabilistic")
+    assert drawn.draft_sample_method == "probabilistic"
+    assert ResolvedSettings.from_dict(drawn.to_dict()) == drawn
+    assert read(**to_spec(drawn)) == drawn
+
+
 # ---- what is written back --------------------------------------------------------------------------------------------
 
 
@@ -150,6 +158,9 @@ def test_every_key_that_a_speculative_config_gets():
 def test_the_keys_that_are_vllms_own():
     assert vllm_keys(DraftSettings()) == {}
     assert vllm_keys(DraftSettings(verification="adaptive")) == {"enable_adaptive_verification": True}
+    drawn = {"draft_sample_method": "probabilistic"}
+    assert vllm_keys(DraftSettings(**drawn)) == drawn
+    assert drawn.items() <= to_spec(DraftSettings(**drawn)).items()
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     assert vllm_keys(DraftSettings(acceptance_length=2.5)) == synthetic
     both = DraftSettings(verification="adaptive", acceptance_length=2.5)
@@ -200,6 +211,10 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
         ({"draft_cost": 0}, "draft_cost = 0.0 is out of range; allowed: more than 0, up to 10"),
         ({"draft_cost": "1"}, "draft_cost = '1' must be a finite number"),
         ({"adaptive_length": 1}, "adaptive_length = 1 must be true or false"),
+        ({"draft_sample_method": "probabalistic"}, "draft_sample_method 'probabalistic' is not known; allowed: greedy, "
+         "probabilistic; did you mean 'probabilistic'?"),
+        ({"draft_sample_method": True},
+         "draft_sample_method True is not known; allowed: greedy, probabilistic"),
         ({"enable_adaptive_verification": 1},
          "enable_adaptive_verification 1 is not known; allowed: full, adaptive"),
         ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),

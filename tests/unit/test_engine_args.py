@@ -44,6 +44,13 @@ def test_adaptive_verification_is_vllms_own_key(verification, asked, tmp_path):
     assert spec.get("enable_adaptive_verification") is asked
 
 
+@pytest.mark.parametrize("method", [Method.layer_skip, Method.draft_model])
+@pytest.mark.parametrize(("taken", "asked"), [("greedy", None), ("probabilistic", "probabilistic")])
+def test_how_drafts_are_taken_is_vllms_own_key(method, taken, asked, tmp_path):
+    spec = speculative_config(replace(GPU, method=method, draft_sample_method=taken), tmp_path)
+    assert spec.get("draft_sample_method") == asked
+
+
 def separate(path, layer=None, **model):
     """A separate draft of the first layers of the model at `path`."""
     return RunConfig(method=Method.draft_model, layer=layer, model=ModelConfig(name="m", path=str(path), **model))

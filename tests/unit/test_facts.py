@@ -8,7 +8,7 @@ import pytest
 
 from selfspec_cli.config import facts
 from selfspec_cli.config.facts import ModelFacts, device_of, exit_layer, longest_request, model_facts, needed
-from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig
 from selfspec_cli.stages import preflight
 
 LLAMA = {"num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 512, "max_position_embeddings": 1024}
@@ -92,6 +92,14 @@ def test_the_longest_request_is_the_users_limit_or_the_models(model):
     assert longest_request(cfg) == 1024
     assert longest_request(replace(cfg, model=replace(cfg.model, max_model_len=100))) == 100
     assert longest_request(replace(cfg, engine=EngineConfig(extra={"max_model_len": 50}))) == 50
+
+
+def test_drafts_that_are_drawn_for_greedy_requests_are_said_to_be_the_likeliest(model):
+    greedy = replace(model(LLAMA), draft_sample_method="probabilistic")
+    sampled = replace(greedy, workload=replace(greedy.workload, temperature=0.8))
+    assert preflight.nothing_drawn([sampled, model(LLAMA), replace(greedy, method=Method.baseline)]) == []
+    (told,) = preflight.nothing_drawn([sampled, greedy])
+    assert told.startswith("draft_sample_method=probabilistic with workload.temperature=0: ")
 
 
 def test_requests_and_drafts_must_fit_the_model(model):

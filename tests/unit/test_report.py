@@ -356,6 +356,10 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
     changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
     assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"
+    drawn = replace(ARM, draft_sample_method="probabilistic")
+    assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
+    own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"
+    assert rows.label(replace(drawn, arm="draft_model")) == own
 
 
 def test_groups_of_two_texts_have_titles_of_their_own():

@@ -7,8 +7,10 @@ import json
 import pytest
 from commands import call, document
 
+from selfspec_cli.config.schema import Method, RunConfig
 from selfspec_cli.record import quality
 from selfspec_cli.stages.verify import run
+from selfspec_cli.stages.verify.arm import Wanted
 
 
 @pytest.fixture
@@ -67,6 +69,11 @@ def test_a_planted_run_says_nothing_of_the_arm(given, tmp_path):
         (("method=skip",), "does not verify its drafts"),
         (("method=baseline",), "drafts nothing"),
         (("--batch-invariant",), "CUDA only"),
+        (("--probabilistic", "draft_sample_method=greedy"), "--probabilistic and draft_sample_method=greedy: give one"),
+        (
+            ("--probabilistic", "method=vllm", "speculative=ngram", "speculative.draft_sample_method=greedy"),
+            "--probabilistic and speculative.draft_sample_method=greedy: give one of them",
+        ),
         (("method=vllm", "speculative=ngram", "--plant", "kv_slot"), "method=layer_skip"),
         (("layer=99",), "1..23"),
         (("--repeat", "0"), "--repeat"),
@@ -84,6 +91,24 @@ def test_a_dry_run_starts_nothing(given):
     assert found["dry_run"] is True
     assert (found["context"], len(found["sampling"])) == (1024, 8)
     assert given["asked"] is None
+
+
+def test_drawn_drafts_are_an_arm_of_their_own_however_they_are_asked_for(given):
+    plain, option, setting, both = (
+        document(call("verify", "layer=3", "--dry-run", "--json", *words))["key"]
+        for words in (
+            (),
+            ("--probabilistic",),
+            ("draft_sample_method=probabilistic",),
+            ("--probabilistic", "draft_sample_method=probabilistic"),
+        )
+    )
+    assert plain != option == setting == both
+    vllms = RunConfig(method=Method.vllm, speculative={"method": "eagle", "model": "x"})
+    asked = run.as_wanted(vllms, Wanted(probabilistic=True))
+    assert asked.speculative == vllms.speculative | {"draft_sample_method": "probabilistic"}
+    assert asked.draft_sample_method == "greedy"
+    assert run.as_wanted(vllms, Wanted()) == vllms
 
 
 def test_help():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from commands import call, document
@@ -108,6 +109,26 @@ def test_sampled_answers_are_not_compared(opened, tmp_path):
     found = views.run([config(tmp_path, draft_weights="int8", layer=24, workload=work)], open_engine=opened[0])
     assert found.rows[0].identical is None and found.rows[0].temperature == 0.8
     assert opened[1].asked == [(3, 4, 0.8, 0)]
+
+
+def test_drafts_that_are_drawn_take_an_engine_of_their_own(opened, tmp_path):
+    work = replace(WORK, temperature=0.8)
+    cfgs = [config(tmp_path, draft_weights=name, layer=24, workload=work, draft_sample_method=taken)
+            for name in ("int8", "int4") for taken in ("greedy", "probabilistic")]  # fmt: skip
+    found = views.run(cfgs, open_engine=opened[0])
+    assert [engine.cfg.draft_sample_method for engine in opened[1:]] == ["greedy", "probabilistic"]
+    assert [one.label for one in found.rows] == ["E=24 int8", "E=24 int4", "E=24 int8 probabilistic",
+                                                 "E=24 int4 probabilistic"]  # fmt: skip
+    assert [one.draft_sample_method for one in found.rows] == [None, None, "probabilistic", "probabilistic"]
+    assert views.facts(cfgs, 0)["views"][1:3] == ["E=24 int8 skip_layers= draft_sample_method=probabilistic",
+                                                  "E=24 int4 skip_layers="]  # fmt: skip
+
+
+def test_layers_are_looked_for_once_and_measured_on_the_first_engine(opened, tmp_path):
+    cfgs = [config(tmp_path, draft_weights="int8", layer=24, draft_window=window) for window in (None, 64)]
+    found = views.run(cfgs, open_engine=opened[0], drop=1)
+    assert [engine.cfg.draft_window for engine in opened[1:]] == [None, 64]
+    assert len(found.steps) == 1 and [one.skip_layers for one in found.rows] == [None, "9", None]
 
 
 def test_gates_make_no_other_view_and_a_view_goes_through_all_layers(tmp_path):

@@ -30,6 +30,7 @@ from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
+SAMPLE_METHOD, PROBABILISTIC = "draft_sample_method", "probabilistic"
 CONTEXT, THOROUGH_CONTEXT, BUDGET = 512, 1024, 256  # tokens, where the user names no context
 TELLING = ("preempted", "gate")  # with mixed and cache: the cases by which faults are told apart
 OpenEngine = Callable[..., AbstractContextManager[Engine]]
@@ -41,6 +42,9 @@ def check(cfg: RunConfig, wanted: Wanted) -> None:
         why = {Method.skip: "it does not verify its drafts, so its output is not the model's",
                Method.baseline: "it drafts nothing, and is what the others are compared with"}[cfg.method]  # fmt: skip
         raise ConfigError(f"method={cfg.method}: {why}; allowed: {', '.join(SPECULATIVE)}")
+    own = cfg.speculative.get(SAMPLE_METHOD)
+    if wanted.probabilistic and cfg.method is Method.vllm and own not in (None, PROBABILISTIC):
+        raise ConfigError(f"--probabilistic and speculative.{SAMPLE_METHOD}={own}: give one of them")
     if cfg.acceptance_length is not None:
         raise ConfigError(f"acceptance_length={cfg.acceptance_length}: synthetic acceptance changes the output by "
                           "design; leave it out")  # fmt: skip
@@ -73,8 +77,19 @@ def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
     )
 
 
+def as_wanted(cfg: RunConfig, wanted: Wanted) -> RunConfig:
+    """The arm with drafts that are drawn, where that is wanted: it is another arm than the one that takes the likeliest
+    tokens, and its verdict is its own."""
+    if not wanted.probabilistic:
+        return cfg
+    if cfg.method is Method.vllm:
+        return replace(cfg, speculative=cfg.speculative | {SAMPLE_METHOD: PROBABILISTIC})
+    return replace(cfg, draft_sample_method=PROBABILISTIC)
+
+
 def plan(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
     """What a run would do; starts no engine."""
+    cfg = as_wanted(cfg, wanted)
     settings = engine_config(cfg, wanted)
     engines = ["the arm", "the same without drafts", "where tokens are level: the same, k + 1 tokens at a time"]
     return {
@@ -95,6 +110,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
         ConfigError: what `check` refuses.
     """
     check(cfg, wanted)
+    cfg = as_wanted(cfg, wanted)
     start, keys = time.perf_counter(), Keys()
     about: dict[str, Any] = {"key": keys.run(cfg), "arm_key": keys.arm(cfg), "device": keys.device(cfg)}
     about["arm"] = named(cfg)
@@ -107,7 +123,7 @@ def run(cfg: RunConfig, wanted: Wanted, *, open_engine: OpenEngine, progress: Pr
             continue
         with ExitStack() as stack:
             drafting = stack.enter_context(_foreign_head(settings)) if foreign else settings
-            engine = stack.enter_context(open_engine(drafting, **_arm_arguments(drafting, wanted)))
+            engine = stack.enter_context(open_engine(drafting, worker_extension_cls=FAULTY_WORKER))
             for seed, asked in here:
                 arms.append((arm.perform(engine, drafting, asked, seed), asked))
                 progress("the arm", len(arms), len(jobs))
@@ -197,16 +213,6 @@ def save(document: dict[str, Any], results: Path) -> dict[str, Any]:
     with written(file) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return document | {"file": str(file)}
-
-
-def _arm_arguments(cfg: RunConfig, wanted: Wanted) -> dict[str, Any]:
-    more: dict[str, Any] = {"worker_extension_cls": FAULTY_WORKER}
-    if wanted.probabilistic:
-        from selfspec_cli.engine.arguments import speculative_config
-
-        spec = speculative_config(cfg, Path(cfg.results_dir))
-        more["speculative_config"] = (spec or {}) | {"draft_sample_method": "probabilistic"}
-    return more
 
 
 @contextmanager

@@ -61,8 +61,8 @@ def test_an_engine_without_early_exit_reads_nothing():
 
 
 def test_where_a_request_ends_is_read_from_vllms_own_parameters():
-    """`Ending` reads `max_tokens` and `eos_token_id`, which vLLM sets from the model's configuration; the prompt's length is
-    the scheduler's."""
+    """`Ending` reads `max_tokens` and `eos_token_id`, which vLLM sets from the model's configuration; the length of the
+    prompt is the scheduler's."""
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 

@@ -103,10 +103,9 @@ class Allowances:
 
         Returns: `slots` on the device, int64.
         """
-        index, lengths_of_all, stops = self.upload(
-            [tuple(slots), tuple(end.length for end in ends), tuple(end.stop for end in ends)], torch.int64
-        )
-        self.ends[index] = lengths_of_all.to(torch.int32)
+        told = [(slot, end.length, end.stop) for slot, end in zip(slots, ends, strict=True)]
+        index, ends_at, stops = self.upload(told, torch.int64).T
+        self.ends[index] = ends_at.to(torch.int32)
         self.stops[index] = stops.to(torch.int32)
         if any(one.k is not None for one in own):
             lengths = [LARGEST if one.k is None else one.k for one in own]

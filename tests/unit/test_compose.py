@@ -456,6 +456,12 @@ def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
     assert one("engine=h100", "tuned=reference") == cfg
 
 
+def test_what_tuning_writes_names_the_layers_and_the_context_that_draft(elsewhere):
+    cfg = one("layer=6", "k=2", "draft_weights=int8", "skip_layers=2-3", "draft_window=64")
+    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
+    assert one("tuned=reference") == cfg
+
+
 def test_what_tuning_writes_names_how_drafts_are_taken(elsewhere):
     cfg = one("layer=6", "k=2", "draft_sample_method=probabilistic")
     words = tuned.overrides(cfg)

@@ -26,6 +26,7 @@ ABOUT = {
     "gpu/lowbit/int4_E32": "Drafts of full depth in 4 bits: Llama-3-8B shape, random weights, synthetic acceptance of 0.95 a position.",
     "gpu/lowbit/int4_E32_early": "The same with products that are launched while their token is rounded.",
     "gpu/lowbit/int4_E8": "Eight layers in 4 bits with 32,768 tokens of the vocabulary.",
+    "drawn_drafts": "Sampled requests (temperature 0.8): drafts that are the likeliest tokens, and drafts that are drawn. Other programs used the machine, so the accept rates count and the speeds do not.",
     "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](rivals.md).",
     "rivals/smollm2_cpu": "The same on SmolLM2-135M-Instruct, an ordinary chat model: chat questions, and Python.",
     "rivals/gpu": "The same on the widened reference model: real acceptance at the cost of a large model.",

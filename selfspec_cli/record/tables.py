@@ -61,7 +61,7 @@ class Record:
     itl_ms: float | None = None  # time between successive outputs of a request, median
     ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
     delta_ppl: float | None = None  # ppl minus the baseline's of the same text
-    identical: int | None = None  # outputs equal to the baseline's, token for token
+    identical: int | None = None  # outputs equal to the baseline's, token for token; empty for sampled requests
     outputs: int | None = None  # outputs compared
     peak_mem_mib: float | None = None  # while measuring: tensors on a GPU, else this process's resident memory
     weights_mib: float | None = None
@@ -282,8 +282,9 @@ def _measured(record: Record, point: Point) -> Record:
         record = replace(record, tok_s_median=median(speeds), tok_s_min=min(speeds), tok_s_max=max(speeds))
         record.speedup = 1.0 if point.arm["arm"] == "baseline" else None
     if against is not None:
-        record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high,
-                         identical=against.identical, outputs=against.outputs)  # fmt: skip
+        record = replace(record, speedup=against.speedup, speedup_low=against.low, speedup_high=against.high)
+        if not record.temperature:  # what is sampled with drafts is another sample
+            record = replace(record, identical=against.identical, outputs=against.outputs)
         if record.ppl is not None and against.perplexity is not None:
             record.delta_ppl = record.ppl - against.perplexity
     if record.arrivals is not None:

@@ -55,6 +55,10 @@ def test_outputs_are_compared_by_their_digests():
     other = against(replace(base, outputs=("aa", "xx"))).compared_with
     assert (other.identical, other.outputs) == (1, 2)
     assert against(base, arm={**ARM, "acceptance_length": 3.0}).compared_with.identical is None
+    # Sampled outputs are other samples than the baseline's, so a row does not count them.
+    sampled = tables.row(against(base, arm={**ARM, "temperature": 0.8}))
+    assert (sampled.identical, sampled.outputs) == (None, None)
+    assert sampled.speedup == same.speedup
 
 
 def test_a_row_is_made_of_the_raw_values():

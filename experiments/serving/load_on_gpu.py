@@ -74,8 +74,8 @@ OF_THE_CLIENTS = ("client_cpu", "late_p99_ms", "unlike_answers", "rss_mib", "rss
 @dataclass(frozen=True)
 class Level:
     """One load. share: of plain decoding's saturation, in place of a rate. length: that each request asks for. table:
-    of lengths, on the live server; None for the one that is deployed. over: the level whose plain side this one is
-    compared with, None for its own. wanted: throughput over plain decoding."""
+    of lengths, on the live server; None for the one that is deployed. wanted: throughput over plain decoding, 0 where
+    there is nothing to compare with."""
 
     group: str
     name: str
@@ -85,7 +85,6 @@ class Level:
     prompts: str = "heldout"
     length: int | None = None
     table: str | None = None
-    over: str | None = None
     sides: tuple[str, ...] = (PLAIN, DRAFTING)
 
 
@@ -157,8 +156,7 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
     yield Level("bursts", f"bursts of {burst}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.98, share=0.6)
     for k in loads.lengths(given.k):
         yield Level("varying", f"bursts of {burst} k={k}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.0,
-                    share=0.6, length=k, table=loads.every_width(given.k), over=f"bursts of {burst}",
-                    sides=(DRAFTING,))  # fmt: skip
+                    share=0.6, length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
@@ -319,7 +317,7 @@ def figures(point: Point, load: LoadConfig) -> dict[str, Any]:
 def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     """The level as issue 17 asks for it: ratios over plain decoding, and whether they are reached."""
     row = rows.get(level.name, {})
-    one, plain = row.get(DRAFTING, {}), rows.get(level.over or level.name, {}).get(PLAIN, {})
+    one, plain = row.get(DRAFTING, {}), row.get(PLAIN, {})
     if "tok_s" not in one or "tok_s" not in plain or not level.wanted:
         return None
     found: dict[str, Any] = {"throughput": round(one["tok_s"] / plain["tok_s"], 3), "wanted": level.wanted}

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Recording:
     """What was recorded. engine: the trace of the process that the first worker is in. frontend: that of this process,
-    where it is another one. window: from the first request in to the last token out, nanoseconds since 1970, which is
-    the clock of the traces."""
+    where it is another one. origin: just before the generation, nanoseconds since 1970, which is the clock of the
+    traces; `report.trace.window` says when the run itself began and ended."""
 
     engine: Path
     frontend: Path | None
-    window: tuple[int, int]
+    origin: int
     generation: Generation
 
 
@@ -59,7 +59,7 @@ def record(
     engine.llm.collective_rpc("early_exit_profile_start", args=(nsight, eager_drafts))
     own = _frontend_profiler() if traces[1] is not None else None
     try:
-        begin = time.time_ns()
+        origin = time.time_ns()
         made = engine.generate(
             prompts,
             output_len,
@@ -68,14 +68,13 @@ def record(
             seed=engine.cfg.seed,
             detokenize=can_detokenize(engine),
         )
-        end = time.time_ns()
     finally:
         if own is not None:
             own.stop()
         engine.llm.collective_rpc("early_exit_profile_stop", args=(str(traces[0]),))
     if own is not None:
         own.export_chrome_trace(str(traces[1]))
-    return Recording(traces[0], traces[1], (begin, end), made)
+    return Recording(traces[0], traces[1], origin, made)
 
 
 def _frontend_profiler() -> Any:

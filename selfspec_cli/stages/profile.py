@@ -120,9 +120,8 @@ def _observe(cfg: RunConfig, engine: Engine, tokens: int, scratch: Path, progres
     before = _draft_steps(engine)
     found = profiling.record(engine, prompts, length, scratch)
     made = None if before is None else (_draft_steps(engine) or 0) - before
-    origin, _ = found.window
-    events = trace.read(found.engine, origin)
-    in_front = [] if found.frontend is None else trace.read(found.frontend, origin)
+    events = trace.read(found.engine, found.origin)
+    in_front = [] if found.frontend is None else trace.read(found.frontend, found.origin)
     begin, wall = trace.window([*events, *in_front], found.generation.seconds)
     parts = trace.breakdown(events, in_front, wall, begin=begin, step=step, steps=made, weights=about["weights"])
     return _Observed(plain, found.generation, [*events, *in_front], parts, about, text)
@@ -156,7 +155,7 @@ def _draft_step(engine: Engine, prompts: Sequence[list[int]], scratch: Path) -> 
     folder = scratch / "eager"
     folder.mkdir()
     found = profiling.record(engine, prompts, EAGER_TOKENS, folder, eager_drafts=True)
-    return trace.draft_step(trace.read(found.engine, found.window[0]))
+    return trace.draft_step(trace.read(found.engine, found.origin))
 
 
 def _draft_steps(engine: Engine) -> int | None:

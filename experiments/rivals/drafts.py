@@ -95,8 +95,9 @@ def _save(chosen: argparse.Namespace, name: str, tensors: dict[str, Tensor], con
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for file in chosen.model.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    for pattern in ("tokenizer*", "chat_template.jinja", "generation_config.json"):
+        for file in chosen.model.glob(pattern):
+            (folder / file.name).write_bytes(file.read_bytes())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 The words are settings, as of every command; they say which server is started. The two take turns (--rounds), so that a
 machine that drifts drifts for both. Throughput, and the medians of TTFT and TPOT, are compared: the medians over the
 rounds, in per cent of vLLM's; more than --within per cent apart in any of them ends with exit code 1. Wants a machine
-on which nothing else runs. Everything else of vLLM's result is in the file that --out names.
+on which nothing else runs, and clients with cores of their own: `--server-cores 0 --client-cores 1` keeps them apart
+(Linux). Everything else of vLLM's result is in the file that --out names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,6 +88,16 @@ def theirs(
     return {ours: found[name] for ours, name in FIGURES.items()} | {"vllm": found}
 
 
+def cores(text: str) -> set[int]:
+    """The numbers of an option; what this thread starts from `stay_on` on runs there."""
+    return {int(word) for word in text.split(",")}
+
+
+def stay_on(chosen: set[int] | None) -> None:
+    if chosen is not None:
+        os.sched_setaffinity(0, chosen)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -93,6 +105,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--within", type=float, default=3.0, help="per cent")
+    parser.add_argument("--server-cores", type=cores, help="numbers with commas; all that there are without it")
+    parser.add_argument("--client-cores", type=cores, help="of both kinds of clients")
     parser.add_argument("--server-option", action="append", default=[], help="of vLLM's server")
     parser.add_argument("words", nargs="*", help="settings, such as model=reference method=baseline")
     given = parser.parse_args()
@@ -100,18 +114,24 @@ def main() -> None:
     prompts, rounds = texts(cfg), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        stay_on(given.server_cores)
         with open_server(cfg, given.server_option, folder / "server.log", folder) as server:
             asked = (cfg, server, prompts)
+            stay_on(given.client_cores)
             ours(*asked, 2 * given.clients, given.clients, folder / "warmup")
             for number in range(given.rounds):
-                both = {"selfspec": ours(*asked, given.requests, given.clients, folder / f"ours-{number}"),
-                        "vllm": theirs(*asked, given.requests, given.clients, folder)}  # fmt: skip
+                turns = {"selfspec": partial(ours, folder=folder / f"ours-{number}"),
+                         "vllm": partial(theirs, folder=folder)}  # fmt: skip
+                both = {side: turns[side](*asked, given.requests, given.clients)
+                        for side in sorted(turns, reverse=number % 2 == 1)}  # fmt: skip
                 rounds.append(both)
                 print({side: {name: round(both[side][name], 3) for name in FIGURES} for side in both}, flush=True)
     apart = {name: 100 * (median(one["selfspec"][name] for one in rounds)
                           / median(one["vllm"][name] for one in rounds) - 1) for name in FIGURES}  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"words": given.words, "clients": given.clients, "requests": given.requests, "per_cent_apart": apart}
+    kept_on = {"server": sorted(given.server_cores or ()), "clients": sorted(given.client_cores or ())}
+    document = {"words": given.words, "clients": given.clients, "requests": given.requests, "cores": kept_on,
+                "per_cent_apart": apart}  # fmt: skip
     given.out.write_text(json.dumps(document | {"rounds": rounds}, indent=1) + "\n", encoding="utf-8")
     print(", ".join(f"{name}: {value:+.2f} %" for name, value in apart.items()))
     raise SystemExit(any(abs(value) > given.within for value in apart.values()))

@@ -16,6 +16,10 @@ Throughput of a closed loop is what arrives while all clients ask; of an open lo
 the time from the first arrival to the last token, because both sides get the same arrivals, and the one that is done
 with them sooner is the faster one.
 
+All clients of a closed loop begin at once, and where a run has few requests this start is what its p99 of TTFT shows.
+So the latencies of the requests that began after a tenth of the run stand beside those of all (`settled`), and loops of
+up to 8 clients last --few-seconds.
+
 lengths  what every fixed draft length reaches at some loads, as requests may ask for it: the table of lengths is made
          of that, by the code of `selfspec tune`, and set on the live server. --table gives one instead: text or a file.
 closed   closed loops.       poisson, bursts  at shares of what plain decoding completed at the most clients.
@@ -54,7 +58,7 @@ from selfspec_cli.engine import starting
 from selfspec_cli.engine.server import Server, open_server
 from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder as results
-from selfspec_cli.record import tables
+from selfspec_cli.record import latency, tables
 from selfspec_cli.record.point import Point
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
@@ -63,6 +67,8 @@ PLAIN, DRAFTING = "plain", "early exit"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
+FEW_CLIENTS = 8
+SETTLED = 0.1  # of a closed loop's run: after it, requests arrive one by one and no longer all at once
 HOT = 2.0  # the highest temperature that vLLM takes
 GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
@@ -100,6 +106,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
+    parser.add_argument("--few-seconds", type=float, default=30.0, help="of those of up to 8 clients")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--kv-gib", type=float, default=16.0)
@@ -149,7 +156,8 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
                 yield Level("lengths", f"lengths {number} k={k}", closed(number, min(LENGTHS_SECONDS, seconds)), 0.0,
                             length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
     for number in clients:
-        yield Level("closed", f"closed {number}", closed(number), CLOSED.get(number, 0.98))
+        lasting = max(seconds, given.few_seconds) if number <= FEW_CLIENTS else seconds
+        yield Level("closed", f"closed {number}", closed(number, lasting), CLOSED.get(number, 0.98))
     for share in (0.3, 0.6, 0.9):
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)
@@ -290,10 +298,17 @@ def steady(point: Point, seconds: float) -> float:
 
     In an open loop this would favour the slower side: what the faster one has done in the first tenth is left out, and
     what the slower one carries over from it is counted."""
-    start = 0.1 * seconds
+    start = SETTLED * seconds
     arrived = (request.tokens / len(request.events) * sum(start <= moment <= seconds for moment in request.events)
                for request in point.repeats[-1].requests)  # fmt: skip
     return sum(arrived) / (seconds - start)
+
+
+def settled(point: Point, seconds: float) -> dict[str, float]:
+    """Of a closed loop: how many requests began after a tenth of the run, and percentiles of their TTFT and TPOT."""
+    began = [one for one in point.repeats[-1].requests if one.arrival >= SETTLED * seconds]
+    found = {name: value for name, value in latency.summary(began).items() if name.startswith(("ttft", "tpot"))}
+    return {"requests": len(began)} | found
 
 
 def figures(point: Point, load: LoadConfig) -> dict[str, Any]:
@@ -302,7 +317,9 @@ def figures(point: Point, load: LoadConfig) -> dict[str, Any]:
     row = asdict(tables.row(point))
     found = {name: row[name] for name in FIGURES if row.get(name) is not None}
     if point.ok and point.repeats:
-        found["tok_s"] = steady(point, load.seconds) if load.kind == "closed" else row["tok_s_median"]
+        closed = load.kind == "closed"
+        found["tok_s"] = steady(point, load.seconds) if closed else row["tok_s_median"]
+        found |= {"settled": settled(point, load.seconds)} if closed else {}
     found |= {name: point.engine.get(name) for name in OF_THE_CLIENTS}
     if point.repeats and (counts := point.repeats[-1].verified) is not None and counts.rounds:
         found["tokens_a_round"] = 1 + counts.accepted / counts.rounds
@@ -325,6 +342,10 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     for name in ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms"):
         if name in one and name in plain:
             found[name.removesuffix("_ms")] = round(one[name] / plain[name], 3)
+    ours, theirs = (side.get("settled", {}) for side in (one, plain))
+    for name in ("ttft_p99_ms", "tpot_p99_ms"):
+        if name in ours and name in theirs:
+            found[f"settled_{name.removesuffix('_ms')}"] = round(ours[name] / theirs[name], 3)
     return found
 
 

@@ -1,0 +1,73 @@
+"""Copies that were widened with their model multiply as the small ones do, padded with zeros."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from selfspec_cli.config import paths
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights
+
+OLD = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+       "vocab_size": 40}  # fmt: skip
+NEW = OLD | {"hidden_size": 512, "intermediate_size": 320, "num_attention_heads": 16, "num_key_value_heads": 8,
+             "head_dim": 32}  # fmt: skip
+LAYERS = {
+    "layers.0.self_attn.qkv_proj": [(128, 512), (64, 256), (64, 256)],
+    "layers.0.self_attn.o_proj": [(128, 512)],
+    "layers.0.mlp.gate_up_proj": [(192, 320), (192, 320)],
+    "layers.0.mlp.down_proj": [(128, 512)],
+    LM_HEAD: [(40, 40)],
+}
+"""By name, the rows of each part before and after."""
+COLUMNS = {"o_proj": (128, 512), "down_proj": (192, 320)}
+
+
+@pytest.fixture(scope="module")
+def script():
+    folder = str(paths.experiments_dir() / "views")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("widen_fitted")
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_those_of_the_small_copy(script, kind, name):
+    torch.manual_seed(0)
+    rows, (narrow, wide) = LAYERS[name], COLUMNS.get(name.rpartition(".")[2], (128, 512))
+    weights = DRAFT_WEIGHTS[kind]
+    copy = weights.quantise(torch.randn(sum(old for old, _ in rows), narrow))
+    pair = torch.randn(8, narrow), torch.randn(sum(old for old, _ in rows), 8)
+    small = FittedWeights(About(kind, "small", rank=8), {name: copy}, {name: pair})
+    made = script.widened_fitted(small, OLD, NEW, "wide")
+    assert made.about == About(kind, "wide", rank=8)
+    x = torch.randn(3, narrow)
+    padded = torch.nn.functional.pad(x, (0, wide - narrow))
+    weight = weights.dequantise(made.copies[name], torch.float32)
+    down, up = made.corrections[name]
+    assert weight.shape == (sum(new for _, new in rows), wide)
+    for before, after in (
+        (x @ weights.dequantise(copy, torch.float32).T, padded @ weight.T),
+        (x @ pair[0].T @ pair[1].T, padded @ down.T @ up.T),
+    ):
+        at = start = 0
+        for old, new in rows:
+            torch.testing.assert_close(after[:, start : start + old], before[:, at : at + old])
+            at, start = at + old, start + new
+    assert weight.isfinite().all()
+    if name.endswith(("o_proj", "down_proj")):  # what writes to the residual stream writes zeros to its new entries
+        assert not (torch.randn(3, wide) @ weight.T)[:, 128:].any()
+
+
+def test_new_rows_that_nothing_reads_are_noise(script):
+    name = "layers.0.mlp.gate_up_proj"
+    copy = DRAFT_WEIGHTS["int4"].quantise(torch.randn(384, 128))
+    weight = DRAFT_WEIGHTS["int4"].dequantise(script.widened_copy(copy, name, OLD, NEW), torch.float32)
+    assert weight[192:320].std() > 0.001 and not weight[:192, 128:].any()

@@ -111,29 +111,3 @@ These files are tables of their own, too wide for a page:
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
 | `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
 | `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |"""
-
-
-def served() -> str:
-    """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
-    rows = []
-    for name in ("load_h200", "load_h200_swapped"):
-        found = data_of(f"serving/{name}.json")
-        for level, over in found["compared"].items():
-            sides = found["rows"][level]
-            speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
-                      for side in ("plain", "early exit")]  # fmt: skip
-            tails = [f"{over[tail]:.2f}" if tail in over else None for tail in ("tpot_p99", "ttft_p99", "e2e_p99")]
-            rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), *tails))
-    text = """### serving: early exit beside plain vLLM, over HTTP
-
-Two H200s, a server on each; the widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`;
-one run of 8 or 10 seconds a level. [Load tests](load.md) says what each level is and what disturbed some of them.
-
-```
-python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
-```
-
-"""
-    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "p99 TPOT over plain", "p99 TTFT over plain",
-              "p99 end to end over plain")  # fmt: skip
-    return text + table(header, rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
-from figure_gpu import fits, kernels, lossless, low_bits, served, trace
+from figure_gpu import fits, kernels, lossless, low_bits, trace
+from figure_serving import agreement, served
 
 
 def gates() -> str:
@@ -141,7 +142,7 @@ selfspec heads
     return text + table(header, rows)
 
 
-VIEWS = ("smollm2_views", "smollm2_fitted", "reference_views")
+VIEWS = ("smollm2_views", "smollm2_fitted", "reference_views", "plain_views")
 
 
 def views() -> str:
@@ -166,12 +167,13 @@ selfspec views
     second = """
 
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
-the embedded reference model on held-out code. A view is accepted as often as its first draft of a round is; the files
+the embedded reference model on held-out code; its control, `reference_plain`, on a CPU. A view is accepted as often as its first draft of a round is; the files
 have all four positions. Names with "weights-" are copies rounded with data, with a correction of the rank behind "r".
 "drawn" drafts are sampled from the view at the request's temperature (`draft_sample_method=probabilistic`).
 
 ```
 experiments/views/measure.sh SMOLLM2_FOLDER results/published/views
+python experiments/views/acceptance.py --model experiments/reference_model/plain --name reference_plain --prompts library --answers 32 --views "int8;int6;int5;int4;fp8;int4=FITTED;12-17;12-13;int4@12-13;shared@3-23;shared@6-23" --out plain_views.csv
 ```
 
 """
@@ -205,6 +207,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
     (served, ("serving/load_h200*.json",)),
+    (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),
     (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")),

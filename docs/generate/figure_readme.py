@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from figure_cells import PUBLISHED, ROOT, data_of, ratio, table
+from figure_serving import LOADS as SERVED
 
 sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
 from table import lost
@@ -37,6 +38,8 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
     (SAME, "the same on 8-bit floats", "gpu/widened", _own_layers(3, "fp8")),
     (SAME, "the same on 8-bit integers", "rivals/gpu", _own_layers(3, "int8")),
     (SAME, "the same on 4-bit integers", "gpu/widened_lowbit", _own_layers(3, "int4")),
+    ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers", "gpu/plain_widened",
+     _own_layers(24, "int4")),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
     SET,
@@ -60,14 +63,13 @@ def speedups() -> str:
 
 
 def served() -> str:
-    """Throughput of a server over plain vLLM's in closed loops, of two runs."""
-    names = ("load_h200", "load_h200_swapped")
-    runs = [data_of(f"serving/{name}.json")["compared"] for name in names]
+    """Throughput of a server over plain vLLM's in closed loops, of each run."""
+    runs = [data_of(f"serving/{name}.json")["compared"] for name in SERVED]
     clients = sorted(int(level.removeprefix("closed ")) for level in runs[0] if level.startswith("closed "))
     rows = [(f"run {number}", *(ratio(found["throughput"]) if (found := run.get(f"closed {count}")) else "not measured"
                                 for count in clients)) for number, run in enumerate(runs, 1)]  # fmt: skip
     text = """Served over HTTP on one H200 each, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
-ask again at once; the second run on exchanged cards ([load tests](docs/load.md)):
+ask again at once; the second run on exchanged cards, the third with nothing else on the machine ([load tests](docs/load.md)):
 
 """
     return text + table(("clients", *map(str, clients)), rows)

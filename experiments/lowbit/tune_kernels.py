@@ -1,4 +1,4 @@
-"""How fast tokens times integer copies are on the GPU at hand: one by our kernel, any number by Marlin, cuBLAS.
+"""How fast tokens times integer copies are on the GPU at hand: one by our kernels, any number by Marlin, cuBLAS.
 
     python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit, marlin
+from selfspec_cli.vllm_plugin.weights import lowbit, marlin, marlin_token
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -36,6 +36,9 @@ SHAPES = {
 }
 SETTINGS = [{"at_once": groups, "early": early} for groups in (8, 16, 32, 64, 128) for early in (False, True)]
 """Groups of a step of our kernel, and whether it is launched while its token is rounded."""
+
+TILES = [{"at_once": groups, "parts": parts, "early": True} for groups in (4, 8, 16) for parts in (1, 2, 4, 8, 16)]
+"""The same of our kernel for Marlin's layout, and the parts that the inputs are cut into."""
 
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
@@ -92,7 +95,10 @@ def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterat
         dense = kind.dequantise(copy, torch.float32)
         ways: list[Way] = [(kind.name, _ours, dict(copy), {1} & inputs.keys(), SETTINGS)]
         if marlin.serves(width, out, inner):
-            ways.append((f"{kind.name} marlin", _marlin, marlin.repacked(copy, width), token_counts, [{}]))
+            repacked = marlin.repacked(copy, width)
+            ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
+            if width == 4:
+                ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), TILES))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors)
             for tokens, setting in every(counts, settings):
@@ -117,6 +123,10 @@ def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
     return marlin.product(x, copy["marlin"], copy["scales"])
 
 
+def _tiles(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
+    return marlin_token.product(x, copy["marlin"], copy["scales"], **setting)
+
+
 def main() -> None:
     """Measure, print the best of each product, and write everything as JSON after each shape of layer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -138,7 +148,7 @@ def main() -> None:
             tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]
             best = min(tried, key=lambda row: row["us"])
             figures = f"{best['us']:7.1f} us {best['share']:.2f}"
-            setting = " ".join(f"{name}={best[name]}" for name in SETTINGS[0] if name in best)
+            setting = " ".join(f"{name}={best[name]}" for name in ("at_once", "parts", "early") if name in best)
             print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {setting}", flush=True)
 
 

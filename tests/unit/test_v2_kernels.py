@@ -38,6 +38,18 @@ def test_the_speculator_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
 
 
+def test_one_token_times_marlins_layout_in_tritons_interpreter():
+    pytest.importorskip("vllm")
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "marlin_token_interpreted.py"), TRITON_INTERPRET="1")
+
+
+def test_one_token_times_marlins_layout_compiles_for_cuda():
+    """Weights are read 16 bytes at a time, and nothing spills to memory."""
+    pytest.importorskip("vllm")
+    words = run("-c", TILES).split()
+    assert int(words[0]) >= 8 and words[1] == "0"
+
+
 def test_the_kernels_with_twelve_gates():
     """Every statistic of three packages, in one more power of two than eight."""
     tests = str(HERE / "kernels_interpreted.py")
@@ -90,6 +102,27 @@ for rungs, limits in ((0, False), (4, True)):
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
     print("estimated" if rungs else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
+
+
+TILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.weights.marlin_token import _tile
+
+TYPES = dict.fromkeys(("rounded", "less", "words", "arrived"), "*i32")
+TYPES |= dict.fromkeys(("scales", "bias", "out"), "*bf16") | dict.fromkeys(("factors", "partial"), "*fp32")
+TYPES |= dict.fromkeys(("groups_of_row", "rows"), "i32")
+constants = {"BIASED": True, "PARTS": 4, "GROUPS": 8, "ASM": True, "EARLY": True}
+signature = {name: TYPES.get(name, "constexpr") for name in _tile.arg_names}
+places = [place for place, name in enumerate(_tile.arg_names) if name in TYPES]
+source = ASTSource(fn=_tile, signature=signature, constexprs=constants,
+                   attrs={(place,): [["tt.divisibility", 16]] for place in places})
+options = {"num_warps": 4, "launch_pdl": True}
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+print(made.asm["ptx"].count(".v4.b32"), made.asm["ptx"].count(".local"))
 """
 
 

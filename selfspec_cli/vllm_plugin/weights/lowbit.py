@@ -255,7 +255,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 
 
 @lru_cache
-def _launches_early(device: torch.device) -> bool:
+def launches_early(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one it depends on has ended: NVIDIA's devices from Hopper on."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
@@ -303,7 +303,7 @@ def product(
     x is contiguous. at_once: groups of a step of a program. asm: False where there is no PTX (Triton's interpreter).
     early: launch the product while the token is rounded; None: where the device can.
     """
-    early = _launches_early(x.device) if early is None else early
+    early = launches_early(x.device) if early is None else early
     columns, (rows, groups) = x.shape[1], scales.shape
     bits, group = width_of(words, more, columns), columns // groups
     rounded = torch.empty(3 * columns // PARTS.value, dtype=torch.int32, device=x.device)

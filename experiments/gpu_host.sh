@@ -92,6 +92,8 @@ widened_one() {
         results_dir="$out/widened_one"
 }
 
+kernels() { python3 "$here/lowbit/tune_kernels.py" --bits 4 --tokens 1 --out "$out/one_token.json"; }
+
 # ---- servers
 
 load_alone() { # both GPUs, and nothing else on the machine

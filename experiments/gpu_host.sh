@@ -92,7 +92,7 @@ widened_one() {
         results_dir="$out/widened_one"
 }
 
-kernels() { python3 "$here/lowbit/tune_kernels.py" --bits 4 --tokens 1 --out "$out/one_token.json"; }
+kernels() { python3 "$here/lowbit/tune_kernels.py" --bits 4 8 --tokens 1 --out "$out/one_token.json"; }
 
 # ---- servers
 

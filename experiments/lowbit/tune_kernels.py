@@ -97,8 +97,7 @@ def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterat
         if marlin.serves(width, out, inner):
             repacked = marlin.repacked(copy, width)
             ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
-            if width == 4:
-                ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), TILES))
+            ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), TILES))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors)
             for tokens, setting in every(counts, settings):

@@ -1,14 +1,15 @@
-"""One token times 4-bit copies as Marlin reads them (marlin.py), so that one layout serves one token and many.
+"""One token times copies of 4 and 8 bits as Marlin reads them (marlin.py): one layout for one token and for many.
 
-Marlin's kernel is made for tiles of 16 tokens. For a single one it takes 1.4 times as long as the kernel of lowbit.py,
-which needs its own layout. Here that kernel's arithmetic meets Marlin's layout: the token is rounded to 8-bit integers,
-each group of it by its own largest magnitude, and `dp4a` multiplies and adds four pairs of bytes at once. No engine
-uses it yet, because it has not been timed on a GPU (experiments/lowbit/tune_kernels.py does that).
+Marlin's kernel is made for tiles of 16 tokens. For a single one and 4 bits it takes 1.4 times as long as the kernel of
+lowbit.py, which needs its own layout. Here that kernel's arithmetic meets Marlin's layout: the token is rounded to
+8-bit integers, each group of it by its own largest magnitude, and `dp4a` multiplies and adds four pairs of bytes at
+once. No engine uses it yet, because it has not been timed on a GPU (experiments/lowbit/tune_kernels.py does that).
 
-The layout: a tile of 16 inputs and 64 outputs is 128 words of 32 bits. Word 16 t + 4 q + j holds, of the outputs
-16 j + t (even bytes) and 16 j + t + 8 (odd bytes), the weights of the inputs 2 q, 2 q + 1 (low halves of the bytes)
-and 2 q + 8, 2 q + 9 (high halves). A weight is stored plus 8. Tiles with the same inputs lie beside each other. The
-scales of 64 outputs are stored with output 8 a + b at place 8 b + a.
+The layout: a tile of 16 inputs and 64 outputs is 128 words, of 32 bits for copies of 4 bits and of 64 for those of 8.
+Word 16 t + 4 q + j holds the weights of the inputs 2 q, 2 q + 8, 2 q + 1, 2 q + 9 for the outputs 16 j + t and
+16 j + t + 8, as unsigned integers. With 4 bits the even bytes are the first output's and the odd ones the other's, and
+the low half of a byte comes before its high half; with 8 bits the first output has the low 32 bits. Tiles with the
+same inputs lie beside each other. The scales of 64 outputs are stored with output 8 a + b at place 8 b + a.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,6 +27,7 @@ from selfspec_cli.vllm_plugin.weights.lowbit import _bytes, _dp4a, launches_earl
 
 GROUP = tl.constexpr(64)  # inputs that share a scale
 STEPS = tl.constexpr(4)  # tiles of a group
+SIGNS = tl.constexpr(-0x7F7F7F80)  # 0x80808080: unsigned bytes become signed ones
 TILE = 64  # outputs
 
 
@@ -34,7 +36,7 @@ def _round_token(
     x, rounded, less, factors, groups_of_row, GROUPS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr
 ):
     """A token as words of the bytes of inputs 2 q, 2 q + 8, 2 q + 1, 2 q + 9 of each 16; -8 times the sum of those of a
-    group with the same q; and the factor by which each group was divided."""
+    group with the same q, which 4 bits need; and the factor by which each group was divided."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # `_tile` waits for this kernel's end itself
         tl.extra.cuda.gdc_wait()
@@ -58,31 +60,39 @@ def _round_token(
 
 @triton.jit
 def _words(words, tile, tiles, group, last, STEP: tl.constexpr):
-    """The words [GROUPS, 128] of one tile of each group; 0 from the group `last` on."""
+    """The words [GROUPS, 128] of one tile of each group, int32 or int64; 0 from the group `last` on."""
     at = ((group * STEPS + STEP).to(tl.int64) * tiles + tile) * 128
     place = words + at[:, None] + tl.arange(0, 128)[None, :]
     return tl.load(place, mask=(group < last)[:, None], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _times(word, low, high, rounded, group, last, STEP: tl.constexpr, ASM: tl.constexpr):
+def _times(word, low, high, rounded, group, last, STEP: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """`low` and `high` plus one tile of each group times the token: the lower output of each word, and the other."""
     at = (group * STEPS + STEP)[:, None] * 4 + (tl.arange(0, 128) // 4 % 4)[None, :]
     token = tl.load(rounded + at, mask=(group < last)[:, None], other=0)
-    low = _dp4a((word & 0x000F000F) | ((word << 4) & 0x0F000F00), token, low, ASM)
-    high = _dp4a(((word >> 8) & 0x000F000F) | ((word >> 4) & 0x0F000F00), token, high, ASM)
-    return low, high
+    if BITS == 8:
+        first, other = word.to(tl.int32) ^ SIGNS, (word >> 32).to(tl.int32) ^ SIGNS
+    else:
+        first = (word & 0x000F000F) | ((word << 4) & 0x0F000F00)
+        other = ((word >> 8) & 0x000F000F) | ((word >> 4) & 0x0F000F00)
+    return _dp4a(first, token, low, ASM), _dp4a(other, token, high, ASM)
 
 
 @triton.jit
-def _scaled(w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, ASM: tl.constexpr):
+def _scaled(
+    w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, BITS: tl.constexpr, ASM: tl.constexpr
+):
     """Four tiles of each group times the token, float32 [GROUPS, 128] twice."""
     here, lane = group < last, tl.arange(0, 128)
-    minus = tl.load(less + group[:, None] * 4 + (lane // 4 % 4)[None, :], mask=here[:, None], other=0)
-    low, high = _times(w0, minus, minus, rounded, group, last, 0, ASM)
-    low, high = _times(w1, low, high, rounded, group, last, 1, ASM)
-    low, high = _times(w2, low, high, rounded, group, last, 2, ASM)
-    low, high = _times(w3, low, high, rounded, group, last, 3, ASM)
+    if BITS == 8:
+        low = tl.zeros([group.shape[0], 128], tl.int32)
+    else:
+        low = tl.load(less + group[:, None] * 4 + (lane // 4 % 4)[None, :], mask=here[:, None], other=0)
+    low, high = _times(w0, low, low, rounded, group, last, 0, BITS, ASM)
+    low, high = _times(w1, low, high, rounded, group, last, 1, BITS, ASM)
+    low, high = _times(w2, low, high, rounded, group, last, 2, BITS, ASM)
+    low, high = _times(w3, low, high, rounded, group, last, 3, BITS, ASM)
     place = scales + group[:, None] * rows + tile * 64 + (lane // 16 * 8 + lane % 4 * 2)[None, :]
     factor = tl.load(factors + group, mask=here, other=0.0)[:, None]
     low_scale = tl.load(place, mask=here[:, None], other=0.0).to(tl.float32) * factor
@@ -109,6 +119,7 @@ def _tile(
     arrived,
     groups_of_row,
     rows,
+    BITS: tl.constexpr,
     BIASED: tl.constexpr,
     PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -127,12 +138,12 @@ def _tile(
     w2, w3 = _words(words, tile, tiles, group, last, 2), _words(words, tile, tiles, group, last, 3)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    low, high = _scaled(w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, ASM)
+    low, high = _scaled(w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, BITS, ASM)
     for start in tl.range(first + GROUPS, last, GROUPS):
         group = start + tl.arange(0, GROUPS)
         w0, w1 = _words(words, tile, tiles, group, last, 0), _words(words, tile, tiles, group, last, 1)
         w2, w3 = _words(words, tile, tiles, group, last, 2), _words(words, tile, tiles, group, last, 3)
-        more = _scaled(w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, ASM)
+        more = _scaled(w0, w1, w2, w3, rounded, less, factors, scales, rows, tile, group, last, BITS, ASM)
         low += more[0]
         high += more[1]
     output = tile * 64 + tl.arange(0, 4)[None, :] * 16 + tl.arange(0, 8)[:, None]
@@ -167,13 +178,14 @@ def product(
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
-    """One token in x [1, in], contiguous, times a repacked 4-bit copy, plus bias [out] -> [1, out] in x's dtype.
+    """One token in x [1, in], contiguous, times a repacked copy, plus bias [out] -> [1, out] in x's dtype.
 
-    words, scales: int32 [in / 16, 2 out] and [in / 64, out] of `marlin.repacked`. at_once: groups of a step of a
-    program. parts: that the inputs are cut into. asm: False where there is no PTX (Triton's interpreter). early: launch
-    the product while the token is rounded; None: where the device can.
+    words, scales: int32 [in / 16, out * bits / 2] and [in / 64, out] of `marlin.repacked`. at_once: groups of a step of
+    a program. parts: that the inputs are cut into. asm: False where there is no PTX (Triton's interpreter). early:
+    launch the product while the token is rounded; None: where the device can.
     """
     groups, rows = scales.shape
+    bits = 2 * words.shape[1] // rows
     early = launches_early(x.device) if early is None else early
     rounded = torch.empty(x.shape[1] // 4, dtype=torch.int32, device=x.device)
     less = torch.empty(groups, 4, dtype=torch.int32, device=x.device)
@@ -188,7 +200,7 @@ def product(
         rounded,
         less,
         factors,
-        words,
+        words if bits == 4 else words.view(torch.int64),
         scales,
         x if bias is None else bias,
         out,
@@ -196,6 +208,7 @@ def product(
         _arrived(x.device, rows // TILE),
         groups,
         rows,
+        BITS=bits,
         BIASED=bias is not None,
         PARTS=parts,
         GROUPS=at_once,

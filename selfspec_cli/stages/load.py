@@ -221,6 +221,7 @@ def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: 
         "kv_blocks": kv_blocks(server.metrics()),
         "failed_requests": len(failed),
         "errors": dict(Counter(str(one.error)[:120] for one in failed).most_common(ERRORS)),
+        "sent_again": sum(one.again for one in [*samples, *failed]),
         "unlike_answers": unlike(runs, len(prompts.bodies)),
         "tokens_counted": all(run.counted for run in runs),
         "client_cpu": max((run.cpu for run in runs if run.cpu is not None), default=None),
@@ -256,6 +257,8 @@ def doubts(engine: dict[str, Any]) -> list[str]:
     if failed := engine.get("failed_requests"):
         told = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {told}")
+    if again := engine.get("sent_again"):
+        found.append(f"{again} requests were sent a second time, because the server had closed the connection they used")
     if (engine.get("client_cpu") or 0) > BUSY:
         found.append(f"the clients used {engine['client_cpu']:.0%} of a core: they, too, may be what was measured")
     if engine.get("late_p99_ms", 0.0) > LATE_MS:

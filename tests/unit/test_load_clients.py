@@ -219,7 +219,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
     assert row.speedup > 1 and row.baseline == base.id and row.speedup_low is not None
     assert (row.requests, row.failed_requests, row.clients, row.identical, row.outputs) == (16, 0, 2, 4, 4)
     assert row.tpot_p99_ms >= row.tpot_ms > 0
-    assert set(point.engine["categories"]) == {"a", "b"}
+    assert set(point.engine["categories"]) == {"a", "b"} and point.engine["sent_again"] == 0
     # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
     assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)
     assert all(body["ignore_eos"] and body["max_tokens"] == 8 for _, body in toy.asked)
@@ -287,7 +287,8 @@ def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
 
 
 def test_what_casts_doubt_on_figures_is_said():
-    found = load.doubts({"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0})
-    assert "3 requests failed: 3 times HTTP 500" in found[0]
-    assert "93% of a core" in found[1] and "55 ms late" in found[2]
-    assert load.doubts({"failed_requests": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}) == []
+    facts = {"failed_requests": 3, "errors": {"HTTP 500": 3}, "client_cpu": 0.93, "late_p99_ms": 55.0, "sent_again": 2}
+    found = load.doubts(facts)
+    assert "3 requests failed: 3 times HTTP 500" in found[0] and "2 requests were sent a second time" in found[1]
+    assert "93% of a core" in found[2] and "55 ms late" in found[3]
+    assert load.doubts({"failed_requests": 0, "sent_again": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}) == []

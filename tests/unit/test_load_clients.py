@@ -291,4 +291,9 @@ def test_what_casts_doubt_on_figures_is_said():
     found = load.doubts(facts)
     assert "3 requests failed: 3 times HTTP 500" in found[0] and "2 requests were sent a second time" in found[1]
     assert "93% of a core" in found[2] and "55 ms late" in found[3]
-    assert load.doubts({"failed_requests": 0, "sent_again": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}) == []
+    assert (
+        load.doubts(
+            {"failed_requests": 0, "sent_again": 0, "client_cpu": 0.1, "late_p99_ms": 0.1, "tokens_counted": True}
+        )
+        == []
+    )

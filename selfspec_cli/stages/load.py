@@ -258,7 +258,7 @@ def doubts(engine: dict[str, Any]) -> list[str]:
         told = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
         found.append(f"{failed} requests failed: {told}")
     if again := engine.get("sent_again"):
-        found.append(f"{again} requests were sent a second time, because the server had closed the connection they used")
+        found.append(f"{again} requests were sent a second time: the server had closed the connection that they used")
     if (engine.get("client_cpu") or 0) > BUSY:
         found.append(f"the clients used {engine['client_cpu']:.0%} of a core: they, too, may be what was measured")
     if engine.get("late_p99_ms", 0.0) > LATE_MS:

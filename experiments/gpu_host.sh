@@ -3,8 +3,8 @@
 #   CUDA_VISIBLE_DEVICES=0 experiments/gpu_host.sh MODELS OUT JOB ...
 # MODELS is a folder for checkpoints, OUT one for results and logs. vLLM, selfspec and its packages are on PYTHONPATH. A job
 # that fails does not stop the next one. Two GPUs take two of these commands at once; load_alone takes both, with nothing
-# beside it. An engine starts in 75 to 110 s there, so jobs take minutes. The published figures name their commands
-# (docs/figures.md); these are the same, in the order in which they pay.
+# beside it. An engine starts in 60 to 110 s there, so jobs take minutes. The published figures name their commands
+# (docs/figures.md); most of these are the same.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 models=$1 out=$2
@@ -15,7 +15,9 @@ export PYTHONPATH="$here/..:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
 views=$here/views plain=$here/reference_model/plain
 selfspec() { python3 -m selfspec_cli "$@"; }
 
-times="repeats=3 perplexity_tokens=0"
+# vLLM's warm-up of its Triton kernels takes 17 to 27 s an engine; what it compiles is compiled in the runs that are thrown
+# away otherwise.
+times="repeats=3 perplexity_tokens=0 engine.extra.kernel_config.enable_jit_warmup=false"
 one="engine.max_num_seqs=1 workload.batch=1 $times"
 many="engine.max_num_seqs=32 workload.batch=1,4,8,16,32 $times"
 chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=8 workload=chat

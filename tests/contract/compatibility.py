@@ -111,7 +111,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("latent attention on a CPU", REFUSED, "in vLLM 0.32.0 a verify pass is not right there: its own n-gram "
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
-            "(compressed-tensors W4A16) in float16, because vLLM's product with them takes no float32 there",
+            "(compressed-tensors W4A16) in float16 and with AVX-512, because vLLM's product with them needs both",
             WORKS_WITH + "test_quantised_targets"),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",

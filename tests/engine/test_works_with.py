@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tokenizer
 from more_models import IMAGE, pictures, save_quantised, save_with_eyes
@@ -24,6 +25,10 @@ def quantised(model_dir, tmp_path_factory) -> Path:
 
 def test_quantised_targets(quantised):
     """The draft runs on the target's own 4-bit weights, and what verifies is the quantised model."""
+    from vllm import _custom_ops  # noqa: F401 (loads the operators that are built for this processor)
+
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM's build for processors without AVX-512 has no product with 4-bit weights")
     prompts = ragged_prompts(12, VOCAB, seed=5)
     half = {"dtype": "float16"}  # vLLM's product with 4-bit weights takes no float32 on a CPU
     with live(quantised, **half) as engine:

@@ -15,7 +15,7 @@ export PYTHONPATH="$here/..:${PYTHONPATH:-}" PYTHONUNBUFFERED=1
 views=$here/views plain=$here/reference_model/plain
 selfspec() { python3 -m selfspec_cli "$@"; }
 
-# vLLM's warm-up of its Triton kernels takes 17 to 27 s an engine; what it compiles is compiled in the runs that are thrown
+# vLLM's warm-up of its Triton kernels takes 17 to 24 s an engine; what it compiles is compiled in the runs that are thrown
 # away otherwise.
 times="repeats=3 perplexity_tokens=0 engine.extra.kernel_config.enable_jit_warmup=false"
 one="engine.max_num_seqs=1 workload.batch=1 $times"

@@ -167,7 +167,8 @@ selfspec views
     second = """
 
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
-the embedded reference model on held-out code; its control, `reference_plain`, on a CPU. A view is accepted as often as its first draft of a round is; the files
+the embedded reference model on held-out code; on a CPU its control, `reference_plain`. A view is accepted as often as
+its first draft of a round is; the files
 have all four positions. Names with "weights-" are copies rounded with data, with a correction of the rank behind "r".
 "drawn" drafts are sampled from the view at the request's temperature (`draft_sample_method=probabilistic`).
 

@@ -28,6 +28,7 @@ are the requests that began after a tenth of the run.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
+experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
 ```
 
 """

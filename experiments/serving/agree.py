@@ -90,11 +90,12 @@ def theirs(
 
 
 def cores(text: str) -> set[int]:
-    """The numbers of an option; what this thread starts from `stay_on` on runs there."""
+    """The numbers of an option, such as 0,1."""
     return {int(word) for word in text.split(",")}
 
 
 def stay_on(chosen: set[int] | None) -> None:
+    """Run this thread, and whatever it starts from now on, on these cores; None leaves it where it is."""
     if chosen is not None:
         os.sched_setaffinity(0, chosen)
 

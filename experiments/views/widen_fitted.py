@@ -42,14 +42,14 @@ def parts(name: str, config: dict[str, Any]) -> tuple[list[int], int]:
 
 
 def spread(tensor: Tensor, old: list[int], new: list[int], fill: Tensor) -> Tensor:
-    """The rows of `tensor`, part by part, at the beginning of each part of `fill`; what is left of the columns is 0."""
-    at, wide = 0, fill.clone()
-    starts = [sum(new[:index]) for index in range(len(new))]
-    for rows, start in zip(old, starts, strict=True):
-        wide[start : start + rows] = 0
-        wide[start : start + rows, : tensor.shape[1]] = tensor[at : at + rows]
-        at += rows
-    return wide
+    """`fill` with the rows of `tensor`, part by part, at the beginning of each part; what is left of their columns is
+    0. It is written to."""
+    at = start = 0
+    for rows, wide_rows in zip(old, new, strict=True):
+        fill[start : start + rows] = 0
+        fill[start : start + rows, : tensor.shape[1]] = tensor[at : at + rows]
+        at, start = at + rows, start + wide_rows
+    return fill
 
 
 def widened_copy(copy: dict[str, Tensor], name: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Tensor]:

@@ -55,6 +55,29 @@ def test_a_closed_loop_is_compared_by_what_came_while_all_clients_asked(script):
     assert script.figures(point(measurement=measured(100.0)), load)["tok_s"] == 0.0  # all of it in the first tenth
 
 
+def test_requests_that_began_with_all_others_are_told_from_those_that_came_one_by_one(script):
+    load = LoadConfig(clients=2, seconds=10.0, repeats=1)
+    rows = {}
+    for side, later in (
+        (script.PLAIN, 0.5),
+        (script.DRAFTING, 0.25),
+    ):  # of a second a request, 2 s for those that begin
+        slow, quick = answers([0.0, 0.0], 2.0), answers([2.0, 4.0, 6.0], later)
+        times = slow.repeats[0].requests + quick.repeats[0].requests
+        rows[side] = script.figures(point(measurement=Measurement((Repeat(10.0, times),))), load)
+        assert rows[side]["settled"]["requests"] == 3
+        assert rows[side]["settled"]["ttft_p99_ms"] == pytest.approx(10 * later) < rows[side]["ttft_p99_ms"]
+    found = script.compared(script.Level("closed", "closed 2", load, 1.0), {"closed 2": rows})
+    assert found["settled_ttft_p99"] == found["settled_tpot_p99"] == pytest.approx(0.5)
+    assert found["ttft_p99"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_loops_of_few_clients_last_longer(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "8,32", "--seconds", "10", "--few-seconds", "30"]
+    closed = [level.load for level in script.levels(script.arguments(words)) if level.group == "closed"]
+    assert [(load.clients, load.seconds) for load in closed] == [(8, 30.0), (32, 10.0)]
+
+
 @pytest.mark.parametrize(
     ("words", "plain", "drafting"),
     [([], None, None), (["--gpus", "2"], "0", "1"), (["--gpus", "2", "--swap"], "1", "0")],

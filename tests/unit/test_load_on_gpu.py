@@ -66,7 +66,8 @@ def test_requests_that_began_with_all_others_are_told_from_those_that_came_one_b
         times = slow.repeats[0].requests + quick.repeats[0].requests
         rows[side] = script.figures(point(measurement=Measurement((Repeat(10.0, times),))), load)
         assert rows[side]["settled"]["requests"] == 3
-        assert rows[side]["settled"]["ttft_p99_ms"] == pytest.approx(10 * later) < rows[side]["ttft_p99_ms"]
+        assert rows[side]["settled"]["ttft_p99_ms"] == pytest.approx(10 * later)  # a hundredth of a request
+        assert rows[side]["ttft_p99_ms"] > 15
     found = script.compared(script.Level("closed", "closed 2", load, 1.0), {"closed 2": rows})
     assert found["settled_ttft_p99"] == found["settled_tpot_p99"] == pytest.approx(0.5)
     assert found["ttft_p99"] == pytest.approx(1.0, abs=0.01)

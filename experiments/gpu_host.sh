@@ -39,13 +39,11 @@ plain_widened() { python3 "$here/reference_model/widen.py" --source "$plain" --o
 # ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts; copies and narrow each have a baseline of their own)
 
 copies() {
-    selfspec sweep $smol $many draft_weights=int8 k=4 results_dir="$out/copies" &&
-        selfspec sweep $smol $many draft_weights=int8 k=3,6 results_dir="$out/copies" --reuse-baseline
-    selfspec sweep $smol $many method=vllm speculative=ngram k=2,4 results_dir="$out/copies" --reuse-baseline
+    selfspec sweep $smol $many draft_weights=int8 k=4,6 results_dir="$out/copies"
+    selfspec sweep $smol $many method=vllm speculative=ngram k=4 results_dir="$out/copies" --reuse-baseline
 }
 narrow() {
-    selfspec sweep $smol $many draft_weights=int4,int5,int6 k=4 results_dir="$out/narrow" &&
-        selfspec sweep $smol $many draft_weights=int4 k=2 results_dir="$out/narrow" --reuse-baseline
+    selfspec sweep $smol $many draft_weights=int4,int6 k=4 results_dir="$out/narrow"
     selfspec sweep $smol $many method=vllm runner=v1 speculative=draft_model k=3 results_dir="$out/narrow" \
         speculative.model=./smollm2_widened_drafts/int4 --reuse-baseline
 }
@@ -53,15 +51,16 @@ four_bits() { # the model itself in 4 bits: what people do instead, and not loss
     selfspec sweep $chat $many model=./smollm2_widened_drafts/int4 model.name=smollm2_widened_4bit method=baseline \
         results_dir="$out/narrow"
 }
-one_request() { # our kernels for 4 bits, which an engine for one request has
-    selfspec sweep $smol $one draft_weights=int4,int8 k=4 results_dir="$out/one_request"
+one_request() { # our own layout of copies, which an engine for one request has
+    selfspec sweep $smol $one draft_weights=int8 k=4,6 results_dir="$out/one_request" &&
+        selfspec sweep $smol $one draft_weights=int4 k=3 results_dir="$out/one_request" --reuse-baseline
 }
 fitted() { # copies rounded with data, and corrections trained by KL
     selfspec fit-weights $chat model=./smollm2 model.name=smollm2_135m engine.max_num_seqs=32 draft_weights=int4 \
         head_dir="$out/heads" results_dir="$out/fit" --rank 0 --rank 32 || return
     for file in "$out"/heads/*/weights-int4.safetensors "$out"/heads/*/weights-int4-r32.safetensors; do
         python3 "$views/widen_fitted.py" --weights "$file" --source smollm2 --model smollm2_widened --out "wide-${file##*/}"
-        selfspec sweep $smol $one draft_weights=int4 k=4 draft_weights_path="wide-${file##*/}" \
+        selfspec sweep $smol $one draft_weights=int4 k=3 draft_weights_path="wide-${file##*/}" \
             results_dir="$out/one_request" --reuse-baseline
     done
     python3 "$views/train_corrections.py" --model smollm2 --weights "$file" --out "$out/heads/int4-r32-kl.safetensors" \
@@ -73,7 +72,10 @@ profile_copies() { selfspec profile $smol $one draft_weights=int8 k=4 results_di
 
 # ---- the plainly trained control of the embedded model
 
-plain_one() { selfspec sweep $ours draft_weights=int4 k=4,6 results_dir="$out/plain_one"; }
+plain_one() {
+    selfspec sweep $ours draft_weights=int4 k=4,5 results_dir="$out/plain_one" &&
+        selfspec sweep $ours draft_weights=int8 k=4 results_dir="$out/plain_one" --reuse-baseline
+}
 plain_fitted() {
     selfspec fit-weights $code model="$plain" model.name=reference_plain engine.max_num_seqs=32 draft_weights=int4 \
         head_dir="$out/heads_plain" results_dir="$out/fit" --rank 0 || return
@@ -85,9 +87,11 @@ plain_fitted() {
 
 # ---- cost at the shape of Llama 3 8B, and the embedded model widened
 
-eight_layers() {
+eight_billion() {
+    selfspec sweep model=llama3_8b_shape engine=h100 acceptance_length=4.5244 $one workload=decode layer=32 k=4 \
+        draft_weights=int4 results_dir="$out/eight_billion"
     selfspec sweep model=llama3_8b_shape engine=h100 acceptance_length=3.0 $one workload=decode \
-        layer=8 k=3 draft_weights=int4 vocab=32768 results_dir="$out/int4_E8_one"
+        layer=8 k=3 draft_weights=int4 vocab=32768 results_dir="$out/eight_billion" --reuse-baseline
 }
 widened_one() {
     selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4 k=5,6 \
@@ -95,6 +99,7 @@ widened_one() {
 }
 
 kernels() { python3 "$here/lowbit/tune_kernels.py" --bits 4 8 --tokens 1 --out "$out/one_token.json"; }
+attention() { python3 "$here/attention/time_attention.py" --shapes 8b smollm2_widened --out "$out/attention.json"; }
 
 # ---- servers
 
@@ -112,7 +117,7 @@ agree() {
         model=./reference_widened model.name=reference_widened method=baseline engine=h100 engine.max_num_seqs=32 \
         engine.kv_cache_gib=8
 }
-lossless() { python3 "$here/../tests/gpu/test_v2_lossless.py" --lengths --out "$out/lossless_lengths.json"; }
+lossless() { python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless.json"; }
 
 cd "$models" || exit 1
 for job in "$@"; do

@@ -2,10 +2,11 @@
 
     python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
-Shapes are those of Llama 3 8B. Each product rotates over more copies than the cache holds, inside a CUDA graph, as a
-draft step reads every weight from memory. Figures: median microseconds a product, and bytes read as a share of the
-card's own copy rate (bytes read plus bytes written). The ceiling is a share of about 1.2: reading alone is faster.
-`error` is relative to a float32 product of the copy.
+Shapes are those of Llama 3 8B and, called small, of SmolLM2-135M-Instruct with four copies of each of its dimensions.
+Each product rotates over more copies than the cache holds, inside a CUDA graph, as a draft step reads every weight from
+memory. Figures: median microseconds a product, and bytes read as a share of the card's own copy rate (bytes read plus
+bytes written). The ceiling is a share of about 1.2: reading alone is faster. `error` is relative to a float32 product
+of the copy.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ SHAPES = {
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
     "lm_head": (128256, 4096),
+    "small_o": (2304, 2304),
+    "small_qkv": (3840, 2304),
+    "small_gate_up": (12288, 2304),
+    "small_down": (2304, 6144),
+    "small_lm_head": (49152, 2304),
 }
 SETTINGS = [{"at_once": groups, "early": early} for groups in (8, 16, 32, 64, 128) for early in (False, True)]
 """Groups of a step of our kernel, and whether it is launched while its token is rounded."""

@@ -6,7 +6,7 @@ parallelism needs it. A second view of the same module whose `end_layer` is E is
 final norm. A view has a list of layers of its own, so some of them can be left out: the loop runs what the list begins
 with. Attention layers find their KV cache by name, so the view shares that too, and a layer that is left out has its
 keys and values written by the next verify pass, as every layer has. On CUDA the view's linear layers multiply by their
-weights in a way of their own (weights/linear.py).
+weights in a way of their own (weights/linear.py), and its attention is one kernel (attention/).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import as_text, drafting_layers
+from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts
 from selfspec_cli.vllm_plugin.weights.copied import kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
@@ -63,7 +64,8 @@ def first_layers(
     cut(trunk, len(chosen))
     # The view shares the dict of submodules with the target, which must keep its own layers.
     make, experts = _replacements(draft_weights, vllm_config, fitted)
-    changed = replace_in_layers(own, chosen, vllm_config, make, experts)
+    attention = on_one_query(vllm_config, next(decoder.parameters()).device)
+    changed = replace_in_layers(own, chosen, vllm_config, make, experts, attention)
     trunk.__dict__["_modules"] = {**decoder._modules, "layers": nn.ModuleList([*changed, *list(own)[layers:]])}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
@@ -130,8 +132,10 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, draft_wei
     # Two views of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
     kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], next(trunk.parameters()).device)
+    config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
+    if compilation.splitting_ops:  # vLLM cuts a model at attention, so that equal layers are compiled once
+        compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
     if kernels is not None:
-        config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
         compilation.compile_sizes = sorted({*kernels.COMPILE_SIZES, *(compilation.compile_sizes or ())})
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)

@@ -17,6 +17,8 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
+ATTENTION = "vllm.model_executor.layers.attention.attention"
+FLASH = "vllm.v1.attention.backends.flash_attn"
 
 # Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
 LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLinear", "ReplicatedLinear",
@@ -151,6 +153,12 @@ SIGNATURES = {
     f"{MOE}.modular_kernel:FusedMoEKernel.apply": "hidden_states w1 w2 topk_weights topk_ids activation "
     "global_num_experts expert_map apply_router_weight_on_input shared_experts shared_experts_input",
     f"{MOE}.oracle.fp8:make_fp8_moe_kernel": "moe_quant_config moe_config experts_cls fp8_backend routing_tables",
+    # The draft's attention: what it stands in for, and what it calls where its kernel does not fit.
+    f"{ATTENTION}:Attention.forward": "query key value output_shape output_dtype",
+    f"{ATTENTION}:get_attention_context": "layer_name",
+    f"{FLASH}:FlashAttentionImpl.do_kv_cache_update": "layer key value kv_cache slot_mapping",
+    f"{FLASH}:FlashAttentionImpl.forward": "layer query key value kv_cache attn_metadata output output_scale "
+    "output_block_scale",
     # weights/marlin.py calls these, and lowbit.py asks for the engine's settings.
     f"{MARLIN}:apply_gptq_marlin_linear": "input weight weight_scale weight_zp workspace wtype "
     "output_size_per_partition input_size_per_partition input_global_scale bias use_fp32_reduce input_dtype",
@@ -182,9 +190,10 @@ FIELDS = {
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
     f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
-    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size",
+    f"{FLASH}:FlashAttentionMetadata": "max_query_len seq_lens block_table",
+    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
-    "vllm.config:CompilationConfig": "static_forward_context compile_sizes",
+    "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops",
     "vllm.config:VllmConfig": "additional_config speculative_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
@@ -232,6 +241,9 @@ ATTRIBUTES = {
     f"{MOE}.runner.moe_runner:MoERunner": "router routed_experts layer_name",
     f"{MOE}.routed_experts:RoutedExperts": "moe_config quant_method",
     f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "unquantized_backend moe_kernel moe_quant_config",
+    f"{ATTENTION}:Attention": "layer_name num_heads num_kv_heads head_size head_size_v attn_backend attn_type "
+    "kv_cache_dtype kv_sharing_target_layer_name impl",
+    f"{FLASH}:FlashAttentionImpl": "sliding_window logits_soft_cap alibi_slopes sinks scale",
     **{f"vllm.lora.layers:{name}WithLoRA": "base_layer" for name in LORA_LAYERS},
 }
 

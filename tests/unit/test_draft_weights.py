@@ -239,7 +239,7 @@ def make_copy(module, name):
 
 
 def on_copies(layer):
-    return with_replaced(layer, make_copy, {id(layer.attn)}, "layers.0")
+    return with_replaced(layer, lambda part, name: part if part is layer.attn else make_copy(part, name), "layers.0")
 
 
 def test_only_linear_layers_are_replaced_and_the_target_is_untouched():

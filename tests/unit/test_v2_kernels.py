@@ -51,6 +51,21 @@ def test_one_token_times_marlins_layout_compiles_for_cuda():
     assert 8 <= int(words[0]) < int(words[2])
 
 
+def test_the_drafts_attention_in_tritons_interpreter():
+    pytest.importorskip("vllm")
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "attention_interpreted.py"), TRITON_INTERPRET="1")
+
+
+def test_the_drafts_attention_compiles_for_cuda():
+    """It multiplies on tensor cores, spills nothing, and counts programs only where several share a request."""
+    pytest.importorskip("vllm")
+    shared, alone = ([int(word) for word in line.split()] for line in run("-c", ATTENTION).splitlines())
+    assert min(shared[0], alone[0]) >= 16
+    assert (shared[1] > 0, alone[1]) == (True, 0)
+    assert shared[2] == alone[2] == 0
+    assert max(shared[3], alone[3]) < 227 * 2**10
+
+
 def test_the_kernels_with_twelve_gates():
     """Every statistic of three packages, in one more power of two than eight."""
     tests = str(HERE / "kernels_interpreted.py")
@@ -103,6 +118,30 @@ for rungs, limits in ((0, False), (4, True)):
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
     print("estimated" if rungs else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
+
+
+ATTENTION = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.attention.one_query import _attend
+
+TYPES = dict.fromkeys(("query", "key", "value", "out", "keys", "values"), "*bf16")
+TYPES |= dict.fromkeys(("table", "seq_lens", "arrived"), "*i32") | dict.fromkeys(("partial", "found"), "*fp32")
+TYPES |= {"slots": "*i64", "scale": "fp32"}
+for keys, warps, stages, splits in ((256, 8, 1, 32), (128, 4, 2, 1)):
+    constants = {"DIM": 128, "SHARED": 4, "ROWS": 16, "PAGE": 16, "KEYS": keys, "SPLITS": splits, "EARLY": True}
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in _attend.arg_names}
+    whole = {name for name in _attend.arg_names if name not in {"scale", "table_columns", *constants}}
+    places = [place for place, name in enumerate(_attend.arg_names) if name in whole]
+    source = ASTSource(fn=_attend, signature=signature, constexprs=constants,
+                       attrs={(place,): [["tt.divisibility", 16]] for place in places})
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = kernel.asm["ptx"]
+    print(ptx.count("mma.sync"), ptx.count("atom"), ptx.count(".local"), kernel.metadata.shared)
 """
 
 

@@ -1,7 +1,7 @@
 """Products with integer copies of weights, 4 to 8 bits each, in groups along a row with one scale a group.
 
-Where Marlin has a kernel (marlin.py) it is taken; the one here is for one token times 5 and 6 bits, times 4 bits in an
-engine for one request, and times shapes that Marlin does not take.
+Where Marlin has a kernel (marlin.py) its layout is taken. What is here is for one token, times 5 and 6 bits, times any
+width in an engine for one request, and times shapes that Marlin does not take.
 
 At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
 arithmetic behind. So the token is rounded to 8-bit integers too, each group of it by its own largest magnitude, and
@@ -23,7 +23,6 @@ a group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,31 +34,9 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
 from selfspec_cli.early_exit.draft_weights.integers import integers
 from selfspec_cli.vllm_plugin.weights import marlin
+from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early
 
 PARTS = tl.constexpr(8)
-MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits of a float
-
-
-@triton.jit
-def _dp4a(a, b, c, ASM: tl.constexpr):
-    """c plus the products of four signed bytes, in int32."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
-        )
-    for byte in tl.static_range(4):
-        c += ((a << (24 - 8 * byte)) >> 24) * ((b << (24 - 8 * byte)) >> 24)
-    return c
-
-
-@triton.jit
-def _bytes(a, b, c, d, inverse):
-    """Four values times `inverse`, rounded to signed bytes, in one word."""
-    first = (a * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    second = (b * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    third = (c * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    fourth = (d * inverse + MAGIC).to(tl.int32, bitcast=True) & 0xFF
-    return first | (second << 8) | (third << 16) | (fourth << 24)
 
 
 @triton.jit
@@ -128,10 +105,10 @@ def _round_token(
     most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
     largest = tl.max(most, axis=1)  # [GROUPS]
     inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
-    low, high = _bytes(x0, x1, x2, x3, inverse), _bytes(x4, x5, x6, x7, inverse)
+    low, high = four_bytes(x0, x1, x2, x3, inverse), four_bytes(x4, x5, x6, x7, inverse)
     ones = tl.full([GROUPS, WIDTH], 0x01010101, tl.int32)
     zeros = tl.zeros([GROUPS, WIDTH], tl.int32)
-    less = -OFFSET * _dp4a(ones, high, _dp4a(ones, low, zeros, ASM), ASM)
+    less = -OFFSET * dp4a(ones, high, dp4a(ones, low, zeros, ASM), ASM)
     place = rounded + group[:, None] * (3 * WIDTH) + word[None, :]
     tl.store(place, low, mask=valid)
     tl.store(place + WIDTH, high, mask=valid)
@@ -170,8 +147,8 @@ def _times_token(low, high, scale, rounded, factors, groups, groups_of_row, GROU
     valid = here[:, None] & (word < WIDTH)[None, :]
     place = rounded + groups[:, None] * (3 * WIDTH) + word[None, :]
     products = tl.load(place + 2 * WIDTH, mask=valid, other=0)
-    products = _dp4a(low, tl.load(place, mask=valid, other=0), products, ASM)
-    products = _dp4a(high, tl.load(place + WIDTH, mask=valid, other=0), products, ASM)
+    products = dp4a(low, tl.load(place, mask=valid, other=0), products, ASM)
+    products = dp4a(high, tl.load(place + WIDTH, mask=valid, other=0), products, ASM)
     both = scale * tl.load(factors + groups, mask=here, other=0.0)
     return products.to(tl.float32) * both[:, None]
 
@@ -215,7 +192,8 @@ def _one_row(
     tl.store(out + row, total.to(out.dtype.element_ty))
 
 
-ROUNDED_AT_ONCE, GROUPS_AT_ONCE = 8, 32  # groups of a program; found on an H200 (experiments/lowbit/tune_kernels.py)
+ROUNDED_AT_ONCE = 8  # groups of a program
+GROUPS_AT_ONCE = {4: 32, 5: 32, 6: 32, 8: 8}  # by bits; found on an H200 (experiments/lowbit/tune_kernels.py)
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 
@@ -223,12 +201,12 @@ COMPILE_SIZES = ()  # the operator chooses when it runs
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of 4 and 8 bits as Marlin reads them, all others as they were made.
 
-    With 4 bits and an engine that runs one request at a time the copy stays, too: the kernels here take 0.7 of Marlin's
-    time for the products of a layer then. Both layouts at once would double what the copy takes of memory.
+    In an engine that runs one request at a time every copy stays as it was made: the kernels here take less time for
+    one token then. Both layouts at once would double what the copy takes of memory.
     """
     rows, groups = tensors["scales"].shape
     bits = width_of(tensors["words"], tensors.get("more"), groups * GROUP_OF_COPIES)
-    if marlin.serves(bits, rows, groups * GROUP_OF_COPIES) and not (bits == 4 and _one_request_at_a_time()):
+    if marlin.serves(bits, rows, groups * GROUP_OF_COPIES) and not _one_request_at_a_time():
         return marlin.repacked(tensors, bits)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -252,14 +230,6 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     copy = (tensors["words"], tensors.get("more"), tensors["scales"])
     out: Tensor = torch.ops.selfspec.linear_integers(x, *copy, bias, weight)
     return out
-
-
-@lru_cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one it depends on has ended: NVIDIA's devices from Hopper on."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
@@ -294,18 +264,20 @@ def product(
     more: Tensor | None,
     scales: Tensor,
     bias: Tensor | None = None,
-    at_once: int = GROUPS_AT_ONCE,
+    at_once: int | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
     """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
-    x is contiguous. at_once: groups of a step of a program. asm: False where there is no PTX (Triton's interpreter).
+    x is contiguous. at_once: groups of a step of a program; None: as many as pay. asm: False where there is no PTX
+    (Triton's interpreter).
     early: launch the product while the token is rounded; None: where the device can.
     """
     early = launches_early(x.device) if early is None else early
     columns, (rows, groups) = x.shape[1], scales.shape
     bits, group = width_of(words, more, columns), columns // groups
+    at_once = at_once or GROUPS_AT_ONCE[bits]
     rounded = torch.empty(3 * columns // PARTS.value, dtype=torch.int32, device=x.device)
     factors = torch.empty(groups, dtype=torch.float32, device=x.device)
     _round_token[(triton.cdiv(groups, ROUNDED_AT_ONCE),)](

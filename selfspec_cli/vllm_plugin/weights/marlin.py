@@ -1,7 +1,7 @@
-"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 1 to 64 tokens.
+"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 2 to 64 tokens.
 
-Measured on an H200 (results/LOG.md): from two tokens on they are faster than what we wrote ourselves for few tokens,
-and with 8 bits for one token too. CUDA only.
+Measured on an H200 (results/LOG.md): from two tokens on they are faster than what we wrote ourselves for few tokens. A
+single one is multiplied by a kernel of ours that reads the same layout (marlin_token.py). CUDA only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+from selfspec_cli.vllm_plugin.weights import marlin_token
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
@@ -34,7 +35,7 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
-    _beside(words.device)  # not first while a CUDA graph is captured
+    _beside(words.device), marlin_token.none_arrived(words.device)  # not first while a CUDA graph is captured
     return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
 
 
@@ -64,6 +65,8 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
     if x.shape[0] > MOST:
         return F.linear(x, weight, bias)
+    if x.shape[0] == 1:
+        return marlin_token.product(x.contiguous(), words, scales, bias)
     return product(x.contiguous(), words, scales, bias)
 
 

@@ -1,9 +1,10 @@
 """One token times copies of 4 and 8 bits as Marlin reads them (marlin.py): one layout for one token and for many.
 
-Marlin's kernel is made for tiles of 16 tokens. For a single one and 4 bits it takes 1.4 times as long as the kernel of
-lowbit.py, which needs its own layout. Here that kernel's arithmetic meets Marlin's layout: the token is rounded to
-8-bit integers, each group of it by its own largest magnitude, and `dp4a` multiplies and adds four pairs of bytes at
-once. No engine uses it yet, because it has not been timed on a GPU (experiments/lowbit/tune_kernels.py does that).
+Marlin's kernel is made for tiles of 16 tokens. Here the arithmetic of lowbit.py's kernel meets Marlin's layout: the
+token is rounded to 8-bit integers, each group of it by its own largest magnitude, and `dp4a` multiplies and adds four
+pairs of bytes at once. Measured on an H200 (results/published/gpu/lowbit/one_token_layouts_h200.json), products of 9 to
+26 us with Marlin's kernel and 8 bits take 0.7 to 1.0 of its time, with 4 bits 0.7 to 1.0 too. lowbit.py's own layout
+takes 0.5 to 0.9 of it with 4 bits, and is what an engine for a single request has.
 
 The layout: a tile of 16 inputs and 64 outputs is 128 words, of 32 bits for copies of 4 bits and of 64 for those of 8.
 Word 16 t + 4 q + j holds the weights of the inputs 2 q, 2 q + 8, 2 q + 1, 2 q + 9 for the outputs 16 j + t and
@@ -16,6 +17,7 @@ same inputs lie beside each other. The scales of 64 outputs are stored with outp
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -23,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.lowbit import _bytes, _dp4a, launches_early
+from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early
 
 GROUP = tl.constexpr(64)  # inputs that share a scale
 STEPS = tl.constexpr(4)  # tiles of a group
 SIGNS = tl.constexpr(-0x7F7F7F80)  # 0x80808080: unsigned bytes become signed ones
 TILE = 64  # outputs
+MOST_PARTS, PROGRAMS = 16, 512  # to cut the inputs into, and to aim at; found on an H200
 
 
 @triton.jit
@@ -49,9 +52,9 @@ def _round_token(
     x9 = tl.load(values + 9, mask=valid, other=0.0).to(tl.float32)
     most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x8), tl.abs(x9)))
     largest = tl.max(most, axis=1)  # [GROUPS]
-    packed = _bytes(x0, x8, x1, x9, tl.where(largest > 0, 127.0 / largest, 0.0)[:, None])
+    packed = four_bytes(x0, x8, x1, x9, tl.where(largest > 0, 127.0 / largest, 0.0)[:, None])
     ones = tl.full([GROUPS, GROUP // 4], 0x01010101, tl.int32)
-    sums = _dp4a(ones, packed, tl.zeros([GROUPS, GROUP // 4], tl.int32), ASM)
+    sums = dp4a(ones, packed, tl.zeros([GROUPS, GROUP // 4], tl.int32), ASM)
     tl.store(rounded + group[:, None] * (GROUP // 4) + word[None, :], packed, mask=valid)
     sums = tl.sum(tl.reshape(sums, [GROUPS, STEPS, 4]), axis=1)
     tl.store(less + group[:, None] * 4 + tl.arange(0, 4)[None, :], -8 * sums, mask=(group < groups_of_row)[:, None])
@@ -76,7 +79,7 @@ def _times(word, low, high, rounded, group, last, STEP: tl.constexpr, BITS: tl.c
     else:
         first = (word & 0x000F000F) | ((word << 4) & 0x0F000F00)
         other = ((word >> 8) & 0x000F000F) | ((word >> 4) & 0x0F000F00)
-    return _dp4a(first, token, low, ASM), _dp4a(other, token, high, ASM)
+    return dp4a(first, token, low, ASM), dp4a(other, token, high, ASM)
 
 
 @triton.jit
@@ -173,16 +176,16 @@ def product(
     words: Tensor,
     scales: Tensor,
     bias: Tensor | None = None,
-    at_once: int = 8,
-    parts: int = 4,
+    at_once: int = 4,
+    parts: int | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
     """One token in x [1, in], contiguous, times a repacked copy, plus bias [out] -> [1, out] in x's dtype.
 
     words, scales: int32 [in / 16, out * bits / 2] and [in / 64, out] of `marlin.repacked`. at_once: groups of a step of
-    a program. parts: that the inputs are cut into. asm: False where there is no PTX (Triton's interpreter). early:
-    launch the product while the token is rounded; None: where the device can.
+    a program. parts: that the inputs are cut into; None: as many as pay. asm: False where there is no PTX (Triton's
+    interpreter). early: launch the product while the token is rounded; None: where the device can.
     """
     groups, rows = scales.shape
     bits = 2 * words.shape[1] // rows
@@ -193,6 +196,7 @@ def product(
     _round_token[(triton.cdiv(groups, 4),)](
         x, rounded, less, factors, groups, GROUPS=4, ASM=asm, EARLY=early, num_warps=2, launch_pdl=early
     )
+    parts = parts_for(rows) if parts is None else parts
     parts = min(parts, groups)
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     partial = torch.empty(parts, rows, dtype=torch.float32, device=x.device)
@@ -205,7 +209,7 @@ def product(
         x if bias is None else bias,
         out,
         partial,
-        _arrived(x.device, rows // TILE),
+        none_arrived(x.device),
         groups,
         rows,
         BITS=bits,
@@ -220,7 +224,13 @@ def product(
     return out
 
 
+def parts_for(rows: int) -> int:
+    """The power of two nearest to what makes `PROGRAMS` programs of the tiles of a weight [rows, ...]."""
+    return min(MOST_PARTS, 1 << max(0, round(math.log2(PROGRAMS * TILE / rows))))
+
+
 @lru_cache
-def _arrived(device: torch.device, tiles: int) -> Tensor:
-    """Zeros, which each call leaves as it finds them."""
-    return torch.zeros(tiles, dtype=torch.int32, device=device)
+def none_arrived(device: torch.device) -> Tensor:
+    """Zeros, which each call leaves as it finds them, for the tiles of up to 2^20 outputs. Call it once before a CUDA
+    graph is captured."""
+    return torch.zeros(2**20 // TILE, dtype=torch.int32, device=device)

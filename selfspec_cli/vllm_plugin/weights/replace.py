@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,37 +18,43 @@ Make = Callable[[nn.Module, str], nn.Module | None]
 
 
 def replace_in_layers(
-    layers: nn.ModuleList, chosen: Sequence[int], vllm_config: VllmConfig, make: Make, experts: Make | None = None
+    layers: nn.ModuleList,
+    chosen: Sequence[int],
+    vllm_config: VllmConfig,
+    make: Make,
+    experts: Make | None = None,
+    attention: Make | None = None,
 ) -> list[nn.Module]:
     """The `chosen` layers, in that order, in which every part is replaced for which `make` has something else.
 
-    What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object. A mixture of
-    experts, whose parts hold on to each other, is given to `experts` whole; without it, it stays too.
+    What vLLM looks up by name in a forward pass (attention and its KV cache) stays the same object; `attention` may put
+    something around it. A mixture of experts, whose parts hold on to each other, is given to `experts` whole; without
+    it, it stays too.
     """
-    keep = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
+    by_name = {id(module) for module in vllm_config.compilation_config.static_forward_context.values()}
     mixtures = {id(part) for i in chosen for part in layers[i].children() if has_experts(part)}
 
     def replacement(module: nn.Module, name: str) -> nn.Module | None:
-        if id(module) not in mixtures:
-            return make(module, name)
-        return module if experts is None else experts(module, name)
+        if id(module) in mixtures:
+            return module if experts is None else experts(module, name)
+        if id(module) in by_name:
+            return module if attention is None else attention(module, name) or module
+        return make(module, name)
 
-    return [with_replaced(layers[i], replacement, keep - mixtures, f"layers.{i}") for i in chosen]
+    return [with_replaced(layers[i], replacement, f"layers.{i}") for i in chosen]
 
 
-def with_replaced(module: nn.Module, make: Make, keep: Collection[int] = (), name: str = "") -> nn.Module:
+def with_replaced(module: nn.Module, make: Make, name: str = "") -> nn.Module:
     """`module` with every part for which `make` has a replacement replaced; `module` itself if there is none.
 
-    What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. Modules whose id is
-    in `keep` are shared whole.
+    What holds a replaced part is copied shallowly, all else is shared, and `module` is not changed. A part for which
+    `make` returns the part itself is shared whole.
     """
-    if id(module) in keep:
-        return module
     made = make(module, name)
     if made is not None:
         return made
     children = {key: child for key, child in module._modules.items() if child is not None}
-    parts = {key: with_replaced(child, make, keep, f"{name}.{key}") for key, child in children.items()}
+    parts = {key: with_replaced(child, make, f"{name}.{key}") for key, child in children.items()}
     changed = {key: part for key, part in parts.items() if part is not children[key]}
     return shallow_copy(module, _modules={**module._modules, **changed}) if changed else module
 

@@ -1,0 +1,146 @@
+"""How long attention of one new token a request takes on the GPU at hand: our kernel, and vLLM's way.
+
+    python experiments/attention/time_attention.py --out attention.json
+
+vLLM's way: `reshape_and_cache_flash`, then FlashAttention with up to 32 splits and its schedule made beforehand, as an
+engine runs it inside a CUDA graph. Calls rotate over several caches, so that keys come from memory. Figures: median
+microseconds a call; `ours_in_turn_us`: where each begins when the one before has ended. `error`: largest difference of
+the two results. `written`: whether both wrote the same to the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.fa_utils import (
+    flash_attn_varlen_func,
+    get_flash_attn_version,
+    get_scheduler_metadata,
+    reshape_and_cache_flash,
+)
+
+from selfspec_cli.vllm_plugin.attention.one_query import attend
+
+SHAPES = {"8b": (32, 8, 128), "smollm2_widened": (36, 12, 64), "reference_widened": (32, 32, 128)}
+"""Query heads, heads, dim."""
+POINTS = [(1, 64), (1, 256), (1, 1024), (1, 4096), (1, 32768), (8, 256), (8, 4096), (32, 256), (32, 2048), (128, 512)]
+"""Requests, tokens of each."""
+SETTINGS = [
+    dict(zip(("at_once", "warps", "stages"), one, strict=True))
+    for one in ((64, 2, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2), (128, 4, 1), (128, 4, 2), (128, 8, 1), (128, 8, 2),
+                (256, 8, 1))
+]  # fmt: skip
+"""What to try with a single request: keys of a step, warps, stages of its pipeline."""
+PAGE, CACHE, REPLAYS, MOST_CALLS = 16, 120 * 2**20, 5, 48
+
+
+def timed(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one of `calls`, replayed in turn as one CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    samples = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(samples[1:])  # the first replay uploads the graph
+
+
+class Case:
+    """One shape: queries, keys and values of a new token for each request, and caches to rotate over."""
+
+    def __init__(self, shape: str, requests: int, tokens: int) -> None:
+        self.query_heads, self.heads, self.dim = SHAPES[shape]
+        width = (self.query_heads + 2 * self.heads) * self.dim
+        sizes = [self.query_heads * self.dim, self.heads * self.dim, self.heads * self.dim]
+        both = torch.randn(requests, width, device="cuda", dtype=torch.bfloat16)
+        self.query, self.key, self.value = (part.unflatten(1, (-1, self.dim)) for part in both.split(sizes, dim=1))
+        pages = -(-tokens // PAGE)
+        blocks = requests * pages
+        size = blocks * self.heads * PAGE * 2 * self.dim
+        count = min(MOST_CALLS, max(4, CACHE // (2 * size)))
+        self.caches = [
+            torch.randn(blocks, self.heads, PAGE, 2 * self.dim, device="cuda").bfloat16() for _ in range(count)
+        ]
+        self.table = torch.randperm(blocks, device="cuda").reshape(requests, pages).int()
+        self.seq_lens = torch.full((requests,), tokens, device="cuda", dtype=torch.int32)
+        self.slots = self.table[:, (tokens - 1) // PAGE].long() * PAGE + (tokens - 1) % PAGE
+        self.starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32)
+        self.longest, self.scale = tokens, self.dim**-0.5
+        self.one = torch.ones(1, device="cuda")
+        self.schedule = get_scheduler_metadata(
+            batch_size=requests, max_seqlen_q=1, max_seqlen_k=tokens, num_heads_q=self.query_heads,
+            num_heads_kv=self.heads, headdim=self.dim, cache_seqlens=self.seq_lens, qkv_dtype=torch.bfloat16,
+            cu_seqlens_q=self.starts, page_size=PAGE, causal=True, window_size=(-1, -1), num_splits=32,
+        )  # fmt: skip
+
+    def ours(self, cache: Tensor, **setting: int) -> Tensor:
+        """Our kernel."""
+        out = torch.empty(len(self.query), self.query_heads * self.dim, device="cuda", dtype=torch.bfloat16)
+        attend(
+            self.query, self.key, self.value, cache, self.table, self.seq_lens, self.slots, self.scale, out, **setting
+        )
+        return out
+
+    def vllms(self, cache: Tensor) -> Tensor:
+        """vLLM's two calls."""
+        keys, values = cache.transpose(1, 2).split(self.dim, dim=-1)
+        reshape_and_cache_flash(self.key, self.value, keys, values, self.slots, "auto", self.one, self.one)
+        out = torch.empty_like(self.query, memory_format=torch.contiguous_format)
+        flash_attn_varlen_func(
+            q=self.query, k=keys, v=values, out=out, cu_seqlens_q=self.starts, max_seqlen_q=1,
+            seqused_k=self.seq_lens, max_seqlen_k=self.longest, softmax_scale=self.scale, causal=True,
+            window_size=[-1, -1], block_table=self.table, scheduler_metadata=self.schedule,
+            fa_version=get_flash_attn_version(), num_splits=32,
+        )  # fmt: skip
+        return out.flatten(1)
+
+
+def main() -> None:
+    """Measure every shape, print the best settings, and write all as JSON after each point."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("attention.json"))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
+    parser.add_argument("--quick", action="store_true", help="one setting only")
+    arguments = parser.parse_args()
+    found = []
+    for shape, (requests, tokens) in product(arguments.shapes, POINTS):
+        case = Case(shape, requests, tokens)
+        first, second = case.caches[0].clone(), case.caches[0].clone()
+        error = float((case.ours(first) - case.vllms(second)).abs().max())
+        row = {"shape": shape, "requests": requests, "tokens": tokens, "error": error, "written": first.equal(second)}
+        row["vllm_us"] = timed([partial(case.vllms, cache) for cache in case.caches])
+        row["ours_us"] = timed([partial(case.ours, cache) for cache in case.caches])
+        row["ours_in_turn_us"] = timed([partial(case.ours, cache, early=False) for cache in case.caches])
+        tried = []
+        for setting in SETTINGS if requests == 1 and not arguments.quick else []:
+            try:
+                us = timed([partial(case.ours, cache, **setting) for cache in case.caches])
+            except Exception as failure:  # too much shared memory, say
+                tried.append({**setting, "failure": str(failure)[:200]})
+                continue
+            tried.append({**setting, "us": us})
+        found.append({**row, "tried": tried})
+        arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": found}, indent=1) + "\n")
+        best = sorted((one for one in tried if "us" in one), key=lambda one: one["us"])[:3]
+        print(json.dumps(row), *(json.dumps(one) for one in best), flush=True)
+        del case
+
+
+if __name__ == "__main__":
+    main()

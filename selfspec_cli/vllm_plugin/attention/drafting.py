@@ -1,0 +1,108 @@
+"""The draft's attention in one kernel (one_query.py), where a layer of vLLM's attends to the whole context.
+
+A layer's keys, values and KV cache stay vLLM's, found by the layer's name. Only drafts are computed so: the verify pass
+runs vLLM's kernels, so another way to round a sum can change a draft and no output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from selfspec_cli.vllm_plugin.weights.replace import Make
+
+OPERATOR = "selfspec::attend_once"
+DIMS = (64, 128)  # of a head; the kernel has been timed with these
+
+
+class OneQueryAttention(nn.Module):
+    """Stands in for vLLM's `Attention` in a layer that drafts, and holds on to it."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+        self.layer_name: str = attention.layer_name  # some models pass it on
+
+    def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, *shape: Any) -> Tensor:
+        """query [n, query heads * dim], key and value [n, heads * dim] -> [n, query heads * dim].
+
+        With `shape`, or without keys and values, vLLM's layer is called.
+        """
+        own, name = self.attention, self.layer_name
+        if shape or key is None or value is None:
+            found: Tensor = own(query, key, value, *shape)
+            return found
+        query = query.view(-1, own.num_heads, own.head_size)
+        key, value = (x.view(-1, own.num_kv_heads, own.head_size) for x in (key, value))
+        out: Tensor = torch.ops.selfspec.attend_once(query, key, value, name)
+        return out
+
+
+def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
+    """For `replace.replace_in_layers`: puts one kernel in place of an `Attention` that it can stand in for.
+
+    None where that is not possible for any layer.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    if device.type != "cuda" or vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return None
+    from selfspec_cli.vllm_plugin.attention.one_query import none_arrived  # a machine without a GPU may lack Triton
+
+    none_arrived(device)  # not first while a CUDA graph is captured
+
+    def make(module: nn.Module, name: str) -> nn.Module | None:
+        return OneQueryAttention(module) if type(module) is Attention and is_plain(module) else None
+
+    return make
+
+
+def is_plain(attention: Any) -> bool:
+    """Whether a layer is FlashAttention to the whole context, on keys and values of the model's own type."""
+    impl = attention.impl
+    return (
+        attention.attn_backend.get_name() == "FLASH_ATTN"
+        and attention.attn_type == "decoder"
+        and attention.head_size in DIMS
+        and attention.head_size_v == attention.head_size
+        and attention.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        and attention.kv_sharing_target_layer_name is None
+        and impl.sliding_window == (-1, -1)
+        and not impl.logits_soft_cap
+        and impl.alibi_slopes is None
+        and impl.sinks is None
+    )
+
+
+@torch.library.custom_op(
+    OPERATOR, mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor"
+)
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
+    from vllm.model_executor.layers.attention.attention import get_attention_context
+
+    from selfspec_cli.vllm_plugin.attention.one_query import attend, fits
+
+    metadata, layer, cache, slots = get_attention_context(layer_name)
+    out = query.new_empty(len(query), query.shape[1] * query.shape[2])
+    if metadata is None:  # vLLM's profiling run: there is no KV cache yet
+        return out.zero_()
+    count = min(len(query), len(metadata.seq_lens))
+    if metadata.max_query_len == 1 and fits(cache, key.shape[1], key.shape[2]):
+        attend(
+            query[:count], key[:count], value[:count], cache, metadata.block_table, metadata.seq_lens, slots,
+            layer.impl.scale, out,
+        )  # fmt: skip
+    else:
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+        layer.impl.forward(layer, query, key, value, cache, metadata, out.view_as(query))
+    return out
+
+
+@_attend_once.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1] * query.shape[2])

@@ -110,4 +110,32 @@ These files are tables of their own, too wide for a page:
 | `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
 | `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
-| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |"""
+| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |
+| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | `python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 --shapes small_qkv small_gate_up small_down o down --out kernels.json` |"""
+
+
+LONG = 8192
+"""Tokens of context up to which one request has the first of two settings (`attention.one_query.LONG`)."""
+
+
+def attention() -> str:
+    """The draft's attention beside vLLM's."""
+    rows = []
+    for row in data_of("gpu/attention/attention_h200.json")["rows"]:
+        at_once = 256 if row["tokens"] <= LONG else 128  # what one request has, with 8 warps
+        usual = [one["us"] for one in row["tried"] if (one["at_once"], one["warps"]) == (at_once, 8)]
+        ours = usual[-1] if usual else row["ours_us"]
+        rows.append((row["shape"], row["requests"], f"{row['tokens']:,}", f"{row['vllm_us']:.1f}", f"{ours:.1f}",
+                     ratio(row["vllm_us"] / ours)))  # fmt: skip
+    text = """### attention of one new token a request
+
+Microseconds a layer, medians inside a CUDA graph: vLLM's write to the cache and FlashAttention 3, and the kernel that drafts
+have (`vllm_plugin/attention/`), with its setting for the context that the engine was started for. One H200, bf16.
+`gpu/attention/attention_h200.json` has other settings too.
+
+```
+python experiments/attention/time_attention.py --shapes 8b smollm2_widened --out attention.json
+```
+
+"""
+    return text + table(("shape", "requests", "tokens of each", "vLLM", "drafts", "vLLM over drafts"), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
-from figure_gpu import fits, kernels, lossless, low_bits, trace
+from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
 from figure_serving import agreement, served
 
 
@@ -213,6 +213,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (trace, ("gpu/**/trace_batch1.json",)),
     (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")),
     (fits, ("gpu/fit_*.json",)),
+    (attention, ("gpu/attention/*",)),
     (
         kernels,
         (
@@ -222,6 +223,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
             "gpu/lowbit/few_tokens_h200.json",
             "gpu/lowbit/one_token_h200.json",
             "gpu/lowbit/one_token_early_h200.json",
+            "gpu/lowbit/one_token_layouts_h200.json",
         ),
     ),
 )

@@ -37,15 +37,18 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
      "gpu/widened", _own_layers(3)),
     (SAME, "the same on 8-bit floats", "gpu/widened", _own_layers(3, "fp8")),
     (SAME, "the same on 8-bit integers", "rivals/gpu", _own_layers(3, "int8")),
-    (SAME, "the same on 4-bit integers", "gpu/widened_lowbit", _own_layers(3, "int4")),
-    ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers", "gpu/plain_widened",
-     _own_layers(24, "int4")),
+    (SAME, "the same on 4-bit integers", "gpu/widened_one", _own_layers(3, "int4")),
+    ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers",
+     "gpu/plain_widened_one", _own_layers(24, "int4")),
+    ("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; one H200",
+     "all 30 layers on 8-bit integers", "rivals/gpu_smollm2", _own_layers(30, "int8")),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
     SET,
     ("Llama-3-8B shape, random weights; one H200", "first 8 of 32 layers", "gpu/gpu_8b", _own_layers(8)),
     (SAME, "the same on 8-bit floats", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
     (SAME, "the same on 4-bit integers, 32,768 tokens of the vocabulary", "gpu/lowbit/int4_E8", _small_vocabulary),
+    (SAME, "the same in an engine for one request, another run", "gpu/lowbit/one_request_8b", _small_vocabulary),
 )  # fmt: skip
 """Model and machine, what drafts, the folder of points, and which of its points; or a line of its own."""
 
@@ -93,5 +96,5 @@ def _table() -> str:
 def _speed(line: tuple[str, str, str, Chosen], load: int) -> float | None:
     points = folder.read(PUBLISHED / line[2])[0]
     found = [row.speedup for row in map(tables.row, points)
-             if line[3](row) and row.batch == load and row.input_len == 32 and row.speedup is not None]  # fmt: skip
+             if line[3](row) and row.batch == load and row.input_len <= 128 and row.speedup is not None]  # fmt: skip
     return max(found, default=None)

@@ -3,7 +3,7 @@
 Drafting runs every layer for one token at a time, and at short contexts its attention takes little time but to begin:
 on an H200 and the shape of Llama 3 8B, vLLM's three kernels (write to the cache, FlashAttention 3, combine its splits)
 take 9.5 to 12 us a layer at 64 to 1,024 tokens, and the products of the layer with 4-bit weights 41. Here it is one
-kernel, of 4.4 to 8.6 us; from about 4,000 tokens on both take the same (results/published/gpu/attention). A program
+kernel, of 5 to 9 us; from about 4,000 tokens on both take about the same (results/published/gpu/attention). A program
 takes some of a request's keys for the query heads that share them. The newest key and value do not come from the cache:
 one program has them at hand, and writes them there. Where several programs share a request, the last one to arrive adds
 up what they found (flash decoding).
@@ -26,8 +26,9 @@ LOG2_E = 1.4426950408889634
 LEAST_ROWS = 16  # query heads of a product on tensor cores; fewer are padded
 PROGRAMS = 256  # to aim at: about two for each multiprocessor of an H100
 MOST_SPLITS = 32
-ONE, SEVERAL = (256, 8, 1), (128, 4, 2)
-"""Keys of a step, warps and stages for one request and for more; found on an H200 (experiments/attention)."""
+ONE, ONE_LONG, SEVERAL, LONG = (256, 8, 1), (128, 8, 2), (128, 4, 2), 8192
+"""Keys of a step, warps and stages for one request whose block table has room for up to LONG tokens, for one with room
+for more, and for several requests; found on an H200 (experiments/attention)."""
 
 
 @triton.jit
@@ -173,9 +174,10 @@ def attend(
     """
     early = launches_early(query.device) if early is None else early
     n, query_heads, dim = query.shape
-    usual = ONE if n == 1 else SEVERAL
-    at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
     heads, page = cache.shape[1], cache.shape[2]
+    one = ONE if table.shape[1] * page <= LONG else ONE_LONG
+    usual = one if n == 1 else SEVERAL
+    at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
     splits = min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (n * heads) + 1) // 2))
     _attend[(n, heads, splits)](

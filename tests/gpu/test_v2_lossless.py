@@ -84,6 +84,11 @@ def plain() -> Requests:
     return PROMPTS, [greedy(length) for length in LENGTHS]
 
 
+def few() -> Requests:
+    """Eight requests, for engines that run one at a time."""
+    return PROMPTS[:8], [greedy(length) for length in LENGTHS[:8]]
+
+
 def full_models() -> Requests:
     """Some requests end at max_model_len, among others that go on."""
     long = [(prompt * MAX_LEN)[: MAX_LEN - 3 - 5 * number] for number, prompt in enumerate(PROMPTS[:8])]
@@ -128,6 +133,7 @@ def shown() -> Requests:
 
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
+    "few": few,
     "adapters": plain,  # by turns without an adapter, and with one of two
     "pictures": shown,
     "full_models": full_models,
@@ -189,6 +195,8 @@ def cases(**engine: Any) -> Iterator[Case]:
             for kind in ("int8", "int4"):
                 yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
+            for kind in ("int8", "int4"):  # in the layout that an engine for one request has
+                yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
     yield from views(**engine)
     yield from lengths(**engine)
     for model in OTHERS:

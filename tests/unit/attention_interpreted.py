@@ -71,6 +71,25 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
     assert not one_query.none_arrived(cache.device).any()  # as it was found
 
 
+def test_settings_go_by_requests_context_and_room(monkeypatch):
+    cpu = torch.device("cpu")
+    assert one_query.usual_settings(1, one_query.LONG, cpu) == one_query.ONE
+    assert one_query.usual_settings(1, one_query.LONG + 1, cpu) == one_query.ONE_LONG
+    assert one_query.usual_settings(2, 64, cpu) == one_query.SEVERAL
+    monkeypatch.setattr(one_query, "has_room", lambda device: False)
+    assert one_query.usual_settings(1, 64, cpu) == one_query.SEVERAL
+
+
+def test_one_request_in_the_setting_that_it_has():
+    query, key, value = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
+    cache, table = torch.randn(20, 2, PAGE, 32), torch.randperm(20)[None].int()
+    expected = wanted(query[0], key[0], value[0], cache.clone(), table[0], 300)
+    out = torch.empty(1, 64)
+    lengths, slots = torch.tensor([300]).int(), table[0, 299 // PAGE].long()[None] * PAGE + 299 % PAGE
+    one_query.attend(query, key, value, cache, table, lengths, slots, 0.25, out, early=False)
+    torch.testing.assert_close(out.unflatten(1, (4, 16))[0], expected, rtol=2e-3, atol=2e-3)
+
+
 class Impl:
     """What stands for vLLM's way: it says that it was asked, and gives ones."""
 

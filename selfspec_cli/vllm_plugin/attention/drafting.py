@@ -50,7 +50,8 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
     """
     from vllm.model_executor.layers.attention import Attention
 
-    if device.type != "cuda" or vllm_config.parallel_config.decode_context_parallel_size > 1:
+    on_cuda = device.type == "cuda" and torch.version.cuda is not None
+    if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None
     from selfspec_cli.vllm_plugin.attention.one_query import none_arrived  # a machine without a GPU may lack Triton
 

@@ -175,8 +175,7 @@ def attend(
     early = launches_early(query.device) if early is None else early
     n, query_heads, dim = query.shape
     heads, page = cache.shape[1], cache.shape[2]
-    one = ONE if table.shape[1] * page <= LONG else ONE_LONG
-    usual = one if n == 1 else SEVERAL
+    usual = usual_settings(n, table.shape[1] * page, query.device)
     at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
     splits = min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (n * heads) + 1) // 2))
@@ -217,6 +216,22 @@ def attend(
         num_stages=stages,
         launch_pdl=early,
     )
+
+
+def usual_settings(requests: int, context: int, device: torch.device) -> tuple[int, int, int]:
+    """Keys of a step, warps and stages. context: tokens that a request's block table has room for."""
+    if requests > 1 or not has_room(device):
+        return SEVERAL
+    return ONE if context <= LONG else ONE_LONG
+
+
+@lru_cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program of `ONE` finds the shared memory that it needs: 132 KiB at 128 dimensions; some cards have 99."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= 160 * 2**10
 
 
 def fits(cache: Tensor, heads: int, dim: int) -> bool:

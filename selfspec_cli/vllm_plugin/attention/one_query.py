@@ -227,7 +227,7 @@ def usual_settings(requests: int, context: int, device: torch.device) -> tuple[i
 
 @lru_cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program of `ONE` finds the shared memory that it needs: 132 KiB at 128 dimensions; some cards have 99."""
+    """Whether a program of `ONE` finds the shared memory it needs: 132 KiB at 128 dimensions; some cards have 99."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)

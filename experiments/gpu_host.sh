@@ -118,6 +118,10 @@ agree() {
         engine.kv_cache_gib=8
 }
 lossless() { python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless.json"; }
+lossless_kernels() { # the cases that have the most to do with kernels of ours
+    python3 "$here/../tests/gpu/test_v2_lossless.py" --only few draft_weights=int draft_window company \
+        --out "$out/lossless_kernels.json"
+}
 
 cd "$models" || exit 1
 for job in "$@"; do

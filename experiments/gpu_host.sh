@@ -98,8 +98,8 @@ widened_one() {
         results_dir="$out/widened_one"
 }
 
-kernels() { python3 "$here/lowbit/tune_kernels.py" --bits 4 8 --tokens 1 --out "$out/one_token.json"; }
-attention() { python3 "$here/attention/time_attention.py" --shapes 8b smollm2_widened --out "$out/attention.json"; }
+kernels() { python3 "$here/kernels/tune_kernels.py" --bits 4 8 --tokens 1 --out "$out/one_token.json"; }
+attention() { python3 "$here/kernels/time_attention.py" --shapes 8b smollm2_widened --out "$out/attention.json"; }
 
 # ---- servers
 

@@ -107,11 +107,11 @@ These files are tables of their own, too wide for a page:
 | --- | --- | --- |
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
-| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/lowbit/tune_kernels.py --bits 4 8 --out kernels.json` |
+| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/kernels/tune_kernels.py --bits 4 8 --out kernels.json` |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
 | `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
-| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/lowbit/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |
-| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | `python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 --shapes small_qkv small_gate_up small_down o down --out kernels.json` |"""
+| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/kernels/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |
+| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | `python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 --shapes small_qkv small_gate_up small_down o down --out kernels.json` |"""
 
 
 LONG = 8192
@@ -134,7 +134,7 @@ have (`vllm_plugin/attention/`), with its setting for the context that the engin
 `gpu/attention/attention_h200.json` has other settings too.
 
 ```
-python experiments/attention/time_attention.py --shapes 8b smollm2_widened --out attention.json
+python experiments/kernels/time_attention.py --shapes 8b smollm2_widened --out attention.json
 ```
 
 """

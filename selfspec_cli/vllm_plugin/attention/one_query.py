@@ -28,7 +28,7 @@ PROGRAMS = 256  # to aim at: about two for each multiprocessor of an H100
 MOST_SPLITS = 32
 ONE, ONE_LONG, SEVERAL, LONG = (256, 8, 1), (128, 8, 2), (128, 4, 2), 8192
 """Keys of a step, warps and stages for one request whose block table has room for up to LONG tokens, for one with room
-for more, and for several requests; found on an H200 (experiments/attention)."""
+for more, and for several requests; found on an H200 (experiments/kernels)."""
 
 
 @triton.jit

@@ -193,7 +193,7 @@ def _one_row(
 
 
 ROUNDED_AT_ONCE = 8  # groups of a program
-GROUPS_AT_ONCE = {4: 32, 5: 32, 6: 32, 8: 8}  # by bits; found on an H200 (experiments/lowbit/tune_kernels.py)
+GROUPS_AT_ONCE = {4: 32, 5: 32, 6: 32, 8: 8}  # by bits; found on an H200 (experiments/kernels/tune_kernels.py)
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 

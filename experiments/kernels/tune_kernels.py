@@ -1,6 +1,6 @@
 """How fast tokens times integer copies are on the GPU at hand: one by our kernels, any number by Marlin, cuBLAS.
 
-    python experiments/lowbit/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
+    python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
 Shapes are those of Llama 3 8B and, called small, of SmolLM2-135M-Instruct with four copies of each of its dimensions.
 Each product rotates over more copies than the cache holds, inside a CUDA graph, as a draft step reads every weight from

@@ -1,6 +1,6 @@
 """How long attention of one new token a request takes on the GPU at hand: our kernel, and vLLM's way.
 
-    python experiments/attention/time_attention.py --out attention.json
+    python experiments/kernels/time_attention.py --out attention.json
 
 vLLM's way: `reshape_and_cache_flash`, then FlashAttention with up to 32 splits and its schedule made beforehand, as an
 engine runs it inside a CUDA graph. Calls rotate over several caches, so that keys come from memory. Figures: median
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tune_kernels import timed
 from vllm.v1.attention.backends.fa_utils import (
     flash_attn_varlen_func,
     get_flash_attn_version,
@@ -39,26 +38,7 @@ SETTINGS = [
                 (256, 8, 1))
 ]  # fmt: skip
 """What to try with a single request: keys of a step, warps, stages of its pipeline."""
-PAGE, CACHE, REPLAYS, MOST_CALLS = 16, 120 * 2**20, 5, 48
-
-
-def timed(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`, replayed in turn as one CUDA graph."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    samples = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(samples[1:])  # the first replay uploads the graph
+PAGE, CACHE, MOST_CALLS = 16, 120 * 2**20, 48
 
 
 class Case:

@@ -35,6 +35,7 @@ ABOUT = {
     "drawn_drafts": "Sampled requests (temperature 0.8): drafts that are the likeliest tokens, and drafts that are drawn. Other programs used the machine, so the accept rates count and the speeds do not.",
     "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](rivals.md).",
     "rivals/smollm2_cpu": "The same on SmolLM2-135M-Instruct, an ordinary chat model: chat questions, and Python.",
+    "rivals/smollm2_suffix_cpu": "Suffix decoding on the same, on another CPU; nothing of earlier answers is remembered.",
     "rivals/gpu_smollm2": "The same model widened to the cost of 1.8 B, on one GPU: copies of all its layers beside n-grams, on chat questions. Another engine used the other card of the host.",
     "rivals/gpu": "The same on the widened reference model: real acceptance at the cost of a large model.",
     "rivals/gpu_long": "The same at long contexts: Llama-3-8B shape, random weights, synthetic acceptance, so what drafting costs.",

@@ -11,11 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm.model_executor.layers.attention import attention as vllms
 
 from selfspec_cli.vllm_plugin.attention import drafting, one_query
+from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 PAGE, BLOCKS = 16, 80
 
 
-def wanted(query, key, value, cache, table, length):
+def wanted(query, key, value, cache, table, length, scale=None):
     """[query heads, dim] of a request of `length` tokens, of which the last is not in the cache."""
     dim = query.shape[-1]
     places = torch.arange(length - 1)
@@ -24,7 +25,7 @@ def wanted(query, key, value, cache, table, length):
     values = torch.cat([rows[..., dim:], value[None]]).transpose(0, 1)
     shared = len(query) // len(keys)
     keys, values = keys.repeat_interleave(shared, 0), values.repeat_interleave(shared, 0)
-    return scaled_dot_product_attention(query[:, None], keys, values)[:, 0]
+    return scaled_dot_product_attention(query[:, None], keys, values, scale=scale)[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
         assert cache[at // PAGE, :, at % PAGE].equal(torch.cat([key[row], value[row]], dim=1))
         before[at // PAGE, :, at % PAGE] = cache[at // PAGE, :, at % PAGE]
     assert cache.equal(before)  # nothing else was written
-    assert not one_query.none_arrived(cache.device).any()  # as it was found
+    assert not none_arrived(cache.device).any()  # as it was found
 
 
 def test_settings_go_by_requests_context_and_room(monkeypatch):
@@ -130,19 +131,10 @@ def test_the_operator_attends_by_the_engines_metadata(context):
     got = torch.ops.selfspec.attend_once(query, key, value, "layers.0")
     assert got.shape == (3, 64) and not layer.impl.asked
     for row, length in enumerate(metadata.seq_lens.tolist()):
-        expected = scaled_dot_product_attention(
-            query[row][:, None], *both(before, metadata.block_table[row], length, key[row], value[row]), scale=0.125
-        )
+        table = metadata.block_table[row]
+        expected = wanted(query[row], key[row], value[row], before, table, length, scale=0.125)
         torch.testing.assert_close(got[row], expected.flatten(), rtol=2e-3, atol=2e-3)
     assert not cache.equal(before)
-
-
-def both(cache, table, length, key, value):
-    """Keys and values of a context, each [query heads, tokens, dim], two query heads to a head."""
-    places = torch.arange(length - 1)
-    rows = cache[table[places // PAGE].long(), :, places % PAGE]
-    parts = torch.cat([rows[..., :16], key[None]]), torch.cat([rows[..., 16:], value[None]])
-    return [part.transpose(0, 1).repeat_interleave(2, 0) for part in parts]
 
 
 @pytest.mark.parametrize("reason", ["queries", "layout"])
@@ -163,8 +155,8 @@ def test_vllms_profiling_run_has_no_cache_yet(context):
 class Own(nn.Module):
     layer_name, num_heads, num_kv_heads, head_size = "layers.0", 4, 2, 16
 
-    def forward(self, *asked):
-        return asked
+    def forward(self, *asked, **named):
+        return *asked, *named.values()
 
 
 def test_a_layer_asks_the_operator_and_calls_vllms_layer_for_what_is_not_plain(context):
@@ -175,6 +167,7 @@ def test_a_layer_asks_the_operator_and_calls_vllms_layer_for_what_is_not_plain(c
     torch.testing.assert_close(got[:2], wanted[:2])
     assert layer(query, None, None) == (query, None, None)
     assert layer(query, key, value, torch.Size([3, 64]))[3] == torch.Size([3, 64])
+    assert layer(query, key, value, output_shape=torch.Size([3, 64]))[3] == torch.Size([3, 64])
     fake = drafting._attend_once._opoverload
     with torch._subclasses.FakeTensorMode():
         assert fake(*asked(), "layers.0").shape == (3, 64)

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils_test import get_
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 from selfspec_cli.vllm_plugin.weights import marlin_token
+from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 
 def repacked(copy, bits):
@@ -49,4 +50,4 @@ def test_one_token_is_multiplied_as_by_the_copy_itself(bits, rows, columns, at_o
     got = marlin_token.product(x, words, scales, bias, **asked)
     wanted = x.float() @ dense.T + (0 if bias is None else bias.float())
     assert float((got.float() - wanted).norm() / wanted.norm()) < 0.02
-    assert not marlin_token.none_arrived(x.device).any()  # as it was found
+    assert not none_arrived(x.device).any()  # as it was found

@@ -28,14 +28,14 @@ class OneQueryAttention(nn.Module):
         self.attention = attention
         self.layer_name: str = attention.layer_name  # some models pass it on
 
-    def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, *shape: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None, *more: Any, **named: Any) -> Tensor:
         """query [n, query heads * dim], key and value [n, heads * dim] -> [n, query heads * dim].
 
-        With `shape`, or without keys and values, vLLM's layer is called.
+        With anything more, such as a shape for the output, or without keys and values, vLLM's layer is called.
         """
         own, name = self.attention, self.layer_name
-        if shape or key is None or value is None:
-            found: Tensor = own(query, key, value, *shape)
+        if more or named or key is None or value is None:
+            found: Tensor = own(query, key, value, *more, **named)
             return found
         query = query.view(-1, own.num_heads, own.head_size)
         key, value = (x.view(-1, own.num_kv_heads, own.head_size) for x in (key, value))
@@ -53,7 +53,7 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
         return None
-    from selfspec_cli.vllm_plugin.attention.one_query import none_arrived  # a machine without a GPU may lack Triton
+    from selfspec_cli.vllm_plugin.weights.one_token import none_arrived  # a machine without a GPU may lack Triton
 
     none_arrived(device)  # not first while a CUDA graph is captured
 

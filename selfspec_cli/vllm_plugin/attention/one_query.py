@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.one_token import launches_early
+from selfspec_cli.vllm_plugin.weights.one_token import launches_early, none_arrived
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 16  # query heads of a product on tensor cores; fewer are padded
@@ -237,10 +237,3 @@ def has_room(device: torch.device) -> bool:
 def fits(cache: Tensor, heads: int, dim: int) -> bool:
     """Whether a layer's KV cache is laid out as `attend` reads it."""
     return cache.dim() == 4 and cache.shape[1] == heads and cache.shape[3] == 2 * dim and cache.stride(3) == 1
-
-
-@lru_cache
-def none_arrived(device: torch.device) -> Tensor:
-    """Zeros, which each call leaves as it finds them; only programs that share a request count, so `PROGRAMS` are
-    enough. Call it once before a CUDA graph is captured."""
-    return torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)

@@ -202,7 +202,7 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of 4 and 8 bits as Marlin reads them, all others as they were made.
 
     In an engine that runs one request at a time every copy stays as it was made: the kernels here take less time for
-    one token then. Both layouts at once would double what the copy takes of memory.
+    one token in most products. Both layouts at once would double what the copy takes of memory.
     """
     rows, groups = tensors["scales"].shape
     bits = width_of(tensors["words"], tensors.get("more"), groups * GROUP_OF_COPIES)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 from selfspec_cli.vllm_plugin.weights import marlin_token
+from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
@@ -35,7 +36,8 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
-    _beside(words.device), marlin_token.none_arrived(words.device)  # not first while a CUDA graph is captured
+    _beside(words.device)  # neither first while a CUDA graph is captured
+    none_arrived(words.device)
     return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
 
 

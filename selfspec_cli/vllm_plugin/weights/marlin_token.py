@@ -2,9 +2,9 @@
 
 Marlin's kernel is made for tiles of 16 tokens. Here the arithmetic of lowbit.py's kernel meets Marlin's layout: the
 token is rounded to 8-bit integers, each group of it by its own largest magnitude, and `dp4a` multiplies and adds four
-pairs of bytes at once. Measured on an H200 (results/published/gpu/lowbit/one_token_layouts_h200.json), products of 9 to
+pairs of bytes at once. Measured on an H200 (results/published/gpu/lowbit/one_token_layouts_h200.json), products of 8 to
 26 us with Marlin's kernel and 8 bits take 0.7 to 1.0 of its time, with 4 bits 0.7 to 1.0 too. lowbit.py's own layout
-takes 0.5 to 0.9 of it with 4 bits, and is what an engine for a single request has.
+takes 0.4 to 0.9 of it with 4 bits, and is what an engine for a single request has.
 
 The layout: a tile of 16 inputs and 64 outputs is 128 words, of 32 bits for copies of 4 bits and of 64 for those of 8.
 Word 16 t + 4 q + j holds the weights of the inputs 2 q, 2 q + 8, 2 q + 1, 2 q + 9 for the outputs 16 j + t and
@@ -18,14 +18,13 @@ same inputs lie beside each other. The scales of 64 outputs are stored with outp
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early
+from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early, none_arrived
 
 GROUP = tl.constexpr(64)  # inputs that share a scale
 STEPS = tl.constexpr(4)  # tiles of a group
@@ -227,10 +226,3 @@ def product(
 def parts_for(rows: int) -> int:
     """The power of two nearest to what makes `PROGRAMS` programs of the tiles of a weight [rows, ...]."""
     return min(MOST_PARTS, 1 << max(0, round(math.log2(PROGRAMS * TILE / rows))))
-
-
-@lru_cache
-def none_arrived(device: torch.device) -> Tensor:
-    """Zeros, which each call leaves as it finds them, for the tiles of up to 2^20 outputs. Call it once before a CUDA
-    graph is captured."""
-    return torch.zeros(2**20 // TILE, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What the kernels for one token in 8-bit integers share (lowbit.py, marlin_token.py)."""
+"""What the kernels for one token share: those in 8-bit integers (lowbit.py, marlin_token.py), and attention."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits of a float
 
@@ -41,3 +42,13 @@ def launches_early(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
+def none_arrived(device: torch.device) -> Tensor:
+    """Zeros by which programs that share a result count who has arrived: as many as the tiles of 2^20 outputs.
+
+    Each kernel leaves them as it finds them, and has waited for the one before it. Call it once before a CUDA graph is
+    captured.
+    """
+    return torch.zeros(2**14, dtype=torch.int32, device=device)

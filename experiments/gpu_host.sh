@@ -18,12 +18,14 @@ selfspec() { python3 -m selfspec_cli "$@"; }
 # vLLM's warm-up of its Triton kernels takes 17 to 24 s an engine; what it compiles is compiled in the runs that are thrown
 # away otherwise.
 times="repeats=3 perplexity_tokens=0 engine.extra.kernel_config.enable_jit_warmup=false"
+times="$times engine.gpu_memory_utilization=${MEMORY_SHARE:-0.9}" # less where engines share a GPU
 one="engine.max_num_seqs=1 workload.batch=1 $times"
 many="engine.max_num_seqs=32 workload.batch=1,4,8,16,32 $times"
 chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=8 workload=chat
       workload.output_len=128 workload.num_prompts=32"
 smol="$chat model=./smollm2_widened model.name=smollm2_widened"
 code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=8 workload=headline"
+shape="model=llama3_8b_shape engine=h100 engine.kv_cache_gib=8 workload=decode"
 ours="$code model=./plain_widened model.name=reference_plain_widened $one"
 
 # ---- checkpoints
@@ -38,8 +40,8 @@ plain_widened() { python3 "$here/reference_model/widen.py" --source "$plain" --o
 
 # ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts; copies and narrow each have a baseline of their own)
 
-copies() {
-    selfspec sweep $smol $many draft_weights=int8 k=4,6 results_dir="$out/copies"
+copies() { selfspec sweep $smol $many draft_weights=int8 k=4,6 results_dir="$out/copies"; }
+ngram() {
     selfspec sweep $smol $many method=vllm speculative=ngram k=4 results_dir="$out/copies" --reuse-baseline
 }
 narrow() {
@@ -88,10 +90,13 @@ plain_fitted() {
 # ---- cost at the shape of Llama 3 8B, and the embedded model widened
 
 eight_billion() {
-    selfspec sweep model=llama3_8b_shape engine=h100 acceptance_length=4.5244 $one workload=decode layer=32 k=4 \
-        draft_weights=int4 results_dir="$out/eight_billion"
-    selfspec sweep model=llama3_8b_shape engine=h100 acceptance_length=3.0 $one workload=decode \
-        layer=8 k=3 draft_weights=int4 vocab=32768 results_dir="$out/eight_billion" --reuse-baseline
+    selfspec sweep $shape $one acceptance_length=4.5244 layer=32 k=4 draft_weights=int4 results_dir="$out/eight_billion"
+    selfspec sweep $shape $one acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768 \
+        results_dir="$out/eight_billion" --reuse-baseline
+}
+eight_billion_many() {
+    selfspec sweep $shape $many acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768 \
+        results_dir="$out/eight_billion_many"
 }
 widened_one() {
     selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4 k=5,6 \

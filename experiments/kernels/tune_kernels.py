@@ -1,12 +1,13 @@
-"""How fast tokens times integer copies are on the GPU at hand: one by our kernels, any number by Marlin, cuBLAS.
+"""How fast tokens times integer copies are on the GPU at hand: by our kernels, by candidates for them, Marlin, cuBLAS.
 
     python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
 
+Candidates (several_rows.py, few_tokens.py) are kernels that no engine uses before they were faster here.
 Shapes are those of Llama 3 8B and, called small, of SmolLM2-135M-Instruct with four copies of each of its dimensions.
 Each product rotates over more copies than the cache holds, inside a CUDA graph, as a draft step reads every weight from
-memory. Figures: median microseconds a product, and bytes read as a share of the card's own copy rate (bytes read plus
-bytes written). The ceiling is a share of about 1.2: reading alone is faster. `error` is relative to a float32 product
-of the copy.
+memory, and follows a small kernel of PyTorch's that writes its tokens, whose own time is taken off. Figures: median
+microseconds a product, and bytes read as a share of the card's own copy rate (bytes read plus bytes written). The
+ceiling is a share of about 1.2: reading alone is faster. `error` is relative to a float32 product of the copy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from itertools import product as every
 from pathlib import Path
 from typing import Any
 
+import few_tokens
+import several_rows
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,8 +46,21 @@ SHAPES = {
 SETTINGS = [{"at_once": groups, "early": early} for groups in (8, 16, 32, 64, 128) for early in (False, True)]
 """Groups of a step of our kernel, and whether it is launched while its token is rounded."""
 
+STEPS = ((1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (2, 64))
+ROWS = [{"rows_at_once": rows, "at_once": groups, "itself": own} for rows, groups in STEPS for own in (False, True)]
+"""Of the candidate several_rows.py: rows of a program, groups of a step, and where the token is rounded."""
+
 TILES = [{"at_once": groups, "parts": parts, "early": True} for groups in (4, 8, 16) for parts in (1, 2, 4, 8, 16)]
 """The same of our kernel for Marlin's layout, and the parts that the inputs are cut into."""
+
+CUTS = ((16, 1, 4, 4), (16, 1, 4, 9), (16, 2, 4, 9), (16, 1, 8, 5), (32, 1, 4, 5), (32, 2, 4, 5), (32, 4, 4, 3))
+WIDE = ((64, 2, 4, 3), (64, 4, 4, 3), (128, 4, 4, 2))
+FEW = [{}, *({"rows_at_once": rows, "parts": parts, "warps": warps, "stages": stages, "itself": itself}
+             for cuts, own in ((CUTS, (False, True)), (WIDE, (False,))) for rows, parts, warps, stages in cuts
+             for itself in own)]  # fmt: skip
+"""Of our kernel for several tokens; the first is what it takes itself."""
+
+NAMES = tuple(dict.fromkeys(name for setting in (*SETTINGS, *ROWS, *TILES, *FEW) for name in setting))
 
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
@@ -70,6 +86,20 @@ def timed(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(samples[1:])  # the first replay uploads the graph
 
 
+def timed_behind(x: Tensor, products: Sequence[Callable[[], object]]) -> float:
+    """`timed` of products of x, each behind a kernel that writes x, less the time of that kernel alone."""
+    source = x.clone()
+
+    def write() -> None:
+        torch.add(source, 0, out=x)
+
+    def both(product: Callable[[], object]) -> None:
+        write()
+        product()
+
+    return timed([partial(both, product) for product in products]) - timed([write] * len(products))
+
+
 def copy_rate() -> float:
     """Bytes a second, read plus written, of a large copy on the device."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
@@ -84,35 +114,41 @@ def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
     return [tensors, *more], size
 
 
-def rows(shape: str, bits: Sequence[int], token_counts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy by ours and by Marlin."""
+def rows(
+    shape: str, bits: Sequence[int], token_counts: Sequence[int], with_marlin: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy in all ways."""
     out, inner = SHAPES[shape]
     weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16) / inner**0.5
     inputs = {tokens: torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for tokens in token_counts}
     plain, size = several({"weight": weight})
     for tokens, x in inputs.items():
         for name, product in [("cublas", F.linear), ("gemv", gemv)][: 2 if tokens == 1 else 1]:
-            us = timed([partial(product, x, one["weight"]) for one in plain])
+            us = timed_behind(x, [partial(product, x, each["weight"]) for each in plain])
             yield {"shape": shape, "kind": name, "tokens": tokens, "us": us, "bytes": size}
     del plain
     for width in bits:
         kind = DRAFT_WEIGHTS[f"int{width}"]
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
-        ways: list[Way] = [(kind.name, _ours, dict(copy), {1} & inputs.keys(), SETTINGS)]
-        if marlin.serves(width, out, inner):
+        one = {1} & inputs.keys()
+        ways: list[Way] = [(kind.name, _ours, dict(copy), one, SETTINGS)]
+        ways.append((f"{kind.name} rows", _several_rows, dict(copy), one, ROWS))
+        if with_marlin and marlin.serves(width, out, inner):
             repacked = marlin.repacked(copy, width)
             ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
-            ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), TILES))
+            ways.append((f"{kind.name} tiles", _tiles, repacked, one, TILES))
+        if width in (4, 8):
+            ways.append((f"{kind.name} few", _few, dict(copy), token_counts, FEW))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors)
             for tokens, setting in every(counts, settings):
                 x = inputs[tokens]
-                calls = [partial(product, x, one, **setting) for one in copies]
+                calls = [partial(product, x, each, **setting) for each in copies]
                 wanted = x.float() @ dense.T
                 error = float((calls[0]().float() - wanted).norm() / wanted.norm())
                 found = {"shape": shape, "kind": name, "tokens": tokens, **setting, "error": error}
-                yield {**found, "us": timed(calls), "bytes": size}
+                yield {**found, "us": timed_behind(x, calls), "bytes": size}
             del copies
 
 
@@ -122,6 +158,14 @@ Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[d
 
 def _ours(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
     return lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
+
+
+def _several_rows(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
+    return several_rows.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
+
+
+def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
+    return few_tokens.product(x, copy["words"], copy["scales"], **setting)
 
 
 def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
@@ -139,12 +183,13 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
+    parser.add_argument("--no-marlin", action="store_true", help="without vLLM's kernels, which need vLLM")
     arguments = parser.parse_args()
     rate = copy_rate()
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
-        for row in rows(shape, arguments.bits, arguments.tokens):
+        for row in rows(shape, arguments.bits, arguments.tokens, not arguments.no_marlin):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
         document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -153,7 +198,7 @@ def main() -> None:
             tried = [row for row in mine if (row["kind"], row["tokens"]) == (kind, tokens)]
             best = min(tried, key=lambda row: row["us"])
             figures = f"{best['us']:7.1f} us {best['share']:.2f}"
-            setting = " ".join(f"{name}={best[name]}" for name in ("at_once", "parts", "early") if name in best)
+            setting = " ".join(f"{name}={best[name]}" for name in NAMES if name in best)
             print(f"{shape:<8} {kind:<11} {tokens:>3} {figures}  {setting}", flush=True)
 
 

@@ -1,0 +1,579 @@
+"""A candidate for products of 1 to 64 tokens: copies of 4 and 8 bits in lowbit.py's layout, by tensor cores in 8 bits.
+
+It has been run in Triton's interpreter only. Marlin, which does these products, takes hardly less time with 8 bits than
+cuBLAS with 16 where matrices are small: 8, 14 and 13 us for [3840, 2304], [12288, 2304] and [2304, 6144] on an H200,
+which reads their bytes in 2, 7 and 3 (results/published/gpu/lowbit/one_token_layouts_h200.json).
+
+With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
+every program asks for all that it reads at once. So weights go from memory straight to the registers of which a tensor
+core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and tokens
+have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and r + 8
+and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with 8
+bits, 8 with 4. Tokens are rounded to signed bytes, each group by its own largest magnitude, and lie in the same order.
+Integers of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign
+bits come right by one exclusive or in the same instruction.
+
+A warp multiplies ROWS rows by one group of all tokens at a time. The warps of a program have different groups, or
+different rows too where tokens are many; `tl.dot` knows that as a batch. Tensors are made so that the layout in which
+Triton loads them is the one in which it multiplies them: nothing passes through shared memory before the sums of the
+warps are added. Results do not depend on that, only the time does; tests/unit/test_v2_kernels.py looks for it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.weights.one_token import MAGIC, four_bytes, launches_early, none_arrived
+
+GROUP = tl.constexpr(64)  # inputs that share a scale
+ROUNDED_AT_ONCE = 8  # groups of a program
+MOST = 64  # tokens
+
+
+@triton.jit
+def _halves(packed, ASM: tl.constexpr):
+    """16 times the integers in the low and in the high halves of bytes, which hold them plus 8."""
+    if ASM:
+        # 0x6A is (a & b) ^ c
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 up;
+            shl.b32 up, $2, 4;
+            lop3.b32 $0, up, 0xF0F0F0F0, 0x80808080, 0x6A;
+            lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
+            }""",
+            "=&r,=r,r",
+            [packed],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    wide = packed.to(tl.int32)
+    return (((wide & 15) - 8) * 16).to(tl.int8), ((((wide >> 4) & 15) - 8) * 16).to(tl.int8)
+
+
+@triton.jit
+def _round_tokens(
+    x,
+    rounded,
+    factors,
+    groups_of_row,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Tokens as bytes [groups, TOKENS, 64], and the factors [groups, TOKENS] by which they were divided.
+
+    Of 64 bytes each quarter is what one lane multiplies: with 4 bits two words of parts 0 to 3, then two of 4 to 7.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # `_some_rows` waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
+    token, word = tl.program_id(1), tl.arange(0, 16)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    half, column = word // 8, word % 8
+    valid = (group < groups_of_row)[:, None] & (word < 16)[None, :]
+    values = x + ((token * groups_of_row + group) * GROUP)[:, None] + (half * 32 + column)[None, :]
+    x0 = tl.load(values, mask=valid, other=0.0).to(tl.float32)
+    x1 = tl.load(values + 8, mask=valid, other=0.0).to(tl.float32)
+    x2 = tl.load(values + 16, mask=valid, other=0.0).to(tl.float32)
+    x3 = tl.load(values + 24, mask=valid, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
+    largest = tl.max(most, axis=1)  # [GROUPS]
+    packed = four_bytes(x0, x1, x2, x3, tl.where(largest > 0, 127.0 / largest, 0.0)[:, None])
+    place = word if BITS == 8 else column // 2 * 4 + half * 2 + column % 2
+    at = group * TOKENS + token
+    tl.store(rounded + at[:, None] * 16 + place[None, :], packed, mask=valid)
+    tl.store(factors + at, _factor(largest, BITS), mask=group < groups_of_row)
+
+
+@triton.jit
+def _factor(largest, BITS: tl.constexpr):
+    """What a product of bytes is multiplied by, besides a row's scale; `_halves` has multiplied by 16."""
+    return largest * (1.0 / 127.0 if BITS == 8 else 1.0 / 2032.0)
+
+
+@triton.jit
+def _weights(
+    words,
+    scales,
+    first_row,
+    start,
+    last,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """Of each warp, a group of ROWS rows: bytes [ROWS / 8 * WARPS * 32, 2 * BITS], and the scale of each."""
+    BYTES: tl.constexpr = 2 * BITS
+    lane = tl.arange(0, ROWS // 8 * WARPS * 32)  # of a warp of some 8 rows
+    warp = lane // 32 % WARPS
+    row = first_row + warp // ALONG * ROWS + lane // (32 * WARPS) * 8 + lane // 4 % 8
+    group = start + warp % ALONG
+    inside = group < last
+    if not WHOLE:
+        inside = inside & (row < rows)
+    at = row.to(tl.int64) * groups_of_row + group
+    place = words + (at * (4 * BYTES) + lane % 4 * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
+    packed = tl.load(place, mask=inside[:, None], other=0, eviction_policy="evict_first")
+    return packed, tl.load(scales + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _some_weights(
+    words,
+    scales,
+    first_row,
+    start,
+    last,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """`_weights` AT_ONCE times."""
+    held = (_weights(words, scales, first_row, start, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG),)
+    for step in tl.static_range(1, AT_ONCE):
+        at = start + step * ALONG
+        more = _weights(words, scales, first_row, at, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG)
+        held += (more,)  # type: ignore[assignment]
+    return held
+
+
+@triton.jit
+def _tokens(
+    rounded,
+    factors,
+    start,
+    last,
+    tokens,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """Of each warp, a group of all tokens as `_round_tokens` wrote them: bytes of parts 0 to 3, and of 4 to 7 (all of
+    them twice, for 8 bits); and factors [WARPS, 1, 8, TOKENS]."""
+    lane = tl.arange(0, TOKENS // 8 * WARPS * 32)  # of a warp of some 8 tokens
+    group, first = start + lane // 32 % WARPS % ALONG, lane // (32 * WARPS) * 8
+    token = first + lane // 4 % 8
+    inside = (group < last) & (token < tokens)
+    place = rounded + ((group * TOKENS + token) * 64 + lane % 4 * 16)[:, None]
+    if BITS == 8:
+        low = tl.load(place + tl.arange(0, 16)[None, :], mask=inside[:, None], other=0)
+        high = low
+    else:
+        low = tl.load(place + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
+        high = tl.load(place + 8 + tl.arange(0, 8)[None, :], mask=inside[:, None], other=0)
+    place = factors + (group * TOKENS + first + lane % 4 * 2)[:, None] + tl.arange(0, 2)[None, :]
+    factor = tl.load(place, mask=(group < last)[:, None], other=0.0)
+    factor = tl.permute(tl.reshape(factor, [TOKENS // 8, WARPS, 8, 4, 2]), (1, 2, 0, 3, 4))
+    return low, high, tl.reshape(factor, [WARPS, 1, 8, TOKENS])
+
+
+@triton.jit
+def _values(
+    x,
+    start,
+    last,
+    tokens,
+    groups_of_row,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+):
+    """Of each warp, the values of a group of all tokens: of parts 0 to 3, and of 4 to 7 (all twice, for 8 bits)."""
+    J: tl.constexpr = BITS // 2  # words of a lane
+    lane = tl.arange(0, TOKENS // 8 * WARPS * 32)
+    group, token = start + lane // 32 % WARPS % ALONG, lane // (32 * WARPS) * 8 + lane // 4 % 8
+    inside = ((group < last) & (token < tokens))[:, None]
+    first = lane % 4 // 2 * 32 + lane % 2 * 4 if BITS == 8 else lane % 4 * 2
+    place = x + ((token * groups_of_row + group) * GROUP + first)[:, None] + tl.arange(0, J)[None, :]
+    x0, x1 = tl.load(place, mask=inside, other=0.0), tl.load(place + 8, mask=inside, other=0.0)
+    x2, x3 = tl.load(place + 16, mask=inside, other=0.0), tl.load(place + 24, mask=inside, other=0.0)
+    low = (x0, x1, x2, x3)
+    if BITS == 8:
+        return low, low
+    x0, x1 = tl.load(place + 32, mask=inside, other=0.0), tl.load(place + 40, mask=inside, other=0.0)
+    x2, x3 = tl.load(place + 48, mask=inside, other=0.0), tl.load(place + 56, mask=inside, other=0.0)
+    return low, (x0, x1, x2, x3)
+
+
+@triton.jit
+def _largest(values):
+    """Of a group, which has four lanes."""
+    x0, x1, x2, x3 = values
+    x0, x1, x2, x3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
+    most = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)).to(tl.float32), axis=1)
+    return tl.max(tl.reshape(most, [most.shape[0] // 4, 4]), axis=1)
+
+
+@triton.jit
+def _bytes(values, inverse, ASM: tl.constexpr):
+    """Four [lanes, J] times `inverse`, rounded: signed bytes [lanes, J, 2, 2]."""
+    x0, x1, x2, x3 = values
+    x0 = (x0.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    x1 = (x1.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    x2 = (x2.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    x3 = (x3.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
+    packed = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+    if ASM:  # nothing, but Triton 3.6 takes joined bytes for unpacked ones, and would lay them out otherwise
+        packed = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [packed], dtype=tl.int8, is_pure=False, pack=4)
+    return packed
+
+
+@triton.jit
+def _rounded(low, high, BITS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
+    """What `_tokens` gives, from what `_values` does; factors are [WARPS, 1, 1, TOKENS]."""
+    LANES: tl.constexpr = TOKENS // 8 * WARPS * 32
+    largest = _largest(low)
+    if BITS == 4:
+        largest = tl.maximum(largest, _largest(high))
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
+    inverse = tl.reshape(tl.broadcast_to(inverse[:, None], [LANES // 4, 4]), [LANES])[:, None]
+    factor = tl.permute(tl.reshape(_factor(largest, BITS), [TOKENS // 8, WARPS, 8]), (1, 0, 2))
+    factor = tl.reshape(factor, [WARPS, 1, 1, TOKENS])
+    low_bytes = _bytes(low, inverse, ASM)
+    if BITS == 8:
+        return low_bytes, low_bytes, factor
+    return low_bytes, _bytes(high, inverse, ASM), factor
+
+
+@triton.jit
+def _rows_as_matrix(packed, J: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    split = tl.reshape(packed, [ROWS // 8, WARPS, 8, 4, J, 4])
+    return tl.reshape(tl.permute(split, (1, 0, 2, 4, 3, 5)), [WARPS, ROWS, 16 * J])
+
+
+@triton.jit
+def _tokens_as_matrix(packed, J: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    split = tl.reshape(packed, [TOKENS // 8, WARPS, 8, 4, J, 4])
+    return tl.reshape(tl.permute(split, (1, 4, 3, 5, 0, 2)), [WARPS, 16 * J, TOKENS])
+
+
+@triton.jit
+def _product(
+    packed,
+    scale,
+    low,
+    high,
+    factor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Of each warp, a group of rows times all tokens, float32 [WARPS, ROWS, TOKENS]."""
+    J: tl.constexpr = BITS // 2
+    if BITS == 8:
+        weights = _rows_as_matrix(packed, J, ROWS, WARPS)
+        found = tl.dot(weights, _tokens_as_matrix(low, J, TOKENS, WARPS), out_dtype=tl.int32)
+    else:
+        low_weights, high_weights = _halves(packed, ASM)
+        low_weights = _rows_as_matrix(low_weights, J, ROWS, WARPS)
+        high_weights = _rows_as_matrix(high_weights, J, ROWS, WARPS)
+        found = tl.dot(low_weights, _tokens_as_matrix(low, J, TOKENS, WARPS), out_dtype=tl.int32)
+        found = tl.dot(high_weights, _tokens_as_matrix(high, J, TOKENS, WARPS), acc=found, out_dtype=tl.int32)
+    found = tl.reshape(found.to(tl.float32), [WARPS, ROWS // 8, 8, TOKENS]) * factor
+    found = tl.reshape(found, [WARPS, ROWS // 8, 8, TOKENS // 8, 4, 2])
+    scale = tl.permute(tl.reshape(scale.to(tl.float32), [ROWS // 8, WARPS, 8, 4]), (1, 0, 2, 3))
+    found *= tl.reshape(scale, [WARPS, ROWS // 8, 8, 1, 4, 1])
+    return tl.reshape(found, [WARPS, ROWS, TOKENS])
+
+
+@triton.jit
+def _some_products(
+    held,
+    x,
+    rounded,
+    factors,
+    start,
+    last,
+    tokens,
+    groups_of_row,
+    sums,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ALONG: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ITSELF: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """`sums` plus the weights that `_some_weights` loaded times tokens."""
+    if ITSELF:
+        given = (_values(x, start, last, tokens, groups_of_row, BITS, TOKENS, WARPS, ALONG),)
+    else:
+        given = (_tokens(rounded, factors, start, last, tokens, BITS, TOKENS, WARPS, ALONG),)
+    for step in tl.static_range(1, AT_ONCE):
+        at = start + step * ALONG
+        if ITSELF:
+            more = _values(x, at, last, tokens, groups_of_row, BITS, TOKENS, WARPS, ALONG)
+        else:
+            more = _tokens(rounded, factors, at, last, tokens, BITS, TOKENS, WARPS, ALONG)
+        given += (more,)  # type: ignore[assignment]
+    tl.debug_barrier()  # or the last loads would be put behind the first products, which wait for the first loads
+    for step in tl.static_range(AT_ONCE):
+        packed, scale = held[step]
+        if ITSELF:
+            low, high, factor = _rounded(given[step][0], given[step][1], BITS, TOKENS, WARPS, ASM)
+        else:
+            low, high, factor = given[step]
+        sums += _product(packed, scale, low, high, factor, BITS, ROWS, TOKENS, WARPS, ASM)
+    return sums
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _some_rows(
+    x,
+    rounded,
+    factors,
+    words,
+    scales,
+    bias,
+    out,
+    partial,
+    arrived,
+    tokens,
+    groups_of_row,
+    rows,
+    BITS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    LOOPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ITSELF: tl.constexpr,
+    ASM: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
+
+    partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at.
+    """
+    ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
+    tile, part = tl.program_id(0), tl.program_id(1)
+    first = part * groups_of_row // PARTS
+    last = (part + 1) * groups_of_row // PARTS
+    first_row = tile * (ROWS * ACROSS)
+    held = _some_weights(
+        words, scales, first_row, first, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG, AT_ONCE
+    )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        # Not before all kernels in front have ended: what comes next may read what they wrote without waiting.
+        tl.extra.cuda.gdc_launch_dependents()
+    sums = tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
+    sums = _some_products(
+        held, x, rounded, factors, first, last, tokens, groups_of_row, sums,
+        BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ITSELF, ASM,
+    )  # fmt: skip
+    if LOOPS:
+        for start in tl.range(first + ALONG * AT_ONCE, last, ALONG * AT_ONCE):
+            held = _some_weights(
+                words, scales, first_row, start, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG, AT_ONCE
+            )
+            sums = _some_products(
+                held, x, rounded, factors, start, last, tokens, groups_of_row, sums,
+                BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ITSELF, ASM,
+            )  # fmt: skip
+    sums = tl.sum(tl.reshape(sums, [ACROSS, ALONG, ROWS, TOKENS]), axis=1)
+    sums = tl.reshape(sums, [ACROSS * ROWS, TOKENS])
+    row, token = first_row + tl.arange(0, ACROSS * ROWS), tl.arange(0, TOKENS)
+    inside = (row < rows)[:, None] & (token < tokens)[None, :]
+    output = token[None, :] * rows + row[:, None]
+    complete = PARTS == 1
+    if PARTS > 1:
+        tl.store(partial + part * tokens * rows + output, sums, mask=inside)
+        tl.debug_barrier()  # all of the program's sums are there before it says so
+        complete = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
+    if complete:
+        if PARTS > 1:
+            sums = tl.zeros_like(sums)
+            if PARTS * ACROSS * ROWS * TOKENS <= 128 * 32 * WARPS:  # registers hold what all parts found
+                for other in tl.static_range(PARTS):
+                    place = partial + other * tokens * rows + output
+                    sums += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            else:
+                for other in tl.range(PARTS):
+                    place = partial + other * tokens * rows + output
+                    sums += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)
+        if BIASED:
+            sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + output, sums.to(out.dtype.element_ty), mask=inside)
+
+
+class Settings(NamedTuple):
+    """How a product is cut up; `product` lowers what a matrix or the registers have no room for."""
+
+    rows_at_once: int
+    """Rows of a program; a power of two from 16 on."""
+    parts: int
+    """That the inputs are cut into, each for a program."""
+    stages: int
+    """Groups of its rows that a warp asks memory for at once."""
+    warps: int
+    """Of a program, a power of two. Those beyond one for each `ROWS_OF_WARP` rows share the rows' groups."""
+    itself: bool
+    """Whether each program rounds the tokens that it needs, instead of a kernel before it."""
+
+
+ROWS_OF_WARP = 32  # at most
+PROGRAMS = 132  # to make at least, one for each multiprocessor of an H100 or H200
+REGISTERS = 168  # of a thread, to hold what is asked for at once and the sums
+MOST_REGISTERS = 192  # the same, beyond which values would be moved to memory
+MOST_PARTS = 8
+
+
+def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
+    """What `product` takes for weights [rows, groups * 64] of 4 or 8 bits and a number of tokens from 1 to 64.
+
+    Programs read as many rows as leaves one for each multiprocessor, and more the more tokens there are, because each
+    program reads all tokens. A warp asks for all of its weights at once where the registers hold them.
+    """
+    padded = _padded(tokens)
+    many = rows >= 4 * PROGRAMS * 32  # enough programs even with twice as many rows
+    at_once = max(16, padded) * (2 if many else 1)
+    warps = max(4, at_once // ROWS_OF_WARP)
+    along = warps // max(1, at_once // ROWS_OF_WARP)
+    parts = 1
+    while rows * parts < at_once * PROGRAMS and 2 * parts <= min(MOST_PARTS, groups // along):
+        parts *= 2
+    itself = padded == 8 and (bits == 8 or not many)
+    most = _most_stages(min(at_once, ROWS_OF_WARP), padded, bits, itself, REGISTERS)
+    steps = -(-groups // (parts * along))
+    return Settings(at_once, parts, -(-steps // -(-steps // most)), warps, itself)
+
+
+def _most_stages(of_warp: int, padded: int, bits: int, itself: bool, registers: int) -> int:
+    """Groups of rows of a warp, and of tokens, that so many registers of each thread hold."""
+    of_rows, of_tokens = of_warp // 8, padded // 8
+    sums = 2 * of_rows * of_tokens
+    return max(1, (registers - sums) // (of_rows * (bits // 2 + 1) + of_tokens * (8 if itself else 6)))
+
+
+def product(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rows_at_once: int | None = None,
+    parts: int | None = None,
+    stages: int | None = None,
+    warps: int | None = None,
+    itself: bool | None = None,
+    asm: bool = True,
+    early: bool | None = None,
+) -> Tensor:
+    """Tokens x [n, in] times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
+
+    x is contiguous and in bfloat16, n is 1 to 64. words, scales: int32 [out, in / 4] or [out, in / 8], and float16
+    [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Tokens are rounded to 8 bits, each group of 64
+    by its own largest magnitude; sums are in float32, and come out the same every time.
+    rows_at_once, parts, stages, warps, itself: see `Settings`; None: what `usual_settings` says. asm: False where there
+    is no PTX (Triton's interpreter). early: let the next kernel that waits for this one itself start with it, and ask
+    for weights before the one that writes x has ended; None: where the device can.
+    Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call
+    `one_token.none_arrived` first.
+    """
+    (tokens, columns), (rows, groups) = x.shape, scales.shape
+    bits = 32 * words.shape[1] // columns
+    if bits not in (4, 8) or columns != groups * GROUP.value:
+        raise ValueError(
+            f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)}, x [n, {columns}]"
+        )
+    padded, usual = _padded(tokens), usual_settings(rows, groups, bits, tokens)
+    rows_at_once, warps = rows_at_once or usual.rows_at_once, warps or usual.warps
+    of_warp = min(rows_at_once, ROWS_OF_WARP)
+    across = rows_at_once // of_warp
+    warps = max(warps, across)
+    along, tiles = warps // across, triton.cdiv(rows, rows_at_once)
+    arrived = none_arrived(x.device)
+    parts = min(parts or usual.parts, groups) if tiles <= len(arrived) else 1
+    steps = triton.cdiv(triton.cdiv(groups, parts), along)
+    itself = usual.itself if itself is None else itself
+    stages = min(stages or usual.stages, steps, _most_stages(of_warp, padded, bits, itself, MOST_REGISTERS))
+    early = launches_early(x.device) if early is None else early
+    rounded, factors = x, x
+    if not itself:
+        rounded = torch.empty(groups, padded, 16, dtype=torch.int32, device=x.device)
+        factors = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
+        _round_tokens[(triton.cdiv(groups, ROUNDED_AT_ONCE), tokens)](
+            x,
+            rounded,
+            factors,
+            groups,
+            BITS=bits,
+            TOKENS=padded,
+            GROUPS=ROUNDED_AT_ONCE,
+            EARLY=early,
+            num_warps=2,
+            launch_pdl=early,
+        )
+        rounded = rounded.view(torch.int8)
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=x.device)
+    _some_rows[(tiles, parts)](
+        x,
+        rounded,
+        factors,
+        words.view(torch.int8),
+        scales,
+        x if bias is None else bias,
+        out,
+        partial,
+        arrived,
+        tokens,
+        groups,
+        rows,
+        BITS=bits,
+        BIASED=bias is not None,
+        WHOLE=rows % rows_at_once == 0,
+        ROWS=of_warp,
+        TOKENS=padded,
+        WARPS=warps,
+        ACROSS=across,
+        AT_ONCE=stages,
+        LOOPS=stages < steps,
+        PARTS=parts,
+        ITSELF=itself,
+        ASM=asm,
+        EARLY=early,
+        num_warps=warps,
+        num_stages=1,
+        launch_pdl=early,
+    )
+    return out
+
+
+def _padded(tokens: int) -> int:
+    """A number of tokens that the kernels are compiled for."""
+    found = next((padded for padded in (8, 16, 32, MOST) if 1 <= tokens <= padded), None)
+    if found is None:
+        raise ValueError(f"{tokens} tokens, not 1 to {MOST}")
+    return found

@@ -44,20 +44,23 @@ def agreement() -> str:
     """What `selfspec load` and `vllm bench serve` say of the same server."""
     rows = []
     for name, where in (("agree_h200", "NVIDIA H200, widened reference model"),
-                        ("agree_cpu", "two CPU cores, one for the server and one for the clients")):  # fmt: skip
+                        ("agree_cpu_one", "two CPU cores, one for the server and one for the clients"),
+                        ("agree_cpu", "the same")):  # fmt: skip
         found = data_of(f"serving/{name}.json")
         spread = [f"{number(min(one[side]['tok_s'] for one in found['rounds']), 4)} to "
                   f"{number(max(one[side]['tok_s'] for one in found['rounds']), 4)}" for side in ("selfspec", "vllm")]  # fmt: skip
         apart = [f"{found['per_cent_apart'][figure]:+.1f} %" for figure in ("tok_s", "tpot_ms", "ttft_ms")]
-        rows.append((f"`{name}.json`", where, len(found["rounds"]), *spread, *apart))
+        rows.append((f"`{name}.json`", where, found["clients"], len(found["rounds"]), *spread, *apart))
     text = """### serving: `selfspec load` beside `vllm bench serve`
 
-One server without drafts, 8 clients, 200 requests of 128 tokens, by turns; medians over the rounds, ours over theirs.
+One server without drafts, by turns; ours over theirs within each round, and the median of that over the rounds. With 8
+clients, rounds are 200 requests of 128 tokens; with one, 100 of 32.
 
 ```
 python experiments/serving/agree.py --out agree.json --clients 8 --requests 200 model=./reference_widened method=baseline engine=h100
+python experiments/serving/agree.py --out agree.json --clients 1 --requests 100 --rounds 9 --server-cores 0 --client-cores 1 model=reference method=baseline engine.max_num_seqs=32 workload.output_len=32
 ```
 
 """
-    header = ("file", "machine", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT", "median TTFT")
+    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT", "median TTFT")
     return text + table(header, rows)

@@ -4,8 +4,8 @@
         model=reference method=baseline engine.max_num_seqs=32
 
 The words are settings, as of every command; they say which server is started. The two take turns (--rounds), so that a
-machine that drifts drifts for both. Throughput, and the medians of TTFT and TPOT, are compared: the medians over the
-rounds, in per cent of vLLM's; more than --within per cent apart in any of them ends with exit code 1. Wants a machine
+machine that drifts drifts for both. Throughput, and the medians of TTFT and TPOT, are compared within each round, in
+per cent of vLLM's; a median over the rounds of more than --within per cent ends with exit code 1. Wants a machine
 on which nothing else runs, and clients with cores of their own: `--server-cores 0 --client-cores 1` keeps them apart
 (Linux). Everything else of vLLM's result is in the file that --out names.
 """
@@ -128,8 +128,7 @@ def main() -> None:
                         for side in sorted(turns, reverse=number % 2 == 1)}  # fmt: skip
                 rounds.append(both)
                 print({side: {name: round(both[side][name], 3) for name in FIGURES} for side in both}, flush=True)
-    apart = {name: 100 * (median(one["selfspec"][name] for one in rounds)
-                          / median(one["vllm"][name] for one in rounds) - 1) for name in FIGURES}  # fmt: skip
+    apart = {name: median(100 * (one["selfspec"][name] / one["vllm"][name] - 1) for one in rounds) for name in FIGURES}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     kept_on = {"server": sorted(given.server_cores or ()), "clients": sorted(given.client_cores or ())}
     document = {"words": given.words, "clients": given.clients, "requests": given.requests, "cores": kept_on,

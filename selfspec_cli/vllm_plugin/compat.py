@@ -130,6 +130,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="the V2 runner tells its speculator of new requests",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        replacement=f"{_HERE}.v2.resting:leave_out_drafting",
+        stage="worker",
+        reason="it hands steps to the speculator in which nothing is drafted, at the cost of five small kernels",
+        unneeded_when="the V2 runner leaves its speculator out of steps without drafts",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_model_runner:DraftModelProposer",
         replacement=f"{_HERE}.v1.proposer:with_early_exit",
         stage="worker",

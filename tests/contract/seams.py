@@ -47,6 +47,7 @@ SIGNATURES = {
     "enable_default_loggers aggregate_engine_logging client_count",
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
     f"{V2_RUNNER}:GPUModelRunner.add_requests": "scheduler_output",
+    f"{V2_FOLDER}.spec_decode.utils:DraftTokensHandler.set_draft_tokens": "input_batch draft_tokens",
     f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.__init__": "vllm_config device cudagraph_mode decode_query_len "
     "lora_capture_cases varlen_decode ubatch_runner",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager._init_candidates": "",
@@ -200,9 +201,10 @@ FIELDS = {
     "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random logitsprocs spec_token_ids",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
-    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens_per_req cu_num_logits "
+    f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
     "logits_indices input_ids positions",
+    f"{V2_RUNNER}:ExecuteModelState": "input_batch num_spec_tokens_to_schedule",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule",
@@ -216,7 +218,7 @@ ATTRIBUTES = {
     f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
-    "adaptive_verification req_states",
+    "adaptive_verification req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",

@@ -103,7 +103,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
-        self._resting = False  # whether the last round drafted nothing, and what it was told is taken in
+        self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
         self._loop: device_loop.DeviceLoop | None = None
@@ -314,11 +314,11 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._compile(input_batch.num_tokens_after_padding)
         verdict = (num_sampled, num_rejected, last_sampled)
         if not steps:
-            if not (self._resting or dummy_run):
+            if not (self.resting or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
-                self._resting = True
+                self.resting = True
             return self.draft_tokens[:num_reqs].fill_(-1)
-        self._resting = False
+        self.resting = False
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)

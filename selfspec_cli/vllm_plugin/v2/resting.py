@@ -1,0 +1,49 @@
+"""Steps without drafts, on vLLM's V2 model runner, that follow such steps: nothing is left of drafting in them.
+
+vLLM's runner hands every step to its speculator, writes that it drafted nothing into the requests' rows and reads them
+out again: some five small kernels, which a plain engine does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for `GPUModelRunner.sample_tokens`: a step that rests is that of a runner without a speculator."""
+
+    @functools.wraps(original)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.execute_model_state
+        if step is None or not rests(self, step):
+            return original(self, *args, **kwargs)
+        # What a scheduler that asks for drafts is told: none, of these requests.
+        self.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
+        kept = self.speculator, self.num_speculative_steps
+        self.speculator, self.num_speculative_steps = None, 0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.speculator, self.num_speculative_steps = kept
+
+    return sample_tokens
+
+
+def rests(runner: Any, step: Any) -> bool:
+    """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the last one made none either.
+
+    The first step that makes none is the speculator's, which takes in what was accepted. Requests with a grammar wait
+    for drafts to check, ranks of a pipeline for a message with drafts, and adaptive verification for each step.
+    """
+    return (
+        getattr(runner.speculator, "resting", False)  # vLLM's own speculators never rest
+        and step.num_spec_tokens_to_schedule == 0
+        and step.input_batch.num_draft_tokens == 0
+        and not step.input_batch.has_structured_output_reqs
+        and runner.pp_handler is None
+        and runner.adaptive_verification is None
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from vllm import logger as vllms_logger
 from vllm.model_executor.layers.attention import attention as vllms
 
 from selfspec_cli.vllm_plugin.attention import drafting, one_query
@@ -138,13 +139,16 @@ def test_the_operator_attends_by_the_engines_metadata(context):
 
 
 @pytest.mark.parametrize("reason", ["queries", "layout"])
-def test_what_the_kernel_cannot_read_goes_to_vllms_own(context, reason):
+def test_what_the_kernel_cannot_read_goes_to_vllms_own(context, reason, monkeypatch):
+    said = []
+    monkeypatch.setattr(vllms_logger, "init_logger", lambda name: SimpleNamespace(warning_once=said.append))
     if reason == "queries":
         context[0].max_query_len = 2
     else:
         context[2] = torch.randn(2, 4, PAGE, 2, 16)
     assert torch.ops.selfspec.attend_once(*asked(), "layers.0").eq(1).all()
     assert context[1].impl.asked == ["update", "forward"]
+    assert said == [drafting.UNKNOWN] * (reason == "layout")
 
 
 def test_vllms_profiling_run_has_no_cache_yet(context):

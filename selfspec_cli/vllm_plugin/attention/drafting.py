@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OPERATOR = "selfspec::attend_once"
 DIMS = (64, 128)  # of a head; the kernel has been timed with these
+UNKNOWN = "early exit: drafts attend by vLLM's own kernels, because ours does not know this layout of the KV cache"
 
 
 class OneQueryAttention(nn.Module):
@@ -84,6 +85,7 @@ def is_plain(attention: Any) -> bool:
     OPERATOR, mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor"
 )
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
+    from vllm.logger import init_logger
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
     from selfspec_cli.vllm_plugin.attention.one_query import attend, fits
@@ -93,7 +95,10 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> 
     if metadata is None:  # vLLM's profiling run: there is no KV cache yet
         return out.zero_()
     count = min(len(query), len(metadata.seq_lens))
-    if metadata.max_query_len == 1 and fits(cache, key.shape[1], key.shape[2]):
+    known = fits(cache, key.shape[1], key.shape[2])
+    if not known:
+        init_logger("vllm.selfspec").warning_once(UNKNOWN)
+    if known and metadata.max_query_len == 1:
         attend(
             query[:count], key[:count], value[:count], cache, metadata.block_table, metadata.seq_lens, slots,
             layer.impl.scale, out,

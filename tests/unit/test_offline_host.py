@@ -272,7 +272,7 @@ def host(tmp_path, monkeypatch):
     for name, value in (("ROOT", "root"), ("RECORD", "record"), ("OUT", "back")):
         monkeypatch.setenv(name, str(tmp_path / value))
     monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("WAIT", "2")
+    monkeypatch.setenv("WAIT", "100")
     monkeypatch.delenv("VLLM_BUNDLE", raising=False)
     return tmp_path
 
@@ -326,9 +326,11 @@ def test_what_came_is_made_ready_and_jobs_run_in_lanes(host, monkeypatch):
         done = script(host, "take")
         assert done.returncode == 0 and not done.stderr, done.stderr
 
+    monkeypatch.setenv("WAIT", "12")
     upload("1")
     assert sorted(path.name for path in stage.iterdir()) == ["manifest.sha256", "weights", "wheels"]
-    said = script(host, "poll", "20")  # until what did not come is given up
+    said = script(host, "poll", "100")  # until what did not come is given up
+    monkeypatch.setenv("WAIT", "100")
     made = {path.name for path in state.glob("[rf]*")}
     assert {"ready.tree", "ready.weights", "ready.reference_widened", "failed.pieces", "failed.smollm2"} <= made
     assert "smollm2: not made, because pieces is missing" in said.stdout
@@ -345,7 +347,7 @@ def test_what_came_is_made_ready_and_jobs_run_in_lanes(host, monkeypatch):
     assert (tree / "experiments" / "gpu_host.sh").read_text() == changed.read_text()
     # A lane's jobs wait for what prep.sh still makes.
     assert script(host, "lane", "A", "ngram", "kernels").returncode == 0
-    said = script(host, "poll", "20")
+    said = script(host, "poll", "100")
     assert not list(state.glob("failed.*")), said.stdout
     for words in ("ngram: exit code 0", "kernels: exit code 0", "lane A is done"):
         assert words in said.stdout

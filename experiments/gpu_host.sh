@@ -103,7 +103,7 @@ widened_one() {
         results_dir="$out/widened_one"
 }
 
-kernels() { python3 "$here/kernels/tune_kernels.py" --bits 4 8 --tokens 1 --out "$out/one_token.json"; }
+kernels() { python3 "$here/kernels/tune_kernels.py" --bits 4 8 --tokens 1 4 16 --out "$out/kernels.json"; }
 attention() { python3 "$here/kernels/time_attention.py" --shapes 8b smollm2_widened --out "$out/attention.json"; }
 
 # ---- servers

@@ -16,8 +16,10 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product as every
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +109,29 @@ def copy_rate() -> float:
     return 2 * source.numel() / timed([lambda: target.copy_(source)] * 4) * 1e6
 
 
-def several(tensors: dict[str, Tensor]) -> tuple[list[dict[str, Tensor]], int]:
-    """Copies of `tensors` that together exceed the cache, and the bytes of one."""
+def several(tensors: dict[str, Tensor], room: int) -> tuple[list[dict[str, Tensor]], int]:
+    """Copies of `tensors` that together take more than `room` bytes, and the bytes of one."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    more = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(CACHE // size)]
+    more = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(room // size)]
     return [tensors, *more], size
 
 
 def rows(
-    shape: str, bits: Sequence[int], token_counts: Sequence[int], with_marlin: bool = True
+    shape: str,
+    bits: Sequence[int],
+    token_counts: Sequence[int],
+    with_marlin: bool,
+    time: Callable[[Tensor, Sequence[Callable[[], Tensor]]], float] = timed_behind,
+    room: int = CACHE,
 ) -> Iterator[dict[str, Any]]:
     """Every product of one shape: bf16 by cuBLAS and our kernel, then each kind of copy in all ways."""
     out, inner = SHAPES[shape]
     weight = torch.randn(out, inner, device="cuda", dtype=torch.bfloat16) / inner**0.5
     inputs = {tokens: torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16) for tokens in token_counts}
-    plain, size = several({"weight": weight})
+    plain, size = several({"weight": weight}, room)
     for tokens, x in inputs.items():
         for name, product in [("cublas", F.linear), ("gemv", gemv)][: 2 if tokens == 1 else 1]:
-            us = timed_behind(x, [partial(product, x, each["weight"]) for each in plain])
+            us = time(x, [partial(product, x, each["weight"]) for each in plain])
             yield {"shape": shape, "kind": name, "tokens": tokens, "us": us, "bytes": size}
     del plain
     for width in bits:
@@ -141,15 +148,27 @@ def rows(
         if width in (4, 8):
             ways.append((f"{kind.name} few", _few, dict(copy), token_counts, FEW))
         for name, product, tensors, counts, settings in ways:
-            copies, size = several(tensors)
+            copies, size = several(tensors, room)
             for tokens, setting in every(counts, settings):
                 x = inputs[tokens]
                 calls = [partial(product, x, each, **setting) for each in copies]
                 wanted = x.float() @ dense.T
                 error = float((calls[0]().float() - wanted).norm() / wanted.norm())
                 found = {"shape": shape, "kind": name, "tokens": tokens, **setting, "error": error}
-                yield {**found, "us": timed_behind(x, calls), "bytes": size}
+                yield {**found, "us": time(x, calls), "bytes": size}
             del copies
+
+
+def compiled(asked: tuple[str, int], token_counts: Sequence[int], with_marlin: bool) -> None:
+    """Every kernel of one shape and width is compiled, and lies in Triton's cache from then on."""
+
+    def once(x: Tensor, products: Sequence[Callable[[], Tensor]]) -> float:
+        products[0]()
+        return 0.0
+
+    shape, width = asked
+    for _ in rows(shape, [width], token_counts, with_marlin, once, 0):
+        pass
 
 
 Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[dict[str, Any]]]
@@ -184,12 +203,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--no-marlin", action="store_true", help="without vLLM's kernels, which need vLLM")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile, before anything is timed")
     arguments = parser.parse_args()
+    asked, with_marlin = list(every(arguments.shapes, arguments.bits)), not arguments.no_marlin
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(partial(compiled, token_counts=arguments.tokens, with_marlin=with_marlin), asked))
     rate = copy_rate()
     found: list[dict[str, Any]] = []
     print(f"{torch.cuda.get_device_name()}, copies at {rate / 1e12:.2f} TB/s")
     for shape in arguments.shapes:
-        for row in rows(shape, arguments.bits, arguments.tokens, not arguments.no_marlin):
+        for row in rows(shape, arguments.bits, arguments.tokens, with_marlin):
             found.append({**row, "share": row["bytes"] / row["us"] * 1e6 / rate})
         document = {"device": torch.cuda.get_device_name(), "copy_rate": rate, "rows": found}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")

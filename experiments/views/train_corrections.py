@@ -74,7 +74,7 @@ def main() -> None:
     options.add_argument("--length", type=int, default=128, help="tokens of an answer, at most")
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--batch", type=int, default=8, help="answers a step")
-    options.add_argument("--rate", type=float, default=1e-3)
+    options.add_argument("--rate", type=float, default=2e-4)  # 1e-3 learns the answers by heart (results/LOG.md)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--dtype", default="float32", help="of the model; corrections are trained in float32")
     chosen = options.parse_args()

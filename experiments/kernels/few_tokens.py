@@ -2,7 +2,7 @@
 
 It has been run in Triton's interpreter only. Marlin, which does these products, takes hardly less time with 8 bits than
 cuBLAS with 16 where matrices are small: 8, 14 and 13 us for [3840, 2304], [12288, 2304] and [2304, 6144] on an H200,
-which reads their bytes in 2, 7 and 3 (results/published/gpu/lowbit/one_token_layouts_h200.json).
+where reading their bytes alone would take 2, 7 and 3 (results/published/gpu/lowbit/one_token_layouts_h200.json).
 
 With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
 every program asks for all that it reads at once. So weights go from memory straight to the registers of which a tensor

@@ -80,7 +80,7 @@ def test_a_step_that_fails_gives_the_speculator_back():
         {"pp_handler": object()},
         {"adaptive_verification": object()},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_any_other_step_is_vllms(changes):
     made = runner(**changes)

@@ -169,8 +169,9 @@ selfspec views
 In plain PyTorch on one H200, on the models' own answers: SmolLM2-135M-Instruct, an ordinary model, on chat questions, and
 the embedded reference model on held-out code; on a CPU its control, `reference_plain`, and the trained corrections. A
 view is accepted as often as its first draft of a round is; the files have all four positions. Names with "weights-" are
-copies rounded with data, with a correction of the rank behind "r". Those with "kl" were trained besides: "kl" in 60 steps
-on 64 answers at a rate of 1e-3, "kl-gentle" in 100 steps on 256 answers at 2e-4. "drawn" drafts are sampled from the view at the request's temperature (`draft_sample_method=probabilistic`).
+copies rounded with data, with a correction of the rank behind "r". Those with "kl" were trained besides: "kl" in 60
+steps on 64 answers at a rate of 1e-3, "kl-gentle" in 100 steps on 256 answers at 2e-4. "drawn" drafts are sampled from
+the view at the request's temperature (`draft_sample_method=probabilistic`).
 
 ```
 experiments/views/measure.sh SMOLLM2_FOLDER results/published/views

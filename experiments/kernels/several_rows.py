@@ -178,7 +178,8 @@ def _rows(
         rest = _of_rows(words, more, scales, first, rows, last, TOTAL, BITS, ROWS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # what comes next waits for this kernel's end itself
+        # Not before all kernels in front have ended: what comes next may read what they wrote without waiting.
+        tl.extra.cuda.gdc_launch_dependents()
     if FULL > 0:
         sums = _times_token(weights, x, rounded, factors, group, TOTAL, BITS, ROWS, ITSELF, ASM)
         for step in tl.static_range(1, FULL):

@@ -22,8 +22,8 @@ from selfspec_cli.config import paths
 
 FOLDER = paths.experiments_dir() / "offline_host"
 ALONE = FOLDER / "alone"
-TOOLS = [tool for tool in ("bash", "tar", "xz", "flock", "setsid", "sha256sum") if shutil.which(tool) is None]
-pytestmark = pytest.mark.skipif(sys.platform != "linux" or bool(TOOLS), reason=f"Linux is needed, and {TOOLS}")
+MISSING = [tool for tool in ("bash", "tar", "xz", "flock", "setsid", "sha256sum") if shutil.which(tool) is None]
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or bool(MISSING), reason=f"not Linux, or without {MISSING}")
 PATIENCE = 30.0  # seconds until what should happen counts as not happening
 
 

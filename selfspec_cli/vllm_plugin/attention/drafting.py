@@ -85,7 +85,6 @@ def is_plain(attention: Any) -> bool:
     OPERATOR, mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor"
 )
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
-    from vllm.logger import init_logger
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
     from selfspec_cli.vllm_plugin.attention.one_query import attend, fits
@@ -97,6 +96,8 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> 
     count = min(len(query), len(metadata.seq_lens))
     known = fits(cache, key.shape[1], key.shape[2])
     if not known:
+        from vllm.logger import init_logger
+
         init_logger("vllm.selfspec").warning_once(UNKNOWN)
     if known and metadata.max_query_len == 1:
         attend(

@@ -179,6 +179,8 @@ def headline(rows: Iterable[Record]) -> str:
     if not known:
         return f"Greatest speedup measured: {what}; no interval, because repeats were not kept."
     slower = "" if (best.speedup_low or 0) > 1 else "; its interval holds 1, so it may be no faster than the baseline"
+    if (best.speedup_high or 1) < 1:
+        slower = "; its whole interval is below 1, so it is slower than the baseline"
     if len(candidates) > 1:
         others = "one other arm" if len(candidates) == 2 else f"{len(candidates) - 1} other arms"
         return f"No arm is clearly the fastest: {what} and {others} have intervals that overlap{slower}."

@@ -149,6 +149,8 @@ def test_no_arm_is_called_the_fastest_where_intervals_overlap():
     assert "one other arm have intervals that overlap" in told
     assert rows.headline([BASE, ARM, SLOW]).startswith("Fastest verified arm: 1.50x")
     assert "its interval holds 1, so it may be no faster than the baseline" in rows.headline([BASE, SLOW])
+    slower = rows.headline([BASE, replace(SLOW, speedup=0.9, speedup_low=0.88, speedup_high=0.92)])
+    assert "its whole interval is below 1, so it is slower than the baseline" in slower and "holds 1" not in slower
 
 
 def test_without_intervals_nothing_is_called_the_fastest():

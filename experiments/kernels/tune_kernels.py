@@ -1,8 +1,7 @@
-"""How fast tokens times integer copies are on the GPU at hand: by our kernels, by candidates for them, Marlin, cuBLAS.
+"""How fast tokens times integer copies are on the GPU at hand: by our kernels, by vLLM's Marlin, and by cuBLAS in bf16.
 
-    python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 2 4 8 16 32 64 128 --out kernels.json
+    python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 4 16 32 64 --out kernels.json
 
-Candidates (several_rows.py, few_tokens.py) are kernels that no engine uses before they were faster here.
 Shapes are those of Llama 3 8B and, called small, of SmolLM2-135M-Instruct with four copies of each of its dimensions.
 Each product rotates over more copies than the cache holds, inside a CUDA graph, as a draft step reads every weight from
 memory, and follows a small kernel of PyTorch's that writes its tokens, whose own time is taken off. Figures: median
@@ -17,20 +16,19 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import product as every
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import few_tokens
-import several_rows
+import marlin
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit, marlin, marlin_token
+from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -45,24 +43,15 @@ SHAPES = {
     "small_down": (2304, 6144),
     "small_lm_head": (49152, 2304),
 }
-SETTINGS = [{"at_once": groups, "early": early} for groups in (8, 16, 32, 64, 128) for early in (False, True)]
-"""Groups of a step of our kernel, and whether it is launched while its token is rounded."""
+ONE: list[dict[str, Any]] = [{}, *({"rows_at_once": rows, "at_once": groups}
+                              for rows, groups in every((1, 2, 4, 8), (16, 32, 64)))]  # fmt: skip
+"""Rows of a program and groups of a step, for one token; the first is what the product takes itself."""
 
-STEPS = ((1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (2, 64))
-ROWS = [{"rows_at_once": rows, "at_once": groups, "itself": own} for rows, groups in STEPS for own in (False, True)]
-"""Of the candidate several_rows.py: rows of a program, groups of a step, and where the token is rounded."""
+FEW: list[dict[str, Any]] = [{}, *({"rows_at_once": rows, "parts": parts, "stages": stages}
+                              for rows, parts, stages in every((16, 32, 64, 128), (1, 2, 4), (1, 2, 4)))]  # fmt: skip
+"""The same for several tokens, with the parts that the inputs are cut into."""
 
-TILES = [{"at_once": groups, "parts": parts, "early": True} for groups in (4, 8, 16) for parts in (1, 2, 4, 8, 16)]
-"""The same of our kernel for Marlin's layout, and the parts that the inputs are cut into."""
-
-CUTS = ((16, 1, 4, 4), (16, 1, 4, 9), (16, 2, 4, 9), (16, 1, 8, 5), (32, 1, 4, 5), (32, 2, 4, 5), (32, 4, 4, 3))
-WIDE = ((64, 2, 4, 3), (64, 4, 4, 3), (128, 4, 4, 2))
-FEW = [{}, *({"rows_at_once": rows, "parts": parts, "warps": warps, "stages": stages, "itself": itself}
-             for cuts, own in ((CUTS, (False, True)), (WIDE, (False,))) for rows, parts, warps, stages in cuts
-             for itself in own)]  # fmt: skip
-"""Of our kernel for several tokens; the first is what it takes itself."""
-
-NAMES = tuple(dict.fromkeys(name for setting in (*SETTINGS, *ROWS, *TILES, *FEW) for name in setting))
+NAMES = ("rows_at_once", "at_once", "parts", "stages")
 
 CACHE = 200 * 2**20  # bytes; four times the second-level cache of an H100
 REPLAYS = 7
@@ -90,16 +79,25 @@ def timed(calls: Sequence[Callable[[], object]]) -> float:
 
 def timed_behind(x: Tensor, products: Sequence[Callable[[], object]]) -> float:
     """`timed` of products of x, each behind a kernel that writes x, less the time of that kernel alone."""
-    source = x.clone()
-
-    def write() -> None:
-        torch.add(source, 0, out=x)
+    write = _writer(x)
 
     def both(product: Callable[[], object]) -> None:
         write()
         product()
 
-    return timed([partial(both, product) for product in products]) - timed([write] * len(products))
+    return timed([partial(both, product) for product in products]) - _alone(tuple(x.shape))
+
+
+def _writer(x: Tensor) -> Callable[[], object]:
+    source = x.clone()
+    return lambda: torch.add(source, 0, out=x)
+
+
+@cache
+def _alone(shape: tuple[int, int]) -> float:
+    """`timed` of a kernel that writes x [tokens, in]; the median of several, because everything depends on it."""
+    write = _writer(torch.zeros(shape, device="cuda", dtype=torch.bfloat16))
+    return statistics.median(timed([write] * 50) for _ in range(9))
 
 
 def copy_rate() -> float:
@@ -138,15 +136,12 @@ def rows(
         kind = DRAFT_WEIGHTS[f"int{width}"]
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
-        one = {1} & inputs.keys()
-        ways: list[Way] = [(kind.name, _ours, dict(copy), one, SETTINGS)]
-        ways.append((f"{kind.name} rows", _several_rows, dict(copy), one, ROWS))
-        if with_marlin and marlin.serves(width, out, inner):
-            repacked = marlin.repacked(copy, width)
-            ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
-            ways.append((f"{kind.name} tiles", _tiles, repacked, one, TILES))
+        counts = [tokens for tokens in token_counts if 1 < tokens <= lowbit_few_tokens.MOST]
+        ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE)]
         if width in (4, 8):
-            ways.append((f"{kind.name} few", _few, dict(copy), token_counts, FEW))
+            ways.append((kind.name, _few, dict(copy), counts, FEW))
+        if with_marlin and marlin.serves(width, out, inner):
+            ways.append((f"{kind.name} marlin", _marlin, marlin.repacked(copy, width), token_counts, [{}]))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors, room)
             for tokens, setting in every(counts, settings):
@@ -175,24 +170,16 @@ Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[d
 """Name of a product, its function, a copy as it reads it, numbers of tokens, and what to try with it."""
 
 
-def _ours(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
-
-
-def _several_rows(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return several_rows.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
+def _one(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
+    return lowbit_one_token.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
 
 
 def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return few_tokens.product(x, copy["words"], copy["scales"], **setting)
+    return lowbit_few_tokens.product(x, copy["words"], copy["scales"], **setting)
 
 
 def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
     return marlin.product(x, copy["marlin"], copy["scales"])
-
-
-def _tiles(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return marlin_token.product(x, copy["marlin"], copy["scales"], **setting)
 
 
 def main() -> None:

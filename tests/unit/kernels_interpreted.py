@@ -14,7 +14,6 @@ from all_statistics import all_statistics, statistic
 
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.counters import DraftCounters
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
@@ -23,7 +22,7 @@ from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.window import shorten
-from selfspec_cli.vllm_plugin.weights import gemv, lowbit
+from selfspec_cli.vllm_plugin.weights import gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
@@ -320,22 +319,3 @@ def test_an_8_bit_weight_times_one_token(rows, columns):
     assert (found.dtype, found.shape) == (torch.bfloat16, (rows,))
     wanted = (copy.double() * scale.double()) @ x.double()
     torch.testing.assert_close(found.double(), wanted, atol=2**-6, rtol=2**-7)
-
-
-# ---- integer copies -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["int4", "int5", "int6", "int8"])
-@pytest.mark.parametrize(("columns", "at_once"), [(192, 4), (256, 4), (256, 2)])  # a part of a step, whole ones
-def test_one_token_times_an_integer_copy(name, columns, at_once):
-    kind = DRAFT_WEIGHTS[name]
-    copy = kind.quantise(torch.randn(5, columns))
-    x, bias = torch.randn(1, columns), torch.randn(5)
-    got = lowbit.product(x, copy["words"], copy.get("more"), copy["scales"], bias, at_once=at_once, asm=False)
-    want = x.double() @ kind.dequantise(copy, torch.float64).T + bias
-    # The kernel rounds tokens to 8 bits, which is all that it adds.
-    assert (got - want).norm() / (want - bias).norm() < 0.015
-    whole = x.round().clamp(-1, 1) * 127  # 8 bits hold these tokens exactly
-    exact = lowbit.product(whole, copy["words"], copy.get("more"), copy["scales"], at_once=at_once, asm=False)
-    want = whole.double() @ kind.dequantise(copy, torch.float64).T
-    assert (exact - want).norm() / want.norm() < 1e-5

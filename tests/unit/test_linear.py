@@ -32,17 +32,19 @@ def test_one_traced_graph_serves_every_number_of_tokens():
         assert compiled(x).equal(F.linear(x, weight))
 
 
-def test_a_graph_traced_with_many_tokens_multiplies_one_by_the_integer_copy(monkeypatch):
-    from selfspec_cli.vllm_plugin.weights import lowbit
+def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monkeypatch):
+    from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, lowbit_one_token
 
     seen = []
-    monkeypatch.setattr(lowbit, "product", lambda x, *copy: seen.append(x.shape) or x.new_zeros(1, 32))
+    for kernels in (lowbit_one_token, lowbit_few_tokens):
+        product = lambda x, *copy, by=kernels: seen.append((by, len(x))) or x.new_zeros(len(x), 32)  # noqa: E731
+        monkeypatch.setattr(kernels, "product", product)
     weight = torch.randn(32, 64)
     copy = DRAFT_WEIGHTS["int4"].quantise(weight)
-    many = torch.randn(5, 64)
     trace = make_fx(lambda x, copy, weight: lowbit.linear(x, copy, None, weight), tracing_mode="symbolic")
-    traced = trace(many, copy, weight)
-    assert traced(x := torch.randn(7, 64), copy, weight).equal(F.linear(x, weight))
+    traced = trace(torch.randn(70, 64), copy, weight)
+    assert traced(x := torch.randn(lowbit_few_tokens.MOST + 1, 64), copy, weight).equal(F.linear(x, weight))
     assert not seen
-    assert traced(torch.randn(1, 64), copy, weight).equal(torch.zeros(1, 32))  # vLLM drops the guards
-    assert seen == [(1, 64)]
+    for tokens in (1, 7):  # vLLM drops the guards
+        assert traced(torch.randn(tokens, 64), copy, weight).equal(torch.zeros(tokens, 32))
+    assert seen == [(lowbit_one_token, 1), (lowbit_few_tokens, 7)]

@@ -14,12 +14,11 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PACKAGES = HERE.parent / "packages"
-CANDIDATES = HERE.parents[1] / "experiments" / "kernels"
 
 
 def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> str:
     """What Python prints, with some of the folders of tests/packages installed."""
-    paths = [str(PACKAGES / name) for name in packages] + [str(HERE), str(CANDIDATES), os.environ.get("PYTHONPATH", "")]
+    paths = [str(PACKAGES / name) for name in packages] + [str(HERE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **environment}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -39,21 +38,8 @@ def test_the_speculator_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
 
 
-def test_one_token_times_marlins_layout_in_tritons_interpreter():
-    pytest.importorskip("vllm")
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "marlin_token_interpreted.py"), TRITON_INTERPRET="1")
-
-
-def test_one_token_times_marlins_layout_compiles_for_cuda():
-    """Weights are read 16 bytes at a time, and nothing spills to memory."""
-    pytest.importorskip("vllm")
-    words = run("-c", TILES).split()
-    assert words[1::2] == ["0", "0"]
-    assert 8 <= int(words[0]) < int(words[2])
-
-
-def test_candidates_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "candidates_interpreted.py"), TRITON_INTERPRET="1")
+def test_products_with_integer_copies_in_tritons_interpreter():
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "lowbit_interpreted.py"), TRITON_INTERPRET="1")
 
 
 def test_several_rows_of_integer_copies_compile_for_cuda():
@@ -167,40 +153,19 @@ for keys, warps, stages, splits in ((256, 8, 1, 32), (128, 4, 2, 1)):
 """
 
 
-TILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from selfspec_cli.vllm_plugin.weights.marlin_token import _tile
-
-TYPES = dict.fromkeys(("rounded", "less", "words", "arrived"), "*i32")
-TYPES |= dict.fromkeys(("scales", "bias", "out"), "*bf16") | dict.fromkeys(("factors", "partial"), "*fp32")
-TYPES |= dict.fromkeys(("groups_of_row", "rows"), "i32")
-places = [place for place, name in enumerate(_tile.arg_names) if name in TYPES]
-for bits, word in ((4, "*i32"), (8, "*i64")):
-    constants = {"BITS": bits, "BIASED": True, "PARTS": 4, "GROUPS": 8, "ASM": True, "EARLY": True}
-    signature = {name: (TYPES | {"words": word}).get(name, "constexpr") for name in _tile.arg_names}
-    source = ASTSource(fn=_tile, signature=signature, constexprs=constants,
-                       attrs={(place,): [["tt.divisibility", 16]] for place in places})
-    options = {"num_warps": 4, "launch_pdl": True}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    print(ptx.count(".v4.b32") + ptx.count(".v2.b64"), ptx.count(".local"))
-"""
-
-
 SEVERAL = """
 import triton
-from several_rows import _rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TYPES = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words", "more"), "*i32")
+from selfspec_cli.vllm_plugin.weights.lowbit_one_token import _rows
+
+TYPES = dict.fromkeys(("bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words", "more"), "*i32")
 TYPES |= {"factors": "*fp32", "scales": "*fp16", "rows": "i32"}
 places = [place for place, name in enumerate(_rows.arg_names) if name in TYPES]
 for bits in (4, 8):
-    constants = {"TOTAL": 64, "BIASED": False, "BITS": bits, "ROWS": 2, "GROUPS": 32, "REST": 1, "ITSELF": False,
-                 "ASM": True, "EARLY": True}
+    constants = {"TOTAL": 64, "BIASED": False, "BITS": bits, "ROWS": 2, "GROUPS": 32, "REST": 1, "ASM": True,
+                 "EARLY": True}
     signature = {name: TYPES.get(name, "constexpr") for name in _rows.arg_names}
     source = ASTSource(fn=_rows, signature=signature, constexprs=constants,
                        attrs={(place,): [["tt.divisibility", 16]] for place in places})
@@ -216,24 +181,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from few_tokens import _some_rows
+from selfspec_cli.vllm_plugin.weights.lowbit_few_tokens import _some_rows
 
-TYPES = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words"), "*i8")
+TYPES = dict.fromkeys(("bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words"), "*i8")
 TYPES |= dict.fromkeys(("factors", "partial"), "*fp32") | {"scales": "*fp16", "arrived": "*i32"}
 TYPES |= dict.fromkeys(("tokens", "groups_of_row", "rows"), "i32")
 places = [place for place, name in enumerate(_some_rows.arg_names) if TYPES.get(name, "i32") != "i32"]
 for bits, loads in ((4, ".v2.b32"), (8, ".v4.b32")):
-    for itself in (False, True):
-        constants = {"BITS": bits, "BIASED": True, "WHOLE": True, "ROWS": 16, "TOKENS": 8, "WARPS": 4, "ACROSS": 1,
-                     "AT_ONCE": 3, "LOOPS": False, "PARTS": 1, "ITSELF": itself, "ASM": True, "EARLY": True}
-        signature = {name: TYPES.get(name, "constexpr") for name in _some_rows.arg_names}
-        source = ASTSource(fn=_some_rows, signature=signature, constexprs=constants,
-                           attrs={(place,): [["tt.divisibility", 16]] for place in places})
-        options = {"num_warps": 4, "num_stages": 1, "launch_pdl": True}
-        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        ptx = kernel.asm["ptx"]
-        print(bits, ptx.count("mma.sync"), ptx.count("evict_first.L2::cache_hint" + loads), ptx.count(".local"),
-              kernel.metadata.shared, 4 * 16 * 8 * 4)
+    constants = {"BITS": bits, "BIASED": True, "WHOLE": True, "ROWS": 16, "TOKENS": 8, "WARPS": 4, "ACROSS": 1,
+                 "AT_ONCE": 3, "LOOPS": False, "PARTS": 1, "ASM": True, "EARLY": True}
+    signature = {name: TYPES.get(name, "constexpr") for name in _some_rows.arg_names}
+    source = ASTSource(fn=_some_rows, signature=signature, constexprs=constants,
+                       attrs={(place,): [["tt.divisibility", 16]] for place in places})
+    options = {"num_warps": 4, "num_stages": 1, "launch_pdl": True}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = kernel.asm["ptx"]
+    print(bits, ptx.count("mma.sync"), ptx.count("evict_first.L2::cache_hint" + loads), ptx.count(".local"),
+          kernel.metadata.shared, 4 * 16 * 8 * 4)
 """
 
 

@@ -1,10 +1,12 @@
-"""A candidate for lowbit.py's product of one token: several rows a program, and no kernel that rounds the token.
+"""One token times integer copies of 4 to 8 bits (their layout: `early_exit.draft_weights.integers`).
 
-It has been run in Triton's interpreter only. What it is meant to gain over lowbit.py's kernel, where a warp takes one
-row: a token's bytes are loaded once for several rows (by the PTX, six loads of the token came with two of weights);
-all loads are of 16 bytes, those of 8-bit copies too; the sum that 4 to 6 bits need is computed instead of loaded; and
-a program has all of a short row's weights on their way before it waits for the token. It reads lowbit.py's layout.
-tune_kernels.py times it as `rows`.
+At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
+arithmetic behind. So the token is rounded to 8-bit integers too, each group of it by its own largest magnitude, and
+`dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a
+shift. A first kernel rounds the token, in about 1.2 us. Then each program, which is one warp, takes a few rows: it
+loads 16 bytes at a time, and the token's bytes once for all of its rows. From compute capability 9.0 on it is launched
+with the first kernel (programmatic dependent launch) and asks for its first weights before it waits for the token,
+because they do not depend on it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,20 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.lowbit import width_of
+from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
 from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early
 
-PARTS = tl.constexpr(8)  # of a group
-GROUP = tl.constexpr(64)  # weights that share a scale
-WIDTH = tl.constexpr(8)  # words of a group, of one weight of each part
+GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
+WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part
 
 
 @triton.jit
-def _as_bytes(x, group, here):
-    """Groups of a token as bytes, int32 [GROUPS, WIDTH] twice: the words of parts 0 to 3, and those of parts 4 to 7;
-    and the factor by which each group was divided, float32 [GROUPS]. here: [GROUPS], which of them there are."""
-    values = x + group[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
+def _round_token(x, rounded, factors, groups_of_row, GROUPS: tl.constexpr, EARLY: tl.constexpr):
+    """A token as bytes: of each group the words of parts 0 to 3, then those of parts 4 to 7; and the factor by which
+    each group was divided."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # `_rows` waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    here, word = group < groups_of_row, tl.arange(0, WIDTH)[None, :]
     valid = here[:, None]
+    values = x + group[:, None] * GROUP + word
     x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
     x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
     x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
@@ -42,36 +48,19 @@ def _as_bytes(x, group, here):
     most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
     largest = tl.max(most, axis=1)  # [GROUPS]
     inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
-    return four_bytes(x0, x1, x2, x3, inverse), four_bytes(x4, x5, x6, x7, inverse), largest * (1.0 / 127.0)
+    place = rounded + group[:, None] * (2 * WIDTH) + word
+    tl.store(place, four_bytes(x0, x1, x2, x3, inverse), mask=valid)
+    tl.store(place + WIDTH, four_bytes(x4, x5, x6, x7, inverse), mask=valid)
+    tl.store(factors + group, largest * (1.0 / 127.0), mask=here)
 
 
 @triton.jit
-def _round_token(x, rounded, factors, groups_of_row, GROUPS: tl.constexpr, EARLY: tl.constexpr):
-    """A token as `_as_bytes` gives it: of each group the words of parts 0 to 3, then those of parts 4 to 7; and the
-    factors."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # `_rows` waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    here = group < groups_of_row
-    low, high, factor = _as_bytes(x, group, here)
+def _token(rounded, factors, group, here):
+    """What `_round_token` wrote of some groups: words int32 [GROUPS, WIDTH] twice, and factors [GROUPS]."""
     place = rounded + group[:, None] * (2 * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    tl.store(place, low, mask=here[:, None])
-    tl.store(place + WIDTH, high, mask=here[:, None])
-    tl.store(factors + group, factor, mask=here)
-
-
-@triton.jit
-def _token(x, rounded, factors, group, here, ITSELF: tl.constexpr):
-    """`_as_bytes`, computed here or read where `_round_token` wrote it."""
-    if ITSELF:
-        low, high, factor = _as_bytes(x, group, here)
-    else:
-        place = rounded + group[:, None] * (2 * WIDTH) + tl.arange(0, WIDTH)[None, :]
-        low = tl.load(place, mask=here[:, None], other=0)
-        high = tl.load(place + WIDTH, mask=here[:, None], other=0)
-        factor = tl.load(factors + group, mask=here, other=0.0)
-    return low, high, factor
+    low = tl.load(place, mask=here[:, None], other=0)
+    high = tl.load(place + WIDTH, mask=here[:, None], other=0)
+    return low, high, tl.load(factors + group, mask=here, other=0.0)
 
 
 @triton.jit
@@ -118,18 +107,16 @@ def _of_rows(words, more, scales, first, rows, group, TOTAL: tl.constexpr, BITS:
 @triton.jit
 def _times_token(
     weights,
-    x,
     rounded,
     factors,
     group,
     TOTAL: tl.constexpr,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
-    ITSELF: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Groups of each row times those of the token: a tuple of ROWS float32 [GROUPS]."""
-    low, high, factor = _token(x, rounded, factors, group, group < TOTAL, ITSELF)
+    low, high, factor = _token(rounded, factors, group, group < TOTAL)
     less = tl.zeros_like(low)
     if BITS < 8:
         ones = less + 0x01010101
@@ -144,7 +131,6 @@ def _times_token(
 
 @triton.jit
 def _rows(
-    x,
     rounded,
     factors,
     words,
@@ -159,15 +145,13 @@ def _rows(
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     REST: tl.constexpr,
-    ITSELF: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time.
 
-    REST: a power of two that is enough for what remains of a row. ITSELF: each program rounds the token; else
-    `_round_token` has. EARLY: the program is launched before the kernel in front has ended, and reads its first weights
-    before it waits for the token.
+    REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with `_round_token`,
+    and asks for its first weights before it waits for the token.
     """
     FULL: tl.constexpr = TOTAL // GROUPS
     first = tl.program_id(0) * ROWS
@@ -181,13 +165,13 @@ def _rows(
         # Not before all kernels in front have ended: what comes next may read what they wrote without waiting.
         tl.extra.cuda.gdc_launch_dependents()
     if FULL > 0:
-        sums = _times_token(weights, x, rounded, factors, group, TOTAL, BITS, ROWS, ITSELF, ASM)
+        sums = _times_token(weights, rounded, factors, group, TOTAL, BITS, ROWS, ASM)
         for step in tl.static_range(1, FULL):
             group = step * GROUPS + tl.arange(0, GROUPS)
             weights = _of_rows(words, more, scales, first, rows, group, TOTAL, BITS, ROWS)
-            sums = _added(sums, _times_token(weights, x, rounded, factors, group, TOTAL, BITS, ROWS, ITSELF, ASM), ROWS)
+            sums = _added(sums, _times_token(weights, rounded, factors, group, TOTAL, BITS, ROWS, ASM), ROWS)
     if FULL * GROUPS < TOTAL:
-        others = _times_token(rest, x, rounded, factors, last, TOTAL, BITS, ROWS, ITSELF, ASM)
+        others = _times_token(rest, rounded, factors, last, TOTAL, BITS, ROWS, ASM)
     for n in tl.static_range(ROWS):
         if FULL > 0:
             total = tl.sum(sums[n], axis=0)
@@ -211,6 +195,24 @@ def _added(some, others, ROWS: tl.constexpr):
 
 
 ROUNDED_AT_ONCE = 8  # groups of a program
+AT_ONCE = 32  # groups of a step: all of a row of 2,048
+
+
+def rows_of_program(rows: int, groups: int, bits: int) -> int:
+    """Rows of a program for a copy [rows, groups * 64], found on an H100 (results/published/gpu/lowbit/rows_h100.json).
+
+    Four share a token's bytes. One each where four would leave too few programs to keep the memory busy.
+    """
+    if bits == 8:
+        return 4 if rows >= 4096 else 1
+    return 4 if groups < 96 else 1
+
+
+def width_of(words: Tensor, more: Tensor | None, columns: int) -> int:
+    """Bits of a copy's integers, by its tensors; columns: of the weight."""
+    if more is not None:
+        return 5 if more.dtype is torch.uint8 else 6
+    return 8 if words.shape[1] * 4 == columns else 4
 
 
 def product(
@@ -219,31 +221,28 @@ def product(
     more: Tensor | None,
     scales: Tensor,
     bias: Tensor | None = None,
-    rows_at_once: int = 4,
-    at_once: int = 32,
-    itself: bool = False,
+    rows_at_once: int | None = None,
+    at_once: int = AT_ONCE,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
     """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
 
-    x is contiguous. rows_at_once: rows of a program; at_once: groups of a step of it; itself: each program rounds the
-    token, and no kernel in front of them. asm: False where there is no PTX (Triton's interpreter). early: launch the
-    product before the kernel in front has ended; None: where the device can.
+    x is contiguous. rows_at_once: rows of a program; None: `rows_of_program`. at_once: groups of a step of it. asm:
+    False where there is no PTX (Triton's interpreter). early: launch the product while the token is rounded; None:
+    where the device can.
     """
     early = launches_early(x.device) if early is None else early
     rows, groups = scales.shape
     bits = width_of(words, more, x.shape[1])
-    rounded, factors = x, x  # not looked at where each program rounds the token
-    if not itself:
-        rounded = torch.empty(groups * 2 * WIDTH.value, dtype=torch.int32, device=x.device)
-        factors = torch.empty(groups, dtype=torch.float32, device=x.device)
-        _round_token[(triton.cdiv(groups, ROUNDED_AT_ONCE),)](
-            x, rounded, factors, groups, GROUPS=ROUNDED_AT_ONCE, EARLY=early, num_warps=2, launch_pdl=early
-        )
+    rows_at_once = rows_at_once or rows_of_program(rows, groups, bits)
+    rounded = torch.empty(groups * 2 * WIDTH.value, dtype=torch.int32, device=x.device)
+    factors = torch.empty(groups, dtype=torch.float32, device=x.device)
+    _round_token[(triton.cdiv(groups, ROUNDED_AT_ONCE),)](
+        x, rounded, factors, groups, GROUPS=ROUNDED_AT_ONCE, EARLY=early, num_warps=2, launch_pdl=early
+    )
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     _rows[(triton.cdiv(rows, rows_at_once),)](
-        x,
         rounded,
         factors,
         words,
@@ -258,7 +257,6 @@ def product(
         ROWS=rows_at_once,
         GROUPS=at_once,
         REST=triton.next_power_of_2(max(1, groups % at_once)),
-        ITSELF=itself,
         ASM=asm,
         EARLY=early,
         num_warps=1,

@@ -1,23 +1,21 @@
-"""A candidate for products of 1 to 64 tokens: copies of 4 and 8 bits in lowbit.py's layout, by tensor cores in 8 bits.
-
-It has been run in Triton's interpreter only. Marlin, which does these products, takes hardly less time with 8 bits than
-cuBLAS with 16 where matrices are small: 8, 14 and 13 us for [3840, 2304], [12288, 2304] and [2304, 6144] on an H200,
-where reading their bytes alone would take 2, 7 and 3 (results/published/gpu/lowbit/one_token_layouts_h200.json).
+"""2 to 64 tokens times integer copies of 4 and 8 bits, by tensor cores in 8-bit integers.
 
 With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
-every program asks for all that it reads at once. So weights go from memory straight to the registers of which a tensor
-core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and tokens
-have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and r + 8
-and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with 8
-bits, 8 with 4. Tokens are rounded to signed bytes, each group by its own largest magnitude, and lie in the same order.
-Integers of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign
-bits come right by one exclusive or in the same instruction.
+every program asks for much of what it reads at once. So weights go from memory straight to the registers of which a
+tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and
+tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and
+r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with
+8 bits, 8 with 4. A first kernel rounds tokens to signed bytes, each group by its own largest magnitude, and lays them
+out in the same order. Integers of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a
+byte, and their sign bits come right by one exclusive or in the same instruction.
 
 A warp multiplies ROWS rows by one group of all tokens at a time. The warps of a program have different groups, or
-different rows too where tokens are many; `tl.dot` knows that as a batch. Tensors are made so that the layout in which
-Triton loads them is the one in which it multiplies them: nothing passes through shared memory before the sums of the
-warps are added. Results do not depend on that, only the time does; tests/unit/test_v2_kernels.py looks for it.
+different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. Tensors are made so that
+the layout in which Triton loads them is the one in which it multiplies them: nothing passes through shared memory
+before the sums of the warps are added. Results do not depend on that, only the time does;
+tests/unit/test_v2_kernels.py looks for it.
 """
+
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -30,9 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.weights.one_token import MAGIC, four_bytes, launches_early, none_arrived
+from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
+from selfspec_cli.vllm_plugin.weights.one_token import four_bytes, launches_early, none_arrived
 
-GROUP = tl.constexpr(64)  # inputs that share a scale
+GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
 ROUNDED_AT_ONCE = 8  # groups of a program
 MOST = 64  # tokens
 
@@ -188,75 +187,6 @@ def _tokens(
 
 
 @triton.jit
-def _values(
-    x,
-    start,
-    last,
-    tokens,
-    groups_of_row,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-    ALONG: tl.constexpr,
-):
-    """Of each warp, the values of a group of all tokens: of parts 0 to 3, and of 4 to 7 (all twice, for 8 bits)."""
-    J: tl.constexpr = BITS // 2  # words of a lane
-    lane = tl.arange(0, TOKENS // 8 * WARPS * 32)
-    group, token = start + lane // 32 % WARPS % ALONG, lane // (32 * WARPS) * 8 + lane // 4 % 8
-    inside = ((group < last) & (token < tokens))[:, None]
-    first = lane % 4 // 2 * 32 + lane % 2 * 4 if BITS == 8 else lane % 4 * 2
-    place = x + ((token * groups_of_row + group) * GROUP + first)[:, None] + tl.arange(0, J)[None, :]
-    x0, x1 = tl.load(place, mask=inside, other=0.0), tl.load(place + 8, mask=inside, other=0.0)
-    x2, x3 = tl.load(place + 16, mask=inside, other=0.0), tl.load(place + 24, mask=inside, other=0.0)
-    low = (x0, x1, x2, x3)
-    if BITS == 8:
-        return low, low
-    x0, x1 = tl.load(place + 32, mask=inside, other=0.0), tl.load(place + 40, mask=inside, other=0.0)
-    x2, x3 = tl.load(place + 48, mask=inside, other=0.0), tl.load(place + 56, mask=inside, other=0.0)
-    return low, (x0, x1, x2, x3)
-
-
-@triton.jit
-def _largest(values):
-    """Of a group, which has four lanes."""
-    x0, x1, x2, x3 = values
-    x0, x1, x2, x3 = tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)
-    most = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)).to(tl.float32), axis=1)
-    return tl.max(tl.reshape(most, [most.shape[0] // 4, 4]), axis=1)
-
-
-@triton.jit
-def _bytes(values, inverse, ASM: tl.constexpr):
-    """Four [lanes, J] times `inverse`, rounded: signed bytes [lanes, J, 2, 2]."""
-    x0, x1, x2, x3 = values
-    x0 = (x0.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    x1 = (x1.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    x2 = (x2.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    x3 = (x3.to(tl.float32) * inverse + MAGIC).to(tl.int32, bitcast=True).to(tl.int8)
-    packed = tl.join(tl.join(x0, x2), tl.join(x1, x3))
-    if ASM:  # nothing, but Triton 3.6 takes joined bytes for unpacked ones, and would lay them out otherwise
-        packed = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [packed], dtype=tl.int8, is_pure=False, pack=4)
-    return packed
-
-
-@triton.jit
-def _rounded(low, high, BITS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr):
-    """What `_tokens` gives, from what `_values` does; factors are [WARPS, 1, 1, TOKENS]."""
-    LANES: tl.constexpr = TOKENS // 8 * WARPS * 32
-    largest = _largest(low)
-    if BITS == 4:
-        largest = tl.maximum(largest, _largest(high))
-    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
-    inverse = tl.reshape(tl.broadcast_to(inverse[:, None], [LANES // 4, 4]), [LANES])[:, None]
-    factor = tl.permute(tl.reshape(_factor(largest, BITS), [TOKENS // 8, WARPS, 8]), (1, 0, 2))
-    factor = tl.reshape(factor, [WARPS, 1, 1, TOKENS])
-    low_bytes = _bytes(low, inverse, ASM)
-    if BITS == 8:
-        return low_bytes, low_bytes, factor
-    return low_bytes, _bytes(high, inverse, ASM), factor
-
-
-@triton.jit
 def _rows_as_matrix(packed, J: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
     split = tl.reshape(packed, [ROWS // 8, WARPS, 8, 4, J, 4])
     return tl.reshape(tl.permute(split, (1, 0, 2, 4, 3, 5)), [WARPS, ROWS, 16 * J])
@@ -302,13 +232,11 @@ def _product(
 @triton.jit
 def _some_products(
     held,
-    x,
     rounded,
     factors,
     start,
     last,
     tokens,
-    groups_of_row,
     sums,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -316,35 +244,23 @@ def _some_products(
     WARPS: tl.constexpr,
     ALONG: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    ITSELF: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """`sums` plus the weights that `_some_weights` loaded times tokens."""
-    if ITSELF:
-        given = (_values(x, start, last, tokens, groups_of_row, BITS, TOKENS, WARPS, ALONG),)
-    else:
-        given = (_tokens(rounded, factors, start, last, tokens, BITS, TOKENS, WARPS, ALONG),)
+    given = (_tokens(rounded, factors, start, last, tokens, BITS, TOKENS, WARPS, ALONG),)
     for step in tl.static_range(1, AT_ONCE):
         at = start + step * ALONG
-        if ITSELF:
-            more = _values(x, at, last, tokens, groups_of_row, BITS, TOKENS, WARPS, ALONG)
-        else:
-            more = _tokens(rounded, factors, at, last, tokens, BITS, TOKENS, WARPS, ALONG)
-        given += (more,)  # type: ignore[assignment]
+        given += (_tokens(rounded, factors, at, last, tokens, BITS, TOKENS, WARPS, ALONG),)  # type: ignore[assignment]
     tl.debug_barrier()  # or the last loads would be put behind the first products, which wait for the first loads
     for step in tl.static_range(AT_ONCE):
         packed, scale = held[step]
-        if ITSELF:
-            low, high, factor = _rounded(given[step][0], given[step][1], BITS, TOKENS, WARPS, ASM)
-        else:
-            low, high, factor = given[step]
+        low, high, factor = given[step]
         sums += _product(packed, scale, low, high, factor, BITS, ROWS, TOKENS, WARPS, ASM)
     return sums
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _some_rows(
-    x,
     rounded,
     factors,
     words,
@@ -366,13 +282,13 @@ def _some_rows(
     AT_ONCE: tl.constexpr,
     LOOPS: tl.constexpr,
     PARTS: tl.constexpr,
-    ITSELF: tl.constexpr,
     ASM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
 
-    partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at.
+    partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
+    the program is launched with `_round_tokens`, and asks for its first weights before it waits for the tokens.
     """
     ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -388,18 +304,16 @@ def _some_rows(
         tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
     sums = _some_products(
-        held, x, rounded, factors, first, last, tokens, groups_of_row, sums,
-        BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ITSELF, ASM,
-    )  # fmt: skip
+        held, rounded, factors, first, last, tokens, sums, BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ASM
+    )
     if LOOPS:
         for start in tl.range(first + ALONG * AT_ONCE, last, ALONG * AT_ONCE):
             held = _some_weights(
                 words, scales, first_row, start, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG, AT_ONCE
             )
             sums = _some_products(
-                held, x, rounded, factors, start, last, tokens, groups_of_row, sums,
-                BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ITSELF, ASM,
-            )  # fmt: skip
+                held, rounded, factors, start, last, tokens, sums, BITS, ROWS, TOKENS, WARPS, ALONG, AT_ONCE, ASM
+            )
     sums = tl.sum(tl.reshape(sums, [ACROSS, ALONG, ROWS, TOKENS]), axis=1)
     sums = tl.reshape(sums, [ACROSS * ROWS, TOKENS])
     row, token = first_row + tl.arange(0, ACROSS * ROWS), tl.arange(0, TOKENS)
@@ -436,44 +350,30 @@ class Settings(NamedTuple):
     """That the inputs are cut into, each for a program."""
     stages: int
     """Groups of its rows that a warp asks memory for at once."""
-    warps: int
-    """Of a program, a power of two. Those beyond one for each `ROWS_OF_WARP` rows share the rows' groups."""
-    itself: bool
-    """Whether each program rounds the tokens that it needs, instead of a kernel before it."""
 
 
+WARPS = 4  # of a program; those beyond one for each `ROWS_OF_WARP` rows share the rows' groups
 ROWS_OF_WARP = 32  # at most
-PROGRAMS = 132  # to make at least, one for each multiprocessor of an H100 or H200
-REGISTERS = 168  # of a thread, to hold what is asked for at once and the sums
-MOST_REGISTERS = 192  # the same, beyond which values would be moved to memory
-MOST_PARTS = 8
+REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
 
-def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64] of 4 or 8 bits and a number of tokens from 1 to 64.
+def usual_settings(rows: int, groups: int) -> Settings:
+    """What `product` takes for weights [rows, groups * 64], found on an H100
+    (results/published/gpu/lowbit/few_tokens_h100.json).
 
-    Programs read as many rows as leaves one for each multiprocessor, and more the more tokens there are, because each
-    program reads all tokens. A warp asks for all of its weights at once where the registers hold them.
+    Small matrices need many programs that each ask for much at once; in large ones a program takes more rows, because
+    each program reads all tokens.
     """
-    padded = _padded(tokens)
-    many = rows >= 4 * PROGRAMS * 32  # enough programs even with twice as many rows
-    at_once = max(16, padded) * (2 if many else 1)
-    warps = max(4, at_once // ROWS_OF_WARP)
-    along = warps // max(1, at_once // ROWS_OF_WARP)
-    parts = 1
-    while rows * parts < at_once * PROGRAMS and 2 * parts <= min(MOST_PARTS, groups // along):
-        parts *= 2
-    itself = padded == 8 and (bits == 8 or not many)
-    most = _most_stages(min(at_once, ROWS_OF_WARP), padded, bits, itself, REGISTERS)
-    steps = -(-groups // (parts * along))
-    return Settings(at_once, parts, -(-steps // -(-steps // most)), warps, itself)
+    if rows >= 8192:
+        return Settings(32, 1, 2)
+    return Settings(16, 1 if groups <= 64 else 2, 4)
 
 
-def _most_stages(of_warp: int, padded: int, bits: int, itself: bool, registers: int) -> int:
-    """Groups of rows of a warp, and of tokens, that so many registers of each thread hold."""
+def _most_stages(of_warp: int, padded: int, bits: int) -> int:
+    """Groups of rows of a warp, and of tokens, that the registers of each thread hold."""
     of_rows, of_tokens = of_warp // 8, padded // 8
     sums = 2 * of_rows * of_tokens
-    return max(1, (registers - sums) // (of_rows * (bits // 2 + 1) + of_tokens * (8 if itself else 6)))
+    return max(1, (REGISTERS - sums) // (of_rows * (bits // 2 + 1) + of_tokens * 6))
 
 
 def product(
@@ -485,8 +385,6 @@ def product(
     rows_at_once: int | None = None,
     parts: int | None = None,
     stages: int | None = None,
-    warps: int | None = None,
-    itself: bool | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
@@ -495,9 +393,8 @@ def product(
     x is contiguous and in bfloat16, n is 1 to 64. words, scales: int32 [out, in / 4] or [out, in / 8], and float16
     [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Tokens are rounded to 8 bits, each group of 64
     by its own largest magnitude; sums are in float32, and come out the same every time.
-    rows_at_once, parts, stages, warps, itself: see `Settings`; None: what `usual_settings` says. asm: False where there
-    is no PTX (Triton's interpreter). early: let the next kernel that waits for this one itself start with it, and ask
-    for weights before the one that writes x has ended; None: where the device can.
+    rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False where there is no PTX
+    (Triton's interpreter). early: ask for weights before the tokens are rounded; None: where the device can.
     Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call
     `one_token.none_arrived` first.
     """
@@ -507,39 +404,34 @@ def product(
         raise ValueError(
             f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)}, x [n, {columns}]"
         )
-    padded, usual = _padded(tokens), usual_settings(rows, groups, bits, tokens)
-    rows_at_once, warps = rows_at_once or usual.rows_at_once, warps or usual.warps
+    padded, usual = _padded(tokens), usual_settings(rows, groups)
+    rows_at_once = rows_at_once or usual.rows_at_once
     of_warp = min(rows_at_once, ROWS_OF_WARP)
     across = rows_at_once // of_warp
-    warps = max(warps, across)
+    warps = max(WARPS, across)
     along, tiles = warps // across, triton.cdiv(rows, rows_at_once)
     arrived = none_arrived(x.device)
     parts = min(parts or usual.parts, groups) if tiles <= len(arrived) else 1
     steps = triton.cdiv(triton.cdiv(groups, parts), along)
-    itself = usual.itself if itself is None else itself
-    stages = min(stages or usual.stages, steps, _most_stages(of_warp, padded, bits, itself, MOST_REGISTERS))
+    stages = min(stages or usual.stages, steps, _most_stages(of_warp, padded, bits))
     early = launches_early(x.device) if early is None else early
-    rounded, factors = x, x
-    if not itself:
-        rounded = torch.empty(groups, padded, 16, dtype=torch.int32, device=x.device)
-        factors = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
-        _round_tokens[(triton.cdiv(groups, ROUNDED_AT_ONCE), tokens)](
-            x,
-            rounded,
-            factors,
-            groups,
-            BITS=bits,
-            TOKENS=padded,
-            GROUPS=ROUNDED_AT_ONCE,
-            EARLY=early,
-            num_warps=2,
-            launch_pdl=early,
-        )
-        rounded = rounded.view(torch.int8)
+    rounded = torch.empty(groups, padded, 64, dtype=torch.int8, device=x.device)
+    factors = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
+    _round_tokens[(triton.cdiv(groups, ROUNDED_AT_ONCE), tokens)](
+        x,
+        rounded.view(torch.int32),
+        factors,
+        groups,
+        BITS=bits,
+        TOKENS=padded,
+        GROUPS=ROUNDED_AT_ONCE,
+        EARLY=early,
+        num_warps=2,
+        launch_pdl=early,
+    )
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=x.device)
     _some_rows[(tiles, parts)](
-        x,
         rounded,
         factors,
         words.view(torch.int8),
@@ -561,7 +453,6 @@ def product(
         AT_ONCE=stages,
         LOOPS=stages < steps,
         PARTS=parts,
-        ITSELF=itself,
         ASM=asm,
         EARLY=early,
         num_warps=warps,

@@ -20,12 +20,12 @@ selfspec() { python3 -m selfspec_cli "$@"; }
 times="repeats=3 perplexity_tokens=0 engine.extra.kernel_config.enable_jit_warmup=false"
 times="$times engine.gpu_memory_utilization=${MEMORY_SHARE:-0.9}" # less where engines share a GPU
 one="engine.max_num_seqs=1 workload.batch=1 $times"
-many="engine.max_num_seqs=32 workload.batch=1,4,8,16,32 $times"
-chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=8 workload=chat
-      workload.output_len=128 workload.num_prompts=32"
+many="engine.max_num_seqs=32 workload.batch=1,4,16 $times"
+chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=3 workload=chat
+      workload.num_prompts=16"
 smol="$chat model=./smollm2_widened model.name=smollm2_widened"
-code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=8 workload=headline"
-shape="model=llama3_8b_shape engine=h100 engine.kv_cache_gib=8 workload=decode"
+code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=3 workload=headline"
+shape="model=llama3_8b_shape engine=h100 engine.kv_cache_gib=6 workload=decode"
 ours="$code model=./plain_widened model.name=reference_plain_widened $one"
 
 # ---- checkpoints
@@ -38,22 +38,19 @@ smollm2_draft() { python3 "$here/rivals/drafts.py" --model smollm2_widened --lay
 widened() { python3 "$here/reference_model/widen.py" --out reference_widened; }
 plain_widened() { python3 "$here/reference_model/widen.py" --source "$plain" --out plain_widened; }
 
-# ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts; copies and narrow each have a baseline of their own)
+# ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts)
 
 copies() { selfspec sweep $smol $many draft_weights=int8 k=4,6 results_dir="$out/copies"; }
 ngram() {
     selfspec sweep $smol $many method=vllm speculative=ngram k=4 results_dir="$out/copies" --reuse-baseline
 }
-narrow() {
-    selfspec sweep $smol $many draft_weights=int4,int6 k=4 results_dir="$out/narrow"
-    selfspec sweep $smol $many method=vllm runner=v1 speculative=draft_model k=3 results_dir="$out/narrow" \
+rivals() { # what one can do without us: a 4-bit copy as a draft model, and the model itself in 4 bits (not lossless)
+    selfspec sweep $smol $many method=vllm runner=v1 speculative=draft_model k=3 results_dir="$out/copies" \
         speculative.model=./smollm2_widened_drafts/int4 --reuse-baseline
-}
-four_bits() { # the model itself in 4 bits: what people do instead, and not lossless
     selfspec sweep $chat $many model=./smollm2_widened_drafts/int4 model.name=smollm2_widened_4bit method=baseline \
-        results_dir="$out/narrow"
+        results_dir="$out/copies"
 }
-one_request() { # our own layout of copies, which an engine for one request has
+one_request() {
     selfspec sweep $smol $one draft_weights=int8 k=4,6 results_dir="$out/one_request" &&
         selfspec sweep $smol $one draft_weights=int4 k=3 results_dir="$out/one_request" --reuse-baseline
 }
@@ -65,19 +62,19 @@ fitted() { # copies rounded with data, and corrections trained by KL
         selfspec sweep $smol $one draft_weights=int4 k=3 draft_weights_path="wide-${file##*/}" \
             results_dir="$out/one_request" --reuse-baseline
     done
-    python3 "$views/train_corrections.py" --model smollm2 --weights "$file" --out "$out/heads/int4-r32-kl.safetensors" \
-        --steps 200 --answers 128
-    python3 "$views/acceptance.py" --model smollm2 --name smollm2_135m --answers 16 --out "$out/smollm2_trained.csv" \
-        --views "int4=$file;int4=$out/heads/int4-r32-kl.safetensors"
+}
+trained() { # corrections trained by KL, after fitted
+    python3 "$views/train_corrections.py" --model smollm2 --weights "$out"/heads/*/weights-int4-r32.safetensors \
+        --out "$out/heads/int4-r32-kl.safetensors" --steps 200 --answers 128 &&
+        python3 "$views/acceptance.py" --model smollm2 --name smollm2_135m --answers 16 \
+            --out "$out/smollm2_trained.csv" \
+            --views "int4=$(echo "$out"/heads/*/weights-int4-r32.safetensors);int4=$out/heads/int4-r32-kl.safetensors"
 }
 profile_copies() { selfspec profile $smol $one draft_weights=int8 k=4 results_dir="$out/profile"; }
 
 # ---- the plainly trained control of the embedded model
 
-plain_one() {
-    selfspec sweep $ours draft_weights=int4 k=4,5 results_dir="$out/plain_one" &&
-        selfspec sweep $ours draft_weights=int8 k=4 results_dir="$out/plain_one" --reuse-baseline
-}
+plain_one() { selfspec sweep $ours draft_weights=int4,int8 k=4 results_dir="$out/plain_one"; }
 plain_fitted() {
     selfspec fit-weights $code model="$plain" model.name=reference_plain engine.max_num_seqs=32 draft_weights=int4 \
         head_dir="$out/heads_plain" results_dir="$out/fit" --rank 0 || return
@@ -91,19 +88,17 @@ plain_fitted() {
 
 eight_billion() {
     selfspec sweep $shape $one acceptance_length=4.5244 layer=32 k=4 draft_weights=int4 results_dir="$out/eight_billion"
-    selfspec sweep $shape $one acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768 \
-        results_dir="$out/eight_billion" --reuse-baseline
 }
 eight_billion_many() {
-    selfspec sweep $shape $many acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768 \
-        results_dir="$out/eight_billion_many"
+    selfspec sweep $shape ${many/1,4,16/1,4,16,32} acceptance_length=3.0 layer=8 k=3 draft_weights=int4 \
+        vocab=32768 results_dir="$out/eight_billion_many"
 }
 widened_one() {
-    selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4 k=5,6 \
-        results_dir="$out/widened_one"
+    selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4,int8 \
+        k=5 results_dir="$out/widened_one"
 }
 
-kernels() { python3 "$here/kernels/tune_kernels.py" --bits 4 8 --tokens 1 4 16 --out "$out/kernels.json"; }
+kernels() { python3 "$here/kernels/tune_kernels.py" --bits 4 8 --tokens 1 4 16 32 64 --out "$out/kernels.json"; }
 attention() { python3 "$here/kernels/time_attention.py" --shapes 8b smollm2_widened --out "$out/attention.json"; }
 
 # ---- servers
@@ -115,7 +110,8 @@ load_alone() { # both GPUs, and nothing else on the machine
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --few-seconds 15 --minutes 6 --table 1:4 --groups closed --out "$out/load_smollm2.json"
+        --few-seconds 15 --minutes 8 --kv-gib 4 --memory-share 0.15 \
+        --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
 agree() {
     python3 "$here/serving/agree.py" --out "$out/agree.json" --clients 8 --requests 200 --rounds 9 \

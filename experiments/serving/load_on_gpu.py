@@ -110,6 +110,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--kv-gib", type=float, default=16.0)
+    parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for each server")
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
@@ -131,7 +132,7 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                         max_model_len=1024)  # fmt: skip
     engine = EngineConfig(name="h100", device="cpu" if given.cpu else "cuda", enforce_eager=given.cpu,
                           max_num_seqs=most, max_num_batched_tokens=None if given.cpu else 8192,
-                          gpu_memory_utilization=0.3, kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
+                          gpu_memory_utilization=given.memory_share, kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
     work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
     cfg = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
                     draft_weights=given.draft_weights,

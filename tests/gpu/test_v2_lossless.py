@@ -195,7 +195,7 @@ def cases(**engine: Any) -> Iterator[Case]:
             for kind in ("int8", "int4"):
                 yield Case(model, *MIDDLE, engine={**engine, **COMPILED}, spec={"draft_weights": kind})
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
-            for kind in ("int8", "int4"):  # in the layout that an engine for one request has
+            for kind in ("int8", "int4"):  # one token at a time
                 yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
     yield from views(**engine)
     yield from lengths(**engine)
@@ -225,6 +225,14 @@ def views(**engine: Any) -> Iterator[Case]:
         yield Case("llama", *MIDDLE, engine={**engine, **more}, spec={"draft_window": 32})
     yield Case("qwen3", LAYERS, 4, engine={**engine, **COMPILED}, spec={"draft_window": 48, "draft_weights": "int4"})
     yield Case("deepseek_v2", *MIDDLE, engine={**engine}, spec={"draft_window": 32})
+    for kind in ("int8", "int4"):
+        yield Case("deepseek_v2", LAYERS, 4, engine={**engine}, spec={"draft_weights": kind})
+    for model in ("llama", "mixtral"):
+        gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
+        yield Case(model, LAYERS, 4, engine={**engine}, spec=gated)
+    if engine.get("tensor_parallel_size", 1) == 1:
+        judged = {"draft_weights": "int4", "length_table": TABLE, "enable_adaptive_verification": True}
+        yield Case("llama", LAYERS, 5, engine={**engine}, spec=judged)
 
 
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"

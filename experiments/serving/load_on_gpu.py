@@ -132,7 +132,8 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                         max_model_len=1024)  # fmt: skip
     engine = EngineConfig(name="h100", device="cpu" if given.cpu else "cuda", enforce_eager=given.cpu,
                           max_num_seqs=most, max_num_batched_tokens=None if given.cpu else 8192,
-                          gpu_memory_utilization=given.memory_share, kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
+                          gpu_memory_utilization=given.memory_share,
+                          kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
     work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
     cfg = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
                     draft_weights=given.draft_weights,

@@ -1,4 +1,4 @@
-"""How fast tokens times integer copies are on the GPU at hand: by our kernels, by vLLM's Marlin, and by cuBLAS in bf16.
+"""How fast tokens times integer copies are on the GPU at hand: by our kernels, by vLLM's Marlin, and by cuBLAS.
 
     python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 4 16 32 64 --out kernels.json
 
@@ -22,13 +22,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import marlin
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token
+from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, marlin_token
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -141,7 +140,9 @@ def rows(
         if width in (4, 8):
             ways.append((kind.name, _few, dict(copy), counts, FEW))
         if with_marlin and marlin.serves(width, out, inner):
-            ways.append((f"{kind.name} marlin", _marlin, marlin.repacked(copy, width), token_counts, [{}]))
+            repacked = marlin.repacked(copy, width)
+            ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
+            ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), [{}]))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors, room)
             for tokens, setting in every(counts, settings):
@@ -180,6 +181,10 @@ def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
 
 def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
     return marlin.product(x, copy["marlin"], copy["scales"])
+
+
+def _tiles(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
+    return marlin_token.product(x, copy["marlin"], copy["scales"])
 
 
 def main() -> None:

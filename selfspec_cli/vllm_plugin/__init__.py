@@ -12,10 +12,10 @@ trunk.py          the layers that draft as a module of their own: shared weights
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
-                  experts.py those of experts, fitted.py those that were made from data; fp8.py, lowbit.py,
-                  lowbit_one_token.py and lowbit_few_tokens.py the kernels for some of them, one_token.py what those
-                  share; sharded.py splits a head over ranks, adapters.py leaves adapters out, step_bytes.py counts what
-                  is read
+                  experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
+                  kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py, marlin.py and marlin_token.py
+                  for integers, one_token.py what those share; sharded.py splits a head over ranks, adapters.py leaves
+                  adapters out, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;

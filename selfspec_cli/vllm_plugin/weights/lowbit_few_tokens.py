@@ -1,4 +1,4 @@
-"""2 to 64 tokens times integer copies of 4 and 8 bits, by tensor cores in 8-bit integers.
+"""2 to 32 tokens times integer copies of 4 and 8 bits, by tensor cores in 8-bit integers.
 
 With few tokens nothing but reading the weight should take time, in small matrices above all: what counts there is that
 every program asks for much of what it reads at once. So weights go from memory straight to the registers of which a
@@ -33,7 +33,7 @@ from selfspec_cli.vllm_plugin.weights.one_token import four_bytes, launches_earl
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
 ROUNDED_AT_ONCE = 8  # groups of a program
-MOST = 64  # tokens
+MOST = 32  # tokens; with more, vLLM's Marlin kernels are faster (lowbit.py)
 
 
 @triton.jit
@@ -357,16 +357,18 @@ ROWS_OF_WARP = 32  # at most
 REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
 
-def usual_settings(rows: int, groups: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64], found on an H100
-    (results/published/gpu/lowbit/few_tokens_h100.json).
+def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
+    """What `product` takes for weights [rows, groups * 64] and a number of tokens, found on an H100
+    (results/published/gpu/lowbit/products_h100.json).
 
-    Small matrices need many programs that each ask for much at once; in large ones a program takes more rows, because
+    Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
     each program reads all tokens.
     """
-    if rows >= 8192:
-        return Settings(32, 1, 2)
-    return Settings(16, 1 if groups <= 64 else 2, 4)
+    if rows < 8192:
+        return Settings(16, 1, 4) if groups <= 64 else Settings(16, 4, 2)
+    if tokens <= 16:
+        return Settings(32, 1, 3)
+    return Settings(128 if rows >= 2**15 else 32, 1, 2)
 
 
 def _most_stages(of_warp: int, padded: int, bits: int) -> int:
@@ -390,7 +392,7 @@ def product(
 ) -> Tensor:
     """Tokens x [n, in] times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
 
-    x is contiguous and in bfloat16, n is 1 to 64. words, scales: int32 [out, in / 4] or [out, in / 8], and float16
+    x is contiguous and in bfloat16, n is 1 to 32. words, scales: int32 [out, in / 4] or [out, in / 8], and float16
     [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Tokens are rounded to 8 bits, each group of 64
     by its own largest magnitude; sums are in float32, and come out the same every time.
     rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False where there is no PTX
@@ -404,7 +406,7 @@ def product(
         raise ValueError(
             f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)}, x [n, {columns}]"
         )
-    padded, usual = _padded(tokens), usual_settings(rows, groups)
+    padded, usual = _padded(tokens), usual_settings(rows, groups, tokens)
     rows_at_once = rows_at_once or usual.rows_at_once
     of_warp = min(rows_at_once, ROWS_OF_WARP)
     across = rows_at_once // of_warp
@@ -464,7 +466,7 @@ def product(
 
 def _padded(tokens: int) -> int:
     """A number of tokens that the kernels are compiled for."""
-    found = next((padded for padded in (8, 16, 32, MOST) if 1 <= tokens <= padded), None)
+    found = next((padded for padded in (8, 16, MOST) if 1 <= tokens <= padded), None)
     if found is None:
         raise ValueError(f"{tokens} tokens, not 1 to {MOST}")
     return found

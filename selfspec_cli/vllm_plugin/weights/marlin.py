@@ -1,4 +1,8 @@
-"""vLLM's Marlin kernels times copies of 4 and 8 bits: what our own kernels are compared with (tune_kernels.py)."""
+"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 2 to 64 tokens.
+
+A single one is multiplied by a kernel of ours that reads the same layout (marlin_token.py). CUDA only. Which engines
+take this layout, and why: lowbit.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+from selfspec_cli.vllm_plugin.weights import marlin_token
+from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
+MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
 
 
@@ -28,6 +36,8 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
+    _beside(words.device)  # neither first while a CUDA graph is captured
+    none_arrived(words.device)
     return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
 
 
@@ -40,6 +50,31 @@ def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:
         fields = [unsigned[:, place] << (bits * place) for place in range(32 // bits)]
         parts.append(reduce(torch.bitwise_or, fields))
     return torch.cat(parts, dim=1).contiguous()
+
+
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+    """x [n, in] bf16 times what `repacked` returned -> [n, out], bias [out] included; more than `MOST` tokens times
+    the target's own weight [out, in]."""
+    out: Tensor = torch.ops.selfspec.linear_marlin(x, tensors["marlin"], tensors["scales"], bias, weight)
+    return out
+
+
+@torch.library.custom_op(
+    "selfspec::linear_marlin",
+    mutates_args=(),
+    schema="(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor weight) -> Tensor",
+)
+def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
+    if x.shape[0] > MOST:
+        return F.linear(x, weight, bias)
+    if x.shape[0] == 1:
+        return marlin_token.product(x.contiguous(), words, scales, bias)
+    return product(x.contiguous(), words, scales, bias)
+
+
+@_linear_marlin.register_fake
+def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

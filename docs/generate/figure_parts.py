@@ -211,7 +211,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (lambda: heads("heads_2"), ("heads_2/heads.*",)),
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
-    (served, ("serving/load_h200*.json",)),
+    (served, ("serving/load_h?00*.json",)),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),
@@ -228,6 +228,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
             "gpu/lowbit/one_token_h200.json",
             "gpu/lowbit/one_token_early_h200.json",
             "gpu/lowbit/one_token_layouts_h200.json",
+            "gpu/lowbit/products_h100.json",
         ),
     ),
 )

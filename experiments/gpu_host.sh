@@ -18,7 +18,8 @@ selfspec() { python3 -m selfspec_cli "$@"; }
 # vLLM's warm-up of its Triton kernels takes 17 to 24 s an engine; what it compiles is compiled in the runs that are thrown
 # away otherwise.
 times="repeats=3 perplexity_tokens=0 engine.extra.kernel_config.enable_jit_warmup=false"
-times="$times engine.gpu_memory_utilization=${MEMORY_SHARE:-0.9}" # less where engines share a GPU
+share="engine.gpu_memory_utilization=${MEMORY_SHARE:-0.9}" # less where engines share a GPU
+times="$times $share"
 one="engine.max_num_seqs=1 workload.batch=1 $times"
 many="engine.max_num_seqs=32 workload.batch=1,4,16 $times"
 chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_gib=3 workload=chat
@@ -55,7 +56,7 @@ one_request() {
         selfspec sweep $smol $one draft_weights=int4 k=3 results_dir="$out/one_request" --reuse-baseline
 }
 fitted() { # copies rounded with data, and corrections trained by KL
-    selfspec fit-weights $chat model=./smollm2 model.name=smollm2_135m engine.max_num_seqs=32 draft_weights=int4 \
+    selfspec fit-weights $chat $share model=./smollm2 model.name=smollm2_135m engine.max_num_seqs=32 draft_weights=int4 \
         head_dir="$out/heads" results_dir="$out/fit" --rank 0 --rank 32 || return
     for file in "$out"/heads/*/weights-int4.safetensors "$out"/heads/*/weights-int4-r32.safetensors; do
         python3 "$views/widen_fitted.py" --weights "$file" --source smollm2 --model smollm2_widened --out "wide-${file##*/}"
@@ -76,7 +77,7 @@ profile_copies() { selfspec profile $smol $one draft_weights=int8 k=4 results_di
 
 plain_one() { selfspec sweep $ours draft_weights=int4,int8 k=4 results_dir="$out/plain_one"; }
 plain_fitted() {
-    selfspec fit-weights $code model="$plain" model.name=reference_plain engine.max_num_seqs=32 draft_weights=int4 \
+    selfspec fit-weights $code $share model="$plain" model.name=reference_plain engine.max_num_seqs=32 draft_weights=int4 \
         head_dir="$out/heads_plain" results_dir="$out/fit" --rank 0 || return
     python3 "$views/widen_fitted.py" --weights "$out"/heads_plain/*/weights-int4.safetensors --source "$plain" \
         --model plain_widened --out wide-plain-int4.safetensors
@@ -110,7 +111,7 @@ load_alone() { # both GPUs, and nothing else on the machine
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --few-seconds 15 --minutes 8 --kv-gib 4 --memory-share 0.15 \
+        --few-seconds 10 --minutes 9 --kv-gib 4 --memory-share 0.15 --control --turns 3 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
 agree() {

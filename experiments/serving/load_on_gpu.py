@@ -9,6 +9,9 @@ take turns, so that only one of them works at any time. `plain` runs without thi
 and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
 run with the same file does what is not in it; a level begins only if it fits into --minutes.
 
+--control starts a second plain server, and tells how much two servers of one kind differ on the machine; --turns asks
+all sides several times at each level. A difference between plain decoding and early exit that is smaller says nothing.
+
 With --gpus 2, plain decoding runs on the first GPU and early exit on the second. --swap turns that round: two runs, one
 with it and one without, show how much of a difference is one between the two cards. Each needs a file of its own.
 
@@ -37,6 +40,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -63,7 +67,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
 
-PLAIN, DRAFTING = "plain", "early exit"
+PLAIN, DRAFTING, CONTROL = "plain", "early exit", "plain again"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
@@ -113,6 +117,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for each server")
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
+    parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
+    parser.add_argument("--turns", type=int, default=1, help="of each level")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
@@ -174,6 +180,19 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         if number == some[-1] or number == some[0]:
             yield Level("off", f"off by request {number}", closed(number), 0.99, length=0)
             yield Level("off", f"off by context {number}", closed(number), 0.99, table=f"1:{given.k} 1@8:0")
+
+
+def planned(given: argparse.Namespace) -> Iterator[Level]:
+    """The levels that were asked for, by turns; a turn after the first has its number behind the level's name."""
+    for turn in range(1, given.turns + 1):
+        for level in levels(given):
+            if level.group in given.groups.split(","):
+                sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
+                yield replace(level, name=named(level.name, turn), sides=sides)
+
+
+def named(level: str, turn: int) -> str:
+    return level if turn == 1 else f"{level} ({turn})"
 
 
 def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
@@ -273,7 +292,7 @@ class Session:
 
     def measure(self, cfg: RunConfig, name: str) -> Point:
         side = self.sides[name]
-        point = load_url.measured(cfg, side.server, side.loader, ignore, self.result, None, name == PLAIN)
+        point = load_url.measured(cfg, side.server, side.loader, ignore, self.result, None, name != DRAFTING)
         side.server.check()
         if self.given.results is not None:
             results.save(self.given.results, point)
@@ -341,6 +360,8 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"throughput": round(one["tok_s"] / plain["tok_s"], 3), "wanted": level.wanted}
     found["reached"] = found["throughput"] >= level.wanted
+    if "tok_s" in row.get(CONTROL, {}):
+        found["control"] = round(row[CONTROL]["tok_s"] / plain["tok_s"], 3)
     for name in ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms"):
         if name in one and name in plain:
             found[name.removesuffix("_ms")] = round(one[name] / plain[name], 3)
@@ -351,15 +372,27 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
+def over_turns(given: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of levels that had several turns, medians and ranges of what `compared` says of throughput. found: by name."""
+    told: dict[str, dict[str, Any]] = {}
+    for level in levels(given):
+        turns = [found[name] for turn in range(1, given.turns + 1) if (name := named(level.name, turn)) in found]
+        for figure in ("throughput", "control"):
+            ratios = [one[figure] for one in turns if figure in one]
+            if len(ratios) > 1:
+                told.setdefault(level.name, {"turns": len(turns), "wanted": level.wanted})[figure] = {
+                    "median": round(statistics.median(ratios), 3), "low": min(ratios), "high": max(ratios)}  # fmt: skip
+    return told
+
+
 def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, str]:
     """Variables of a side's server."""
     # The phases of the start are read from lines of the level INFO, which the host may have turned off.
     found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
-    if name == PLAIN:
+    if name != DRAFTING:
         found["VLLM_PLUGINS"] = ""
     if given.gpus > 1:
-        first = DRAFTING if given.swap else PLAIN
-        found["CUDA_VISIBLE_DEVICES"] = "0" if name == first else "1"
+        found["CUDA_VISIBLE_DEVICES"] = "0" if (name == DRAFTING) == given.swap else "1"
     return found
 
 
@@ -367,13 +400,15 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
 def both(
     given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Side]]:
-    """Both servers, started at once. Their threads live as long as `pool`: a process ends with the thread that started
-    it."""
+    """Both servers, and the control, started at once. Their threads live as long as `pool`: a process ends with the
+    thread that started it."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, draft_weights="shared",
                                  length_table=None, adaptive_length=False, verification="full"),
                   DRAFTING: cfg}  # fmt: skip
+        if given.control:
+            wanted[CONTROL] = wanted[PLAIN]
         opening: dict[str, Future[Server]] = {}
         following: dict[str, Future[list[tuple[float, str]]]] = {}
         began = time.monotonic()
@@ -396,7 +431,7 @@ def both(
                  "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
             side = load.Loader(scratch / "raw" / name)
             sides[name] = Side(server, side, str(wanted[name].length_table))
-        print(f"both servers answer after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{len(sides)} servers answer after {time.monotonic() - began:.0f} s", flush=True)
         for name, started in found["start"].items():
             print(f"{name}: {json.dumps(started[-1])}", flush=True)
         yield sides
@@ -418,12 +453,13 @@ def main() -> None:
         LengthTable.parse(table, given.k)
         given.table, found["table"] = table, table
     cfg = config(given, table)
-    planned = [one for one in levels(given) if one.group in given.groups.split(",")]
+    chosen = list(planned(given))
 
     def save() -> None:
-        known = {one.name: one for one in [*levels(given), *planned]}
+        known = {one.name: one for one in [*levels(given), *chosen]}
         found["compared"] = {name: over for name, level in known.items()
                              if (over := compared(level, found["rows"])) is not None}  # fmt: skip
+        found["over_turns"] = over_turns(given, found["compared"])
         given.out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
 
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -433,7 +469,7 @@ def main() -> None:
         save()
         sides[PLAIN].loader.prompts(cfg)  # what it imports, two threads at once cannot import for the first time
         session = Session(given, cfg, sides, found, until, pool)
-        for level in planned:
+        for level in chosen:
             if level.group != "lengths" and not session.table:
                 made = table or made_table(found["rows"], given)
                 session.table = made or str(LengthTable.fixed(given.k))
@@ -441,7 +477,7 @@ def main() -> None:
                 print(f"table: {session.table}" + ("" if made else " (the lengths were not measured)"), flush=True)
             session.run(level)
             save()
-    print(json.dumps(found["compared"], indent=1))
+    print(json.dumps(found["over_turns"] or found["compared"], indent=1))
 
 
 if __name__ == "__main__":

@@ -96,3 +96,31 @@ def test_one_gpu_cannot_be_swapped(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.arguments(["--out", str(tmp_path / "load.json"), "--swap"])
     assert "it needs --gpus 2" in capsys.readouterr().err
+
+
+def test_a_second_plain_server_says_how_much_servers_differ(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "1", "--groups", "closed", "--control", "--turns", "3"]
+    given = script.arguments(words)
+    chosen = list(script.planned(given))
+    assert [level.name for level in chosen] == ["closed 1", "closed 1 (2)", "closed 1 (3)"]
+    sides = {script.PLAIN: 100.0, script.DRAFTING: 99.0, script.CONTROL: 90.0}
+    assert all(level.sides == tuple(sides) for level in chosen)
+    rows = {
+        level.name: {side: {"tok_s": speed + turn} for side, speed in sides.items()}
+        for turn, level in enumerate(chosen)
+    }
+    found = {level.name: script.compared(level, rows) for level in chosen}
+    told = script.over_turns(given, found)["closed 1"]
+    assert told["turns"] == 3
+    assert told["throughput"] == {"median": 0.99, "low": 0.99, "high": 0.99}
+    assert told["control"] == {"median": 0.901, "low": 0.9, "high": 0.902}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_both_plain_servers_are_without_the_plugin_and_on_one_card(script, tmp_path, swap):
+    words = ["--out", str(tmp_path / "load.json"), "--gpus", "2", *(["--swap"] if swap else [])]
+    found = {name: script.environment(script.arguments(words), name, tmp_path)
+             for name in (script.PLAIN, script.DRAFTING, script.CONTROL)}  # fmt: skip
+    assert {name: one["CUDA_VISIBLE_DEVICES"] for name, one in found.items()} == {
+        script.PLAIN: "01"[swap], script.CONTROL: "01"[swap], script.DRAFTING: "10"[swap]}  # fmt: skip
+    assert [name for name, one in found.items() if one.get("VLLM_PLUGINS") == ""] == [script.PLAIN, script.CONTROL]

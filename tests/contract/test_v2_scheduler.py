@@ -176,17 +176,21 @@ def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
     assert {load for load, _ in steady} == {1, 2, 3, 4, 5, 6}
 
 
-def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch):
-    from selfspec_cli.vllm_plugin.observe.transport import CARRIER, take_out
+@pytest.mark.parametrize("worker", [True, False], ids=["with each step", "at the end"])
+def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch, worker):
+    from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, take_out
     from selfspec_cli.vllm_plugin.v2.widths import planner_of
 
-    scheduler, sums, lengths = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), []
+    scheduler, sums, lengths, told = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), [], []
     update = scheduler.update_from_output
 
-    def listening(*arguments):
-        outputs = update(*arguments)
+    def listening(output, answer):
+        if worker:  # its numbers are there twice a second, and take the scheduler's along
+            setattr(answer, ATTRIBUTE, {})
+        outputs = update(output, answer)
         for stats in (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None):
             news = take_out(stats)
+            told.append(bool(news))
             lengths.extend([news.pop("in_force")] if "in_force" in news else [])
             sums.update(news)
             assert not any(name.startswith("selfspec") for name in getattr(stats, CARRIER))
@@ -197,8 +201,9 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     counted = {f"off.{reason}": number for reason, number in planner_of(scheduler).off.items() if number}
     assert sums == counted
     assert set(counted) == {"off.load", "off.request"}
-    assert set(lengths) == {0, 2, 4}
+    assert set(lengths) == ({0, 2, 4} if worker else {4})
     assert all(one != other for one, other in itertools.pairwise(lengths))  # sent where it changed
+    assert worker or sum(told) < 5 < len(told)  # where no request was left
 
 
 def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monkeypatch):

@@ -108,9 +108,10 @@ def send(original: Method) -> Method:
         outputs = original(self, scheduler_output, model_runner_output)
         found = (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None)
         news, stats = _news_of(self), next(found, None)
-        if news is not None and stats is not None:
-            planner = planner_of(self)
-            totals = getattr(model_runner_output, ATTRIBUTE, {})
+        totals = getattr(model_runner_output, ATTRIBUTE, None)
+        # The scheduler's own numbers wait for the worker's, or for the last request: steps are to cost nothing.
+        if news is not None and stats is not None and (totals is not None or not self.requests):
+            planner, totals = planner_of(self), totals or {}
             if planner is not None:
                 totals = totals | flat(planner.landed())
             getattr(stats, CARRIER).update({PREFIX + name: number for name, number in news.since(totals).items()})

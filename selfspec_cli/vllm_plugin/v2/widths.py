@@ -31,7 +31,9 @@ class WidthPlanner:
     """Plans for one scheduler."""
 
     def __init__(self, settings: ResolvedSettings) -> None:
-        self.k, self.widths = settings.k, widths(settings)
+        self.k = settings.k
+        planned = widths(settings)
+        self._width_for = {k: min(width for width in planned if width >= k) for k in range(self.k + 1)}
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
         self.in_force = settings.k  # places of the step planned last
@@ -52,10 +54,10 @@ class WidthPlanner:
             self._own.pop(name, None)
         scheduled = output.num_scheduled_tokens
         wanted, off = self._longest(scheduled, requests)
-        width = min(width for width in self.widths if width >= wanted)
+        width = self._width_for[wanted]
         if self.switch is not None:
             self.switch.forget(output.finished_req_ids)
-            if width and not self.switch.open(scheduled.keys(), width, self._table.at(len(scheduled)).cost):
+            if width and not self.switch.open(scheduled.keys(), width, self._at(len(scheduled)).cost):
                 off["acceptance"] = max(0, self._decoding(scheduled) - sum(off.values()))
                 width = 0
         for reason, number in off.items():
@@ -66,6 +68,7 @@ class WidthPlanner:
     def set_table(self, table: LengthTable) -> None:
         """Other lengths by load from the next step on. Graphs are for the widths that the engine was started with."""
         self._table, self._some_off = table, any(cell.k == 0 for cell in table.cells)
+        self._at = functools.cache(table.at)  # numbers of requests are few, and it is asked in each step
 
     def landed(self) -> Snapshot:
         """What goes to a server's metrics."""
@@ -82,7 +85,7 @@ class WidthPlanner:
         """
         load = len(scheduled)
         if not (self._table.by_context or self._own):
-            k = self._table.at(load).k
+            k = self._at(load).k
             return k, {} if k else {"load": self._decoding(scheduled)}
         # Where nobody may be without drafts, nobody has to be counted.
         counting = self._some_off or any(own.k == 0 for own in self._own.values())

@@ -63,15 +63,5 @@ python experiments/serving/agree.py --out agree.json --clients 1 --requests 100 
 ```
 
 """
-    header = (
-        "file",
-        "machine",
-        "clients",
-        "rounds",
-        "tok/s by selfspec",
-        "tok/s by vLLM",
-        "tok/s",
-        "median TPOT",
-        "median TTFT",
-    )
+    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT", "median TTFT")
     return text + table(header, rows)

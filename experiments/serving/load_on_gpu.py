@@ -47,7 +47,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,6 @@ class Session:
     until: float
     pool: ThreadPoolExecutor
     table: str = ""  # that is deployed
-    result: SweepResult = field(default_factory=lambda: SweepResult(results.new_run_id()))
     beyond: float = 8.0  # seconds that a level takes beside its timed runs, a side
 
     def run(self, level: Level) -> bool:
@@ -292,11 +291,12 @@ class Session:
 
     def measure(self, cfg: RunConfig, name: str) -> Point:
         side = self.sides[name]
-        point = load_url.measured(cfg, side.server, side.loader, ignore, self.result, None, name != DRAFTING)
+        # A run of its own for each point: both plain servers have the same key.
+        result = SweepResult(results.new_run_id())
+        point = load_url.measured(cfg, side.server, side.loader, ignore, result, None, name != DRAFTING)
         side.server.check()
         if self.given.results is not None:
             results.save(self.given.results, point)
-        self.result.points.append(point)
         return point
 
     def say(self, level: Level) -> None:

@@ -42,6 +42,7 @@ def running(**contexts):
 
 def test_the_width_is_the_tables_at_the_number_of_requests():
     plan = planner(length_table="3:2 5:0")
+    assert plan.widths == (4, 2, 0)
     for load, width in ((1, 4), (2, 4), (3, 2), (4, 2), (5, 0), (9, 0)):
         requests = running(**{f"r{number}": 10 for number in range(load)})
         assert plan.width(step(requests), requests) == width

@@ -31,9 +31,8 @@ class WidthPlanner:
     """Plans for one scheduler."""
 
     def __init__(self, settings: ResolvedSettings) -> None:
-        self.k = settings.k
-        planned = widths(settings)
-        self._width_for = {k: min(width for width in planned if width >= k) for k in range(self.k + 1)}
+        self.k, self.widths = settings.k, widths(settings)
+        self._width_for = {k: min(width for width in self.widths if width >= k) for k in range(self.k + 1)}
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
         self.in_force = settings.k  # places of the step planned last

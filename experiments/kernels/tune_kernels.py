@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, marlin_token
+from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, marlin_token, rounding
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -135,7 +135,7 @@ def rows(
         kind = DRAFT_WEIGHTS[f"int{width}"]
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
-        counts = [tokens for tokens in token_counts if 1 < tokens <= lowbit_few_tokens.MOST]
+        counts = [tokens for tokens in token_counts if 1 < tokens <= rounding.MOST]
         ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE)]
         if width in (4, 8):
             ways.append((kind.name, _few, dict(copy), counts, FEW))
@@ -172,11 +172,15 @@ Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[d
 
 
 def _one(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return lowbit_one_token.product(x, copy["words"], copy.get("more"), copy["scales"], **setting)
+    words, more, scales = copy["words"], copy.get("more"), copy["scales"]
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, more, x.shape[1]))
+    return lowbit_one_token.product(*rounded, words, more, scales, None, x.dtype, **setting)
 
 
 def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    return lowbit_few_tokens.product(x, copy["words"], copy["scales"], **setting)
+    words, scales = copy["words"], copy["scales"]
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, None, x.shape[1]))
+    return lowbit_few_tokens.product(*rounded, len(x), words, scales, None, x.dtype, **setting)
 
 
 def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:

@@ -23,14 +23,15 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import as_text, drafting_layers
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts
-from selfspec_cli.vllm_plugin.weights.copied import kernels_of, on_copies
+from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
 from selfspec_cli.vllm_plugin.weights.fitted import on_fitted_copies
 from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
-from selfspec_cli.vllm_plugin.weights.replace import Make, replace_in_layers
+from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.compilation.passes.inductor_pass import InductorPass
+    from vllm.config import CompilationConfig, VllmConfig
 
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
 
@@ -63,14 +64,16 @@ def first_layers(
     trunk = _view(decoder, tag)
     cut(trunk, len(chosen))
     # The view shares the dict of submodules with the target, which must keep its own layers.
-    make, experts = _replacements(draft_weights, vllm_config, fitted)
-    attention = on_one_query(vllm_config, next(decoder.parameters()).device)
+    device = next(decoder.parameters()).device
+    kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], device)
+    make, experts = _replacements(draft_weights, vllm_config, fitted, kernels)
+    attention = on_one_query(vllm_config, device)
     changed = replace_in_layers(own, chosen, vllm_config, make, experts, attention)
     trunk.__dict__["_modules"] = {**decoder._modules, "layers": nn.ModuleList([*changed, *list(own)[layers:]])}
     if hasattr(trunk, "aux_hidden_state_layers"):
         trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
     if not getattr(trunk, "do_not_compile", True):
-        _compile_anew(trunk, tag, vllm_config, draft_weights)
+        _compile_anew(trunk, tag, vllm_config, kernels)
     return trunk
 
 
@@ -87,14 +90,15 @@ def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> Non
 
 
 def _replacements(
-    draft_weights: str, vllm_config: VllmConfig, fitted: FittedWeights | None
+    draft_weights: str, vllm_config: VllmConfig, fitted: FittedWeights | None, kernels: Kernels | None
 ) -> tuple[Make, Make | None]:
-    """What makes the linear layers, and the mixtures of experts (None: they stay the target's)."""
+    """What makes the linear layers and activations, and the mixtures of experts (None: they stay the target's)."""
     kind, dtype = DRAFT_WEIGHTS[draft_weights], vllm_config.model_config.dtype
     if not kind.copies:
         return on_own_weight, None
     linear = on_copies(kind, dtype) if fitted is None else on_fitted_copies(fitted, dtype)
-    return linear, on_copied_experts(kind, vllm_config)
+    made = linear if kernels is None else first_of(linear, kernels.activation)
+    return made, on_copied_experts(kind, vllm_config)
 
 
 def _view(decoder: nn.Module, tag: str) -> nn.Module:
@@ -122,7 +126,7 @@ def _tag(layers: int, draft_weights: str, skipped: Sequence[int]) -> str:
     return f"first_{layers}_layers{without}" + (f"_{draft_weights}" if DRAFT_WEIGHTS[draft_weights].copies else "")
 
 
-def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, draft_weights: str) -> None:
+def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: Kernels | None) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
@@ -131,16 +135,26 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, draft_wei
     config = copy.copy(vllm_config)
     # Two views of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
-    kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], next(trunk.parameters()).device)
     config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
     if compilation.splitting_ops:  # vLLM cuts a model at attention, so that equal layers are compiled once
         compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
     if kernels is not None:
         compilation.compile_sizes = sorted({*kernels.COMPILE_SIZES, *(compilation.compile_sizes or ())})
+        _add_pass(compilation, kernels.graph_pass())
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
+    state.update(vllm_config=config, compilation_config=compilation)  # by these an artifact on disk is found again
     with set_model_tag(tag), set_current_vllm_config(config):
         TorchCompileWithNoGuardsWrapper.__init__(trunk)
+
+
+def _add_pass(compilation: CompilationConfig, added: InductorPass | None) -> None:
+    """Have the graphs go through `added`, unless the user has given vLLM a pass: it takes one."""
+    from vllm.platforms import current_platform
+
+    options = compilation.inductor_compile_config
+    if added is not None and current_platform.pass_key not in options:
+        compilation.inductor_compile_config = {**options, current_platform.pass_key: added}
 
 
 def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:

@@ -7,7 +7,7 @@ import torch
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
-from selfspec_cli.vllm_plugin.weights import lowbit
+from selfspec_cli.vllm_plugin.weights import lowbit, rounding
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens as few_tokens
 from selfspec_cli.vllm_plugin.weights import lowbit_one_token as one_token
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
@@ -39,14 +39,15 @@ def product_and_wanted(bits, shape, tokens, dtype, asked, whole):
     x[tokens // 2, -GROUP:] = 0  # a group without a largest value
     bias = torch.randn(rows, generator=draw).to(dtype) if tokens % 2 else None
     x = x.to(dtype)
-    got = few_tokens.product(x, copy["words"], copy["scales"], bias, asm=GPU, **asked)
+    rounded = rounding.round_tokens(x, bits)
+    got = few_tokens.product(*rounded, tokens, copy["words"], copy["scales"], bias, dtype, asm=GPU, **asked)
     assert (got.dtype, got.shape) == (dtype, (tokens, rows))
     assert not none_arrived(x.device).any()  # as it was found
     return got.double(), x.double() @ kind.dequantise(copy, torch.float64).T + (0 if bias is None else bias.double())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 19, 32])
+@pytest.mark.parametrize("tokens", [2, 7, 9, 16, 19, 32])
 @pytest.mark.parametrize(("shape", "asked"), ASKED)
 def test_few_tokens_are_multiplied_as_by_the_copy_itself(bits, shape, tokens, asked):
     got, wanted = product_and_wanted(bits, shape, tokens, torch.bfloat16, asked, whole=False)
@@ -55,7 +56,7 @@ def test_few_tokens_are_multiplied_as_by_the_copy_itself(bits, shape, tokens, as
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tokens", [1, 6, 23])
+@pytest.mark.parametrize("tokens", [2, 6, 23])
 @pytest.mark.parametrize(("shape", "asked"), ASKED)
 def test_tokens_that_8_bits_hold_are_multiplied_exactly(bits, shape, tokens, asked):
     # In float32, which the kernels do not keep from reading tokens in, nothing is rounded.
@@ -75,13 +76,13 @@ def test_usual_settings_are_possible(rows, groups, tokens):
 def test_other_numbers_of_tokens_are_refused(tokens):
     words, scales = torch.zeros(16, 16, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"{tokens} tokens, not 1 to 32"):
-        few_tokens.product(torch.zeros(tokens, 64, dtype=torch.bfloat16), words, scales)
+        few_tokens.product(words, scales, tokens, words, scales, None, torch.bfloat16)
 
 
 def test_other_copies_are_refused():
     words, scales = torch.zeros(16, 12, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
     with pytest.raises(ValueError, match="no copy of 4 or 8 bits"):
-        few_tokens.product(torch.zeros(2, 64, dtype=torch.bfloat16), words, scales)
+        few_tokens.product(words, scales, 2, words, scales, None, torch.bfloat16)
 
 
 # ---- one token ------------------------------------------------------------------------------------------------------
@@ -96,12 +97,13 @@ def test_one_token_times_several_rows(name, columns, at_once, rows_at_once):
     x, bias = torch.randn(1, columns), torch.randn(5)
     parts = copy["words"], copy.get("more"), copy["scales"]
     asked = {"rows_at_once": rows_at_once, "at_once": at_once, "asm": GPU}
-    got = one_token.product(x, *parts, bias, **asked)
+    bits = one_token.width_of(*parts[:2], columns)
+    got = one_token.product(*rounding.round_tokens(x, bits), *parts, bias, x.dtype, **asked)
     want = x.double() @ kind.dequantise(copy, torch.float64).T + bias
     # The kernel rounds tokens to 8 bits, which is all that it adds.
     assert (got - want).norm() / (want - bias).norm() < 0.015
     whole = x.round().clamp(-1, 1) * 127  # 8 bits hold these tokens exactly
-    exact = one_token.product(whole, *parts, **asked)
+    exact = one_token.product(*rounding.round_tokens(whole, bits), *parts, None, x.dtype, **asked)
     want = whole.double() @ kind.dequantise(copy, torch.float64).T
     assert (exact - want).norm() / want.norm() < 1e-5
 

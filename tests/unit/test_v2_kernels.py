@@ -55,6 +55,18 @@ def test_products_with_integer_copies_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "lowbit_interpreted.py"), TRITON_INTERPRET="1")
 
 
+def test_norms_and_activations_that_round_in_tritons_interpreter():
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "rounding_interpreted.py"), TRITON_INTERPRET="1")
+
+
+def test_norms_and_activations_that_round_compile_for_cuda():
+    """Nothing spills, and of a norm only its weight is read before the kernel in front has ended."""
+    for line in run("-c", ROUND).splitlines():
+        name, spilt, before, after = line.split()
+        assert int(spilt) == 0
+        assert (int(before), int(after)) == ((8, 16) if name == "_add_and_norm" else (0, 16)), name
+
+
 def test_several_rows_of_integer_copies_compile_for_cuda():
     """Weights are read 16 bytes at a time and in no other way, and nothing passes through shared memory or spills."""
     for line in run("-c", SEVERAL).splitlines():
@@ -208,6 +220,30 @@ for bits in (4, 8):
     ptx = kernel.asm["ptx"]
     hint = "evict_first.L2::cache_hint"
     print(bits, ptx.count(hint + ".v4.b32"), ptx.count(hint + ".b32"), kernel.metadata.shared, ptx.count(".local"))
+"""
+
+
+ROUND = """
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.weights.rounding import _activate, _add_and_norm
+
+TYPES = dict.fromkeys(("x", "residual", "weight", "normed", "left", "activated"), "*bf16")
+TYPES |= {"rounded": "*i32", "factors": "*fp32", "groups": "i32", "epsilon": "fp32"}
+for kernel, groups, warps in ((_add_and_norm, 64, 8), (_activate, 8, 2)):
+    constants = {"TOKENS": 8, "HALVES": True, "GROUPS": groups, "EARLY": True}
+    signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    pointers = [place for place, name in enumerate(kernel.arg_names) if TYPES.get(name, "")[:1] == "*"]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants,
+                       attrs={(place,): [["tt.divisibility", 16]] for place in pointers})
+    options = {"num_warps": warps, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    loads = [len(re.findall(r"ld\\.global", part)) for part in ptx.split("griddepcontrol.wait", 1)]
+    print(kernel.fn.__name__, ptx.count(".local"), *loads)
 """
 
 

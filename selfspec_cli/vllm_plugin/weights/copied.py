@@ -19,6 +19,7 @@ from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
 if TYPE_CHECKING:
+    from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.config import ModelConfig, ParallelConfig
 
 
@@ -42,6 +43,12 @@ class Kernels(Protocol):
         Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
         an operator of torch with a fake implementation.
         """
+
+    def activation(self, module: nn.Module, name: str) -> nn.Module | None:
+        """What stands in for a part of a layer that is an activation; None to leave it, and for all other parts."""
+
+    def graph_pass(self) -> InductorPass | None:
+        """A pass over the graphs of the compiled layers, before vLLM lowers operators of its own; None: no pass."""
 
     def experts(
         self, layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any

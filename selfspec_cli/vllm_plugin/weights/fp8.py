@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from selfspec_cli.early_exit.draft_weights.fp8 import LARGEST
+
+if TYPE_CHECKING:
+    from vllm.compilation.passes.inductor_pass import InductorPass
 
 COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
 
@@ -27,6 +30,16 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     """
     out: Tensor = torch.ops.selfspec.linear_e4m3(x, tensors["weight"], tensors["scale"])
     return out if bias is None else out + bias
+
+
+def activation(module: nn.Module, name: str) -> nn.Module | None:
+    """Activations stay vLLM's."""
+    return None
+
+
+def graph_pass() -> InductorPass | None:
+    """None: Inductor fuses what quantises a token with what comes before by itself."""
+    return None
 
 
 def _linear_e4m3(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

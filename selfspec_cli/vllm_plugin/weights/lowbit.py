@@ -2,7 +2,8 @@
 
 An engine for up to 32 requests at a time keeps copies in the layout in which `early_exit.draft_weights.integers` writes
 them. One token is multiplied by the kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py where
-copies have 4 or 8 bits; several times copies of 5 or 6 bits, by the target's own weight.
+copies have 4 or 8 bits; several times copies of 5 or 6 bits, by the target's own weight. The tokens are rounded to 8
+bits before (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
 Engines for more requests keep copies of 4 and 8 bits as Marlin reads them (marlin.py), because for 32 to 64 tokens its
 kernels are faster than ours. Both layouts at once would double the memory that a copy takes. Measured on an H100
@@ -13,16 +14,19 @@ kernels are faster than ours. Both layouts at once would double the memory that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin
+from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
+
+if TYPE_CHECKING:
+    from vllm.compilation.passes.inductor_pass import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 
@@ -37,11 +41,21 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
+def activation(module: nn.Module, name: str) -> nn.Module | None:
+    """An activation that can round its result, where copies are multiplied by kernels of ours."""
+    return None if _many_requests_at_a_time() else fused.activation(module, name)
+
+
+def graph_pass() -> InductorPass | None:
+    """Lets norms and activations round for the products behind them, where these are kernels of ours."""
+    return None if _many_requests_at_a_time() else fused.graph_pass()
+
+
 def _many_requests_at_a_time() -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    return config is not None and config.scheduler_config.max_num_seqs > lowbit_few_tokens.MOST
+    return config is not None and config.scheduler_config.max_num_seqs > rounding.MOST
 
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
@@ -62,17 +76,66 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 def _linear_integers(
     x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor
 ) -> Tensor:
-    tokens = x.shape[0]
-    if tokens == 1:
-        return lowbit_one_token.product(x.contiguous(), words, more, scales, bias)
-    if tokens <= lowbit_few_tokens.MOST and width_of(words, more, x.shape[1]) in (4, 8):
-        return lowbit_few_tokens.product(x.contiguous(), words, scales, bias)
-    return F.linear(x, weight, bias)
+    bits = width_of(words, more, x.shape[1])
+    if not rounding.is_rounded(x.shape[0], bits):
+        return F.linear(x, weight, bias)
+    return _product(x, *rounding.round_tokens(x.contiguous(), bits), words, more, scales, bias)
 
 
 @_linear_integers.register_fake
 def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], scales.shape[0])
+
+
+# What fused.py puts in its place where the kernel in front rounds.
+@torch.library.custom_op(
+    "selfspec::linear_rounded",
+    mutates_args=(),
+    schema="(Tensor x, Tensor rounded, Tensor factors, Tensor words, Tensor? more, Tensor scales, Tensor? bias, "
+    "Tensor weight) -> Tensor",
+)
+def _linear_rounded(
+    x: Tensor,
+    rounded: Tensor,
+    factors: Tensor,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+) -> Tensor:
+    if not rounding.is_rounded(x.shape[0], width_of(words, more, x.shape[1])):
+        return F.linear(x, weight, bias)
+    return _product(x, rounded, factors, words, more, scales, bias)
+
+
+@_linear_rounded.register_fake
+def _(
+    x: Tensor,
+    rounded: Tensor,
+    factors: Tensor,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[0])
+
+
+def _product(
+    x: Tensor,
+    rounded: Tensor,
+    factors: Tensor,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Tokens x [n, in], as they were rounded, times a copy."""
+    if x.shape[0] == 1:
+        return lowbit_one_token.product(rounded, factors, words, more, scales, bias, x.dtype)
+    return lowbit_few_tokens.product(rounded, factors, x.shape[0], words, scales, bias, x.dtype)
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

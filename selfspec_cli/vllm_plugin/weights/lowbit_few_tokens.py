@@ -5,9 +5,9 @@ every program asks for much of what it reads at once. So weights go from memory 
 tensor core multiplies them. That works because any order of the 64 inputs of a group will do, as long as weights and
 tokens have the same. In an `mma` of 16 rows, 8 tokens and 32 inputs, lane 4 r + t of a warp holds inputs of rows r and
 r + 8 and of token r; it is given the t-th quarter of the bytes that each row has for a group: 16 contiguous bytes with
-8 bits, 8 with 4. A first kernel rounds tokens to signed bytes, each group by its own largest magnitude, and lays them
-out in the same order. Integers of 4 bits are multiplied as 16 times themselves, which a mask makes of both halves of a
-byte, and their sign bits come right by one exclusive or in the same instruction.
+8 bits, 8 with 4. Tokens have been rounded to signed bytes before, in the same order (rounding.py). Integers of 4 bits
+are multiplied as 16 times themselves, which a mask makes of both halves of a byte, and their sign bits come right by
+one exclusive or in the same instruction.
 
 A warp multiplies ROWS rows by one group of all tokens at a time. The warps of a program have different groups, or
 different rows too where there are more rows than a warp takes; `tl.dot` knows that as a batch. Tensors are made so that
@@ -29,11 +29,10 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import four_bytes, launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.one_token import launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.rounding import padded
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
-ROUNDED_AT_ONCE = 8  # groups of a program
-MOST = 32  # tokens; with more, vLLM's Marlin kernels are faster (lowbit.py)
 
 
 @triton.jit
@@ -56,48 +55,6 @@ def _halves(packed, ASM: tl.constexpr):
         )
     wide = packed.to(tl.int32)
     return (((wide & 15) - 8) * 16).to(tl.int8), ((((wide >> 4) & 15) - 8) * 16).to(tl.int8)
-
-
-@triton.jit
-def _round_tokens(
-    x,
-    rounded,
-    factors,
-    groups_of_row,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Tokens as bytes [groups, TOKENS, 64], and the factors [groups, TOKENS] by which they were divided.
-
-    Of 64 bytes each quarter is what one lane multiplies: with 4 bits two words of parts 0 to 3, then two of 4 to 7.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # `_some_rows` waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
-    token, word = tl.program_id(1), tl.arange(0, 16)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    half, column = word // 8, word % 8
-    valid = (group < groups_of_row)[:, None] & (word < 16)[None, :]
-    values = x + ((token * groups_of_row + group) * GROUP)[:, None] + (half * 32 + column)[None, :]
-    x0 = tl.load(values, mask=valid, other=0.0).to(tl.float32)
-    x1 = tl.load(values + 8, mask=valid, other=0.0).to(tl.float32)
-    x2 = tl.load(values + 16, mask=valid, other=0.0).to(tl.float32)
-    x3 = tl.load(values + 24, mask=valid, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-    largest = tl.max(most, axis=1)  # [GROUPS]
-    packed = four_bytes(x0, x1, x2, x3, tl.where(largest > 0, 127.0 / largest, 0.0)[:, None])
-    place = word if BITS == 8 else column // 2 * 4 + half * 2 + column % 2
-    at = group * TOKENS + token
-    tl.store(rounded + at[:, None] * 16 + place[None, :], packed, mask=valid)
-    tl.store(factors + at, _factor(largest, BITS), mask=group < groups_of_row)
-
-
-@triton.jit
-def _factor(largest, BITS: tl.constexpr):
-    """What a product of bytes is multiplied by, besides a row's scale; `_halves` has multiplied by 16."""
-    return largest * (1.0 / 127.0 if BITS == 8 else 1.0 / 2032.0)
 
 
 @triton.jit
@@ -167,7 +124,7 @@ def _tokens(
     WARPS: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """Of each warp, a group of all tokens as `_round_tokens` wrote them: bytes of parts 0 to 3, and of 4 to 7 (all of
+    """Of each warp, a group of all tokens as rounding.py wrote them: bytes of parts 0 to 3, and of 4 to 7 (all of
     them twice, for 8 bits); and factors [WARPS, 1, 8, TOKENS]."""
     lane = tl.arange(0, TOKENS // 8 * WARPS * 32)  # of a warp of some 8 tokens
     group, first = start + lane // 32 % WARPS % ALONG, lane // (32 * WARPS) * 8
@@ -371,18 +328,21 @@ def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
     return Settings(128 if rows >= 2**15 else 32, 1, 2)
 
 
-def _most_stages(of_warp: int, padded: int, bits: int) -> int:
+def _most_stages(of_warp: int, room: int, bits: int) -> int:
     """Groups of rows of a warp, and of tokens, that the registers of each thread hold."""
-    of_rows, of_tokens = of_warp // 8, padded // 8
+    of_rows, of_tokens = of_warp // 8, room // 8
     sums = 2 * of_rows * of_tokens
     return max(1, (REGISTERS - sums) // (of_rows * (bits // 2 + 1) + of_tokens * 6))
 
 
 def product(
-    x: Tensor,
+    rounded: Tensor,
+    factors: Tensor,
+    tokens: int,
     words: Tensor,
     scales: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
     *,
     rows_at_once: int | None = None,
     parts: int | None = None,
@@ -390,55 +350,38 @@ def product(
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
-    """Tokens x [n, in] times a copy [out, in], plus bias [out] -> [n, out] in x's dtype.
+    """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
 
-    x is contiguous and in bfloat16, n is 1 to 32. words, scales: int32 [out, in / 4] or [out, in / 8], and float16
-    [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Tokens are rounded to 8 bits, each group of 64
-    by its own largest magnitude; sums are in float32, and come out the same every time.
-    rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False where there is no PTX
-    (Triton's interpreter). early: ask for weights before the tokens are rounded; None: where the device can.
-    Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call
+    rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
+    8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
+    out the same every time. rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False
+    where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None: where the
+    device can. Raises ValueError for more tokens, and for copies of other bits. Where it captures a CUDA graph, call
     `one_token.none_arrived` first.
     """
-    (tokens, columns), (rows, groups) = x.shape, scales.shape
-    bits = 32 * words.shape[1] // columns
-    if bits not in (4, 8) or columns != groups * GROUP.value:
-        raise ValueError(
-            f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)}, x [n, {columns}]"
-        )
-    padded, usual = _padded(tokens), usual_settings(rows, groups, tokens)
+    rows, groups = scales.shape
+    bits = words.shape[1] // 2 // groups
+    if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:
+        raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
+    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, tokens)
     rows_at_once = rows_at_once or usual.rows_at_once
     of_warp = min(rows_at_once, ROWS_OF_WARP)
     across = rows_at_once // of_warp
     warps = max(WARPS, across)
     along, tiles = warps // across, triton.cdiv(rows, rows_at_once)
-    arrived = none_arrived(x.device)
+    arrived = none_arrived(device)
     parts = min(parts or usual.parts, groups) if tiles <= len(arrived) else 1
     steps = triton.cdiv(triton.cdiv(groups, parts), along)
-    stages = min(stages or usual.stages, steps, _most_stages(of_warp, padded, bits))
-    early = launches_early(x.device) if early is None else early
-    rounded = torch.empty(groups, padded, 64, dtype=torch.int8, device=x.device)
-    factors = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
-    _round_tokens[(triton.cdiv(groups, ROUNDED_AT_ONCE), tokens)](
-        x,
-        rounded.view(torch.int32),
-        factors,
-        groups,
-        BITS=bits,
-        TOKENS=padded,
-        GROUPS=ROUNDED_AT_ONCE,
-        EARLY=early,
-        num_warps=2,
-        launch_pdl=early,
-    )
-    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=x.device)
+    stages = min(stages or usual.stages, steps, _most_stages(of_warp, room, bits))
+    early = launches_early(device) if early is None else early
+    out = torch.empty(tokens, rows, dtype=dtype, device=device)
+    partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     _some_rows[(tiles, parts)](
-        rounded,
+        rounded.view(torch.int8),
         factors,
         words.view(torch.int8),
         scales,
-        x if bias is None else bias,
+        out if bias is None else bias,
         out,
         partial,
         arrived,
@@ -449,7 +392,7 @@ def product(
         BIASED=bias is not None,
         WHOLE=rows % rows_at_once == 0,
         ROWS=of_warp,
-        TOKENS=padded,
+        TOKENS=room,
         WARPS=warps,
         ACROSS=across,
         AT_ONCE=stages,
@@ -462,11 +405,3 @@ def product(
         launch_pdl=early,
     )
     return out
-
-
-def _padded(tokens: int) -> int:
-    """A number of tokens that the kernels are compiled for."""
-    found = next((padded for padded in (8, 16, MOST) if 1 <= tokens <= padded), None)
-    if found is None:
-        raise ValueError(f"{tokens} tokens, not 1 to {MOST}")
-    return found

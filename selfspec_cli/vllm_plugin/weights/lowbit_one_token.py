@@ -1,12 +1,11 @@
 """One token times integer copies of 4 to 8 bits (their layout: `early_exit.draft_weights.integers`).
 
 At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
-arithmetic behind. So the token is rounded to 8-bit integers too, each group of it by its own largest magnitude, and
-`dp4a` multiplies and adds four pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a
-shift. A first kernel rounds the token, in about 1.2 us. Then each program, which is one warp, takes a few rows: it
-loads 16 bytes at a time, and the token's bytes once for all of its rows. From compute capability 9.0 on it is launched
-with the first kernel (programmatic dependent launch) and asks for its first weights before it waits for the token,
-because they do not depend on it.
+arithmetic behind. So the token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four
+pairs of bytes at once: a word of eight 4-bit weights takes two of them, two masks and a shift. Each program, which is
+one warp, takes a few rows: it loads 16 bytes at a time, and the token's bytes once for all of its rows. From compute
+capability 9.0 on it is launched with the kernel that rounds (programmatic dependent launch) and asks for its first
+weights before it waits for the token, because they do not depend on it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,44 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import dp4a, four_bytes, launches_early
+from selfspec_cli.vllm_plugin.weights.one_token import dp4a, launches_early
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part
 
 
 @triton.jit
-def _round_token(x, rounded, factors, groups_of_row, GROUPS: tl.constexpr, EARLY: tl.constexpr):
-    """A token as bytes: of each group the words of parts 0 to 3, then those of parts 4 to 7; and the factor by which
-    each group was divided."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # `_rows` waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    here, word = group < groups_of_row, tl.arange(0, WIDTH)[None, :]
-    valid = here[:, None]
-    values = x + group[:, None] * GROUP + word
-    x0 = tl.load(values + 0 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x1 = tl.load(values + 1 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x2 = tl.load(values + 2 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x3 = tl.load(values + 3 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x4 = tl.load(values + 4 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x5 = tl.load(values + 5 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x6 = tl.load(values + 6 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    x7 = tl.load(values + 7 * WIDTH, mask=valid, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-    most = tl.maximum(most, tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))))
-    largest = tl.max(most, axis=1)  # [GROUPS]
-    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
-    place = rounded + group[:, None] * (2 * WIDTH) + word
-    tl.store(place, four_bytes(x0, x1, x2, x3, inverse), mask=valid)
-    tl.store(place + WIDTH, four_bytes(x4, x5, x6, x7, inverse), mask=valid)
-    tl.store(factors + group, largest * (1.0 / 127.0), mask=here)
-
-
-@triton.jit
 def _token(rounded, factors, group, here):
-    """What `_round_token` wrote of some groups: words int32 [GROUPS, WIDTH] twice, and factors [GROUPS]."""
+    """What rounding.py wrote of some groups: words int32 [GROUPS, WIDTH] twice, and factors [GROUPS]."""
     place = rounded + group[:, None] * (2 * WIDTH) + tl.arange(0, WIDTH)[None, :]
     low = tl.load(place, mask=here[:, None], other=0)
     high = tl.load(place + WIDTH, mask=here[:, None], other=0)
@@ -150,8 +120,8 @@ def _rows(
 ):
     """A program, which is one warp, multiplies a token by ROWS rows of TOTAL groups, GROUPS at a time.
 
-    REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with `_round_token`,
-    and asks for its first weights before it waits for the token.
+    REST: a power of two that is enough for what remains of a row. EARLY: the program is launched with the kernel in
+    front, and asks for its first weights before it waits for the token.
     """
     FULL: tl.constexpr = TOTAL // GROUPS
     first = tl.program_id(0) * ROWS
@@ -194,7 +164,6 @@ def _added(some, others, ROWS: tl.constexpr):
     return found
 
 
-ROUNDED_AT_ONCE = 8  # groups of a program
 AT_ONCE = 32  # groups of a step: all of a row of 2,048
 
 
@@ -217,39 +186,36 @@ def width_of(words: Tensor, more: Tensor | None, columns: int) -> int:
 
 
 def product(
-    x: Tensor,
+    rounded: Tensor,
+    factors: Tensor,
     words: Tensor,
     more: Tensor | None,
     scales: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
     rows_at_once: int | None = None,
     at_once: int = AT_ONCE,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
-    """One token in x [1, in] times a copy [out, in], plus bias [out] -> [1, out] in x's dtype.
+    """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
 
-    x is contiguous. rows_at_once: rows of a program; None: `rows_of_program`. at_once: groups of a step of it. asm:
-    False where there is no PTX (Triton's interpreter). early: launch the product while the token is rounded; None:
-    where the device can.
+    rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program; None:
+    `rows_of_program`. at_once: groups of a step of it. asm: False where there is no PTX (Triton's interpreter). early:
+    launch it before the kernel in front has ended; None: where the device can.
     """
-    early = launches_early(x.device) if early is None else early
+    early = launches_early(words.device) if early is None else early
     rows, groups = scales.shape
-    bits = width_of(words, more, x.shape[1])
+    bits = width_of(words, more, groups * GROUP_OF_COPIES)
     rows_at_once = rows_at_once or rows_of_program(rows, groups, bits)
-    rounded = torch.empty(groups * 2 * WIDTH.value, dtype=torch.int32, device=x.device)
-    factors = torch.empty(groups, dtype=torch.float32, device=x.device)
-    _round_token[(triton.cdiv(groups, ROUNDED_AT_ONCE),)](
-        x, rounded, factors, groups, GROUPS=ROUNDED_AT_ONCE, EARLY=early, num_warps=2, launch_pdl=early
-    )
-    out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, rows, dtype=dtype, device=words.device)
     _rows[(triton.cdiv(rows, rows_at_once),)](
         rounded,
         factors,
         words,
         words if more is None else more,
         scales,
-        x if bias is None else bias,
+        out if bias is None else bias,
         out,
         rows,
         TOTAL=groups,

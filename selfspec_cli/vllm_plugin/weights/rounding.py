@@ -1,0 +1,269 @@
+"""Tokens as signed bytes, as the products with integer copies read them (lowbit_one_token.py, lowbit_few_tokens.py).
+
+Each group of 64 inputs is divided by its own largest magnitude. A kernel that does only that takes about 1.2 us, and it
+runs four times a layer. So what most often comes before a product, the norm and the gated activation, can round its own
+result here (fused.py puts it there). From compute capability 9.0 on the product is launched together with any of them
+(programmatic dependent launch), and asks for its first weights meanwhile.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
+from selfspec_cli.vllm_plugin.weights.one_token import four_bytes, launches_early
+
+GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a factor
+WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # inputs of a part
+WORDS = GROUP_OF_COPIES // 4  # of a group of a token
+AT_ONCE = 8  # groups of a program
+MOST = 32  # tokens that are rounded at a time
+
+
+@triton.jit
+def _parts(start, group, here):
+    """The eight parts of some groups of what begins at `start`: float32 [GROUPS, 8] each, 0 where `here` is false."""
+    place, valid = start + group[:, None] * GROUP + tl.arange(0, WIDTH)[None, :], here[:, None]
+    found = ()
+    for part in tl.static_range(8):
+        found += (tl.load(place + part * WIDTH, mask=valid, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _store_parts(parts, start, group, here):
+    """What `_parts` loads, in the type of `start`."""
+    place, valid = start + group[:, None] * GROUP + tl.arange(0, WIDTH)[None, :], here[:, None]
+    for part in tl.static_range(8):
+        tl.store(place + part * WIDTH, parts[part].to(start.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _store_rounded(parts, rounded, factors, group, token, here, TOKENS: tl.constexpr, HALVES: tl.constexpr):
+    """Bytes [groups, TOKENS, 64] and the factors [groups, TOKENS] by which they were divided.
+
+    Of 64 bytes the words of parts 0 to 3 come first, then those of parts 4 to 7. HALVES: for integers of 4 bits that
+    tensor cores multiply as 16 times themselves. Then each quarter of the bytes is what one lane multiplies, two words
+    of each.
+    """
+    most = tl.abs(parts[0])
+    for part in tl.static_range(1, 8):
+        most = tl.maximum(most, tl.abs(parts[part]))
+    largest = tl.max(most, axis=1)  # [GROUPS]
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)[:, None]
+    at, word = group * TOKENS + token, tl.arange(0, WIDTH)[None, :]
+    place = rounded + at[:, None] * (2 * WIDTH) + (word // 2 * 4 + word % 2 if HALVES else word)
+    tl.store(place, four_bytes(parts[0], parts[1], parts[2], parts[3], inverse), mask=here[:, None])
+    more = four_bytes(parts[4], parts[5], parts[6], parts[7], inverse)
+    tl.store(place + (2 if HALVES else WIDTH), more, mask=here[:, None])
+    tl.store(factors + at, largest * (1.0 / 2032.0 if HALVES else 1.0 / 127.0), mask=here)
+
+
+@triton.jit
+def _round(
+    x,
+    rounded,
+    factors,
+    groups,
+    TOKENS: tl.constexpr,
+    HALVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Some groups of a token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
+    token, group = tl.program_id(1), tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    here = group < groups
+    values = _parts(x + token * groups * GROUP, group, here)
+    _store_rounded(values, rounded, factors, group, token, here, TOKENS, HALVES)
+
+
+@triton.jit
+def _add_and_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    left,
+    rounded,
+    factors,
+    groups,
+    epsilon,
+    TOKENS: tl.constexpr,
+    HALVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """All groups of a token. TOKENS: 0 where nothing is to be rounded."""
+    token, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
+    here, start = group < groups, token * groups * GROUP
+    scales = _parts(weight, group, here)  # no kernel in front has written them
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
+    some, others = _parts(x + start, group, here), _parts(residual + start, group, here)
+    sums = ()
+    squares = tl.zeros([GROUPS, WIDTH], tl.float32)
+    for part in tl.static_range(8):
+        total = some[part] + others[part]
+        sums += (total,)  # type: ignore[assignment]
+        squares += total * total
+    _store_parts(sums, left + start, group, here)
+    factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (groups * GROUP) + epsilon)
+    values = ()
+    for part in tl.static_range(8):
+        value = (sums[part] * factor).to(weight.dtype.element_ty).to(tl.float32) * scales[part]
+        values += (value.to(normed.dtype.element_ty).to(tl.float32),)  # type: ignore[assignment]
+    _store_parts(values, normed + start, group, here)
+    if TOKENS > 0:
+        _store_rounded(values, rounded, factors, group, token, here, TOKENS, HALVES)
+
+
+@triton.jit
+def _activate(
+    x,
+    activated,
+    rounded,
+    factors,
+    groups,
+    TOKENS: tl.constexpr,
+    HALVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Some groups of a token. TOKENS: 0 where nothing is to be rounded."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
+    token, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    here, columns = group < groups, groups * GROUP
+    gates = _parts(x + token * 2 * columns, group, here)
+    others = _parts(x + token * 2 * columns + columns, group, here)
+    values = ()
+    for part in tl.static_range(8):
+        value = gates[part] / (1.0 + tl.exp(-gates[part])) * others[part]
+        values += (value.to(activated.dtype.element_ty).to(tl.float32),)  # type: ignore[assignment]
+    _store_parts(values, activated + token * columns, group, here)
+    if TOKENS > 0:
+        _store_rounded(values, rounded, factors, group, token, here, TOKENS, HALVES)
+
+
+def is_rounded(tokens: int, bits: int) -> bool:
+    """Whether so many tokens are multiplied as bytes, by a copy of so many bits."""
+    return tokens == 1 or (tokens <= MOST and bits in (4, 8))
+
+
+def padded(tokens: int) -> int:
+    """How many tokens, of 1 to 32, there is room for between one group and the next."""
+    if not 1 <= tokens <= MOST:
+        raise ValueError(f"{tokens} tokens, not 1 to {MOST}")
+    return next(room for room in (1, 8, 16, MOST) if tokens <= room)
+
+
+def room_for(groups: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for rounded tokens and their factors: int32 [tokens * groups * 16] and float32 [tokens * groups]."""
+    words = torch.empty(tokens * groups * WORDS, dtype=torch.int32, device=device)
+    return words, torch.empty(tokens * groups, dtype=torch.float32, device=device)
+
+
+def round_tokens(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tensor, Tensor]:
+    """x [n, in], contiguous, as bytes and their factors, for a product with a copy of `bits` bits; n is 1 to 32.
+
+    early: launch it, and what comes next, before the kernel in front has ended; None: where the device can.
+    """
+    tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
+    rounded, factors = room_for(groups, padded(tokens), x.device)
+    early = launches_early(x.device) if early is None else early
+    _round[(triton.cdiv(groups, AT_ONCE), tokens)](
+        x,
+        rounded,
+        factors,
+        groups,
+        TOKENS=padded(tokens),
+        HALVES=_in_halves(tokens, bits),
+        GROUPS=AT_ONCE,
+        EARLY=early,
+        num_warps=2,
+        launch_pdl=early,
+    )
+    return rounded, factors
+
+
+def add_and_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    bits: int,
+    warps: int | None = None,
+    early: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
+
+    weight: [in]. What is rounded has room for 32 tokens, and is not written where such tokens are not multiplied as
+    bytes (`is_rounded`). Rounding to x's type is as vLLM's `fused_add_rms_norm` does it. warps: of a token's program;
+    None: by its width.
+    """
+    (tokens, columns), early = x.shape, launches_early(x.device) if early is None else early
+    groups = columns // GROUP_OF_COPIES
+    normed, left = torch.empty_like(x), torch.empty_like(x)
+    rounded, factors = room_for(groups, MOST, x.device)
+    rounds = is_rounded(tokens, bits)
+    if tokens:
+        _add_and_norm[(tokens,)](
+            x,
+            residual,
+            weight,
+            normed,
+            left,
+            rounded,
+            factors,
+            groups,
+            epsilon,
+            TOKENS=padded(tokens) if rounds else 0,
+            HALVES=_in_halves(tokens, bits),
+            GROUPS=triton.next_power_of_2(groups),
+            EARLY=early,
+            num_warps=warps or (8 if groups > 32 else 4),
+            launch_pdl=early,
+        )
+    return normed, left, rounded, factors
+
+
+def activate(x: Tensor, bits: int, at_once: int = AT_ONCE, early: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
+
+    bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written where such tokens are not
+    multiplied as bytes. at_once: groups of a program.
+    """
+    tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES
+    early = launches_early(x.device) if early is None else early
+    activated = x.new_empty(tokens, x.shape[1] // 2)
+    rounded, factors = room_for(groups, MOST, x.device)
+    rounds = bool(bits) and is_rounded(tokens, bits)
+    if tokens:
+        _activate[(triton.cdiv(groups, at_once), tokens)](
+            x,
+            activated,
+            rounded,
+            factors,
+            groups,
+            TOKENS=padded(tokens) if rounds else 0,
+            HALVES=_in_halves(tokens, bits),
+            GROUPS=at_once,
+            EARLY=early,
+            num_warps=max(1, at_once // 4),
+            launch_pdl=early,
+        )
+    return activated, rounded, factors
+
+
+def _in_halves(tokens: int, bits: int) -> bool:
+    return bits == 4 and tokens > 1

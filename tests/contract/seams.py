@@ -143,6 +143,9 @@ SIGNATURES = {
     "vllm._custom_ops:scaled_fp8_quant": "input scale num_token_padding scale_ub use_per_token_if_dynamic output "
     "group_shape",
     "vllm._custom_ops:cutlass_scaled_mm": "a b scale_a scale_b out_dtype bias",
+    # Norms and activations that round (weights/fused.py).
+    "vllm.compilation.passes.inductor_pass:CallableInductorPass.__init__": "callable uuid",
+    "vllm.compilation.passes.inductor_pass:InductorPass.hash_source": "srcs",
     # Copies of experts.
     "vllm._custom_ops:cpu_prepack_moe_weight": "weight isa",
     f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.__init__": "moe",

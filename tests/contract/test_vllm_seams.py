@@ -118,6 +118,29 @@ def test_compile_wrapper_reads_the_state_that_we_reset():
     assert "self.forward" in inspect.getsource(module("vllm.compilation.wrapper").TorchCompileWithNoGuardsWrapper)
 
 
+def test_graphs_go_through_our_pass_unless_the_user_has_given_one():
+    pytest.importorskip("triton")
+    from vllm.config import CompilationConfig
+    from vllm.platforms import current_platform
+
+    from selfspec_cli.vllm_plugin import trunk
+    from selfspec_cli.vllm_plugin.weights import fused
+
+    ours, theirs = fused.graph_pass(), object()
+    config = CompilationConfig()
+    before = config.compute_hash()
+    trunk._add_pass(config, None)
+    assert config.compute_hash() == before
+    options = config.inductor_compile_config
+    trunk._add_pass(config, ours)
+    assert config.inductor_compile_config[current_platform.pass_key] is ours
+    assert current_platform.pass_key not in options  # the target's own options are left alone
+    assert config.compute_hash() != before  # so artifacts with and without it are told apart
+    config.inductor_compile_config = {current_platform.pass_key: theirs}
+    trunk._add_pass(config, ours)
+    assert config.inductor_compile_config[current_platform.pass_key] is theirs
+
+
 def test_linear_layers_multiply_through_their_quant_method_alone():
     """A copy replaces `quant_method` and takes `weight` away; a forward that reads the weight itself would miss it."""
     kinds = [kind for kind in vars(module(LINEAR)).values() if inspect.isclass(kind)]

@@ -213,6 +213,28 @@ def test_the_state_of_a_compiled_decoder_is_what_we_reset(vllm):
         assert f"self.{name} =" in text, name
 
 
+def test_an_artifact_on_disk_is_found_and_loaded_by_the_config_that_a_view_is_given(vllm):
+    text = vllm.text("vllm.compilation.decorators")
+    for part in ("aot_compile_hash_factors(self.vllm_config)", "finalize_loading(model.vllm_config)"):
+        assert part in text, part
+    assert "model.compilation_config.dynamic_shapes_config" in text
+
+
+def test_a_pass_of_ours_sees_norms_before_vllm_lowers_them(vllm):
+    """weights/fused.py looks for a norm's operator, its arguments in this order, and gives vLLM one pass."""
+    manager = vllm.segment("vllm.compilation.passes.pass_manager:PostGradPassManager.__call__")
+    assert manager.index("for pass_ in self.passes") < manager.index("self.ir_lowering(graph)")
+    backend = vllm.text("vllm.compilation.backends")
+    assert "self.compilation_config.inductor_compile_config[self.pass_key]" in backend
+    assert backend.index("self.pass_manager.configure(") < backend.index("self.pass_manager.add(")
+    assert "def pass_key(self)" in vllm.text("vllm.platforms.interface")
+    norm = vllm.parameters("vllm.ir.ops.layernorm:fused_add_rms_norm")
+    assert norm == ["x", "x_residual", "weight", "epsilon", "variance_size"]
+    forward = vllm.segment("vllm.model_executor.layers.layernorm:RMSNorm.forward_native")
+    assert "ir.ops.fused_add_rms_norm.maybe_inplace(" in forward
+    assert "F.silu(x[..., :d]) * x[..., d:]" in vllm.segment("vllm.model_executor.layers.activation:SiluAndMul")
+
+
 def test_a_mixture_of_experts_is_found_by_its_name(vllm):
     """Copies of experts run because they stand under a name of their own (weights/experts.py)."""
     runner = f"{MOE}.runner.moe_runner"

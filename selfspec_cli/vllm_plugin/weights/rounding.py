@@ -197,22 +197,15 @@ def round_tokens(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tenso
 
 
 def add_and_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    bits: int,
-    warps: int | None = None,
-    early: bool | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int, early: bool | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
 
     weight: [in]. What is rounded has room for 32 tokens, and is not written where such tokens are not multiplied as
-    bytes (`is_rounded`). Rounding to x's type is as vLLM's `fused_add_rms_norm` does it. warps: of a token's program;
-    None: by its width.
+    bytes (`is_rounded`). Rounding to x's type is as vLLM's `fused_add_rms_norm` does it.
     """
-    (tokens, columns), early = x.shape, launches_early(x.device) if early is None else early
-    groups = columns // GROUP_OF_COPIES
+    tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
+    early = launches_early(x.device) if early is None else early
     normed, left = torch.empty_like(x), torch.empty_like(x)
     rounded, factors = room_for(groups, MOST, x.device)
     rounds = is_rounded(tokens, bits)
@@ -231,17 +224,17 @@ def add_and_norm(
             HALVES=_in_halves(tokens, bits),
             GROUPS=triton.next_power_of_2(groups),
             EARLY=early,
-            num_warps=warps or (8 if groups > 32 else 4),
+            num_warps=8 if groups > 32 else 4,
             launch_pdl=early,
         )
     return normed, left, rounded, factors
 
 
-def activate(x: Tensor, bits: int, at_once: int = AT_ONCE, early: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def activate(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
 
     bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written where such tokens are not
-    multiplied as bytes. at_once: groups of a program.
+    multiplied as bytes.
     """
     tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES
     early = launches_early(x.device) if early is None else early
@@ -249,7 +242,7 @@ def activate(x: Tensor, bits: int, at_once: int = AT_ONCE, early: bool | None = 
     rounded, factors = room_for(groups, MOST, x.device)
     rounds = bool(bits) and is_rounded(tokens, bits)
     if tokens:
-        _activate[(triton.cdiv(groups, at_once), tokens)](
+        _activate[(triton.cdiv(groups, AT_ONCE), tokens)](
             x,
             activated,
             rounded,
@@ -257,9 +250,9 @@ def activate(x: Tensor, bits: int, at_once: int = AT_ONCE, early: bool | None = 
             groups,
             TOKENS=padded(tokens) if rounds else 0,
             HALVES=_in_halves(tokens, bits),
-            GROUPS=at_once,
+            GROUPS=AT_ONCE,
             EARLY=early,
-            num_warps=max(1, at_once // 4),
+            num_warps=2,
             launch_pdl=early,
         )
     return activated, rounded, factors

@@ -111,7 +111,7 @@ load_alone() { # both GPUs, and nothing else on the machine
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --few-seconds 10 --minutes 9 --kv-gib 4 --memory-share 0.15 --control --turns 3 \
+        --few-seconds 10 --minutes 13 --kv-gib 4 --memory-share 0.15 --control --turns 3 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
 agree() {

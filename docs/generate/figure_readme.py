@@ -41,14 +41,15 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
     ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers",
      "gpu/plain_widened_one", _own_layers(24, "int4")),
     ("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; one H100",
-     "all 30 layers on 8-bit integers", "gpu/smollm2_h100", _own_layers(30, "int8")),
+     "all 30 layers on 8-bit integers", "gpu/smollm2_four_bits_h100", _own_layers(30, "int8")),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
     SET,
     ("Llama-3-8B shape, random weights; one H200", "first 8 of 32 layers", "gpu/gpu_8b", _own_layers(8)),
     (SAME, "the same on 8-bit floats", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
-    (SAME, "the same on 4-bit integers, 32,768 tokens of the vocabulary", "gpu/lowbit/int4_E8", _small_vocabulary),
-    (SAME, "the same in an engine for one request, another run", "gpu/lowbit/one_request_8b", _small_vocabulary),
+    (SAME, "the same on 4-bit integers, 32,768 tokens of the vocabulary, in an engine for one request",
+     "gpu/lowbit/one_request_8b", _small_vocabulary),
+    ("the same; one H100", "the same in an engine for 32 requests", "gpu/lowbit/int4_E8_many_h100", _small_vocabulary),
 )  # fmt: skip
 """Model and machine, what drafts, the folder of points, and which of its points; or a line of its own."""
 

@@ -11,7 +11,7 @@ LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone")
 def served() -> str:
     """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
     rows = []
-    for name in (*LOADS, "load_h200_smollm2", "load_h100_smollm2"):
+    for name in (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control"):
         found = data_of(f"serving/{name}.json")
         for level, over in found["compared"].items():
             sides = found["rows"][level]
@@ -19,24 +19,26 @@ def served() -> str:
                       for side in ("plain", "early exit")]  # fmt: skip
             tails = [f"{over[tail]:.2f}" if tail in over else None
                      for tail in ("tpot_p99", "ttft_p99", "settled_ttft_p99", "e2e_p99")]  # fmt: skip
-            rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), *tails))
+            control = ratio(over["control"]) if "control" in over else None
+            rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), control, *tails))
     text = """### serving: early exit beside plain vLLM, over HTTP
 
 Two H200s, a server on each; the widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`;
 one run of 8 to 30 seconds a level. [Load tests](load.md) says what each level is and what disturbed some of them. Settled
-are the requests that began after a tenth of the run. The last two files are of an ordinary model, SmolLM2-135M-Instruct
-widened, under early exit (E=8, k=4, `adaptive_length`), with both servers on one card. During the first of them other
-engines started on the same host; during the second, on an H100, every other program was stopped while it was timed.
-Plain engines of that model differed by 13 % in their time a token there, so ratios near 1 are not to be relied on.
+are the requests that began after a tenth of the run. The last three files are of an ordinary model,
+SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card. During the
+first of them other engines started on the same host; during the two others, on H100s, every other program was stopped
+while it was timed. The last one has a second plain server, whose throughput over the first says how far a ratio near 1
+is to be relied on.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
 experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
-experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last two
+experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last three
 ```
 
 """
-    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "p99 TPOT over plain", "p99 TTFT over plain",
+    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server", "p99 TPOT over plain", "p99 TTFT over plain",
               "the same, settled", "p99 end to end over plain")  # fmt: skip
     return text + table(header, rows)
 

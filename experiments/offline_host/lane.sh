@@ -18,7 +18,9 @@ words() { # the text of a job's function, and the settings that it names by a va
 
 needs() { # the steps of prep.sh that make what a job uses
     local model
-    echo site vllm weights
+    echo site vllm
+    # shellcheck disable=SC2016 # a word of the job
+    if words "$1" | grep -v '^views=' | grep -qE 'reference_model/|\$plain'; then echo weights; fi
     if words "$1" | grep -q -- '--join pieces'; then echo pieces; fi
     for model in $(words "$1" | grep -oE -- '(model=\./|--model (\./)?)[a-z0-9_]+' | sed 's|.*[/ =]||' | sort -u); do
         case $model in
@@ -46,13 +48,18 @@ missing() { # the first thing that a job needs and that could not be made
     done
 }
 
-if [ "${1:-}" = --needs ]; then needs "$2" && exit 0; fi
-name=$1
-shift
-if [ -z "${LANE_CHILD:-}" ]; then
+refuse_others() { # ends where one of these is no job
+    local job
     for job in "$@"; do
         is_job "$job" || { echo "$job: no such job; they are the functions of $jobs_file" >&2 && exit 2; }
     done
+}
+
+if [ "${1:-}" = --needs ]; then refuse_others "$2" && needs "$2" && exit 0; fi
+name=$1
+shift
+if [ -z "${LANE_CHILD:-}" ]; then
+    refuse_others "$@"
     exec 8>"$state/lane-$name.lock"
     flock -n 8 || true # taken here if it is free, so that poll.sh sees this lane from now on
     LANE_CHILD=1 setsid bash "$tree/experiments/offline_host/lane.sh" "$name" "$@" \

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Here, with a package index in reach:   experiments/offline_host/pack.sh [LIMIT_MIB]
-# Collects what the host lacks into .pack/1, .pack/2 ... of at most LIMIT_MIB (45) each, one for each upload.
+# Here, with a package index in reach:   experiments/offline_host/pack.sh [LIMIT_MIB [JOB ...]]
+# Collects what the host lacks into .pack/1, .pack/2 ... of at most LIMIT_MIB (45) each, one for each upload. Where jobs
+# are named, weights that none of them needs are left out.
 #   VLLM_BUNDLE  a folder of part-*, together a .tar.xz of what PYTHONPATH needs for vLLM; without it the host has vLLM
 #   WEIGHTS      the folder of model/ and plain/, if their weights are not in experiments/reference_model
 #   PYTHON       an interpreter with pip (python3)
@@ -8,6 +9,7 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 checkout=$(cd "$here/../.." && pwd)
 limit=$((${1:-45} << 20))
+shift $(($# > 0))
 python=${PYTHON:-python3}
 from=${WEIGHTS:-$checkout/experiments/reference_model}
 pack=$checkout/.pack new=$checkout/.pack/new
@@ -60,6 +62,10 @@ vllm() {
     cp "$VLLM_BUNDLE"/part-* "$new/vllm/"
 }
 
+needed() { # needed STEP ...: whether a job needs one of these steps of prep.sh, or none was named
+    [ -z "$jobs" ] || grep -qxE "$(IFS='|' && echo "$*")" <<<"$needs"
+}
+
 distribute() { # each file into the first folder with room for it; what takes long to prepare goes first
     local kind size file number used=()
     for kind in weights smollm2 wheels vllm; do
@@ -77,13 +83,20 @@ distribute() { # each file into the first folder with room for it; what takes lo
     for number in "${!used[@]}"; do echo ".pack/$number: $(((used[number] >> 10) + 1)) KiB"; done
 }
 
+jobs=$*
+needs=$(
+    ROOT=$(mktemp -d)
+    export ROOT
+    for job in $jobs; do "$here/lane.sh" --needs "$job" || exit; done
+    rm -r "$ROOT"
+)
 rm -rf "$pack"
 mkdir -p "$new/wheels"
 echo '*' >"$pack/.gitignore" # Git leaves the folder alone
 wheels
 entry_points
-"$python" "$here/../ordinary_models/smollm2.py" --pieces "$new/smollm2"
-weights
+if needed pieces smollm2 smollm2_draft; then "$python" "$here/../ordinary_models/smollm2.py" --pieces "$new/smollm2"; fi
+if needed weights reference_widened plain_widened; then weights; fi
 vllm
 (cd "$new" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum) >"$pack/manifest.sha256"
 manifest_size=$(stat -c %s "$pack/manifest.sha256")

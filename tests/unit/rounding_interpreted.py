@@ -189,6 +189,32 @@ def test_a_norm_whose_weight_is_computed_stays_as_it_is(as_traced_by_vllm):
     assert ours == [*FUSED, "fused_add_rms_norm", "linear_integers"]
 
 
+class TwoWidths(Layer):
+    """Two products of one norm, with copies of 8 and of 4 bits."""
+
+    def __init__(self):
+        super().__init__(DRAFT_WEIGHTS["int8"])
+        copy = lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(self.weights["qkv"].data))
+        self.copies["narrow"] = nn.ParameterDict({key: nn.Parameter(tensor, False) for key, tensor in copy.items()})
+        self.weights["narrow"] = self.weights["qkv"].data
+
+    def forward(self, x, residual):
+        from vllm import ir
+
+        x, residual = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, self.norms[0], 1e-5)
+        return self.times("qkv", x), self.times("narrow", x), residual
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_copies_of_two_widths_behind_one_norm(tokens, as_traced_by_vllm):
+    layer, given = TwoWidths(), [torch.randn(tokens, HIDDEN) for _ in range(2)]
+    wanted = compiled(layer, lambda graph: None)[0](*(tensor.clone() for tensor in given))
+    together, seen = compiled(layer, fused.round_in_front)
+    for one, other in zip(together(*given), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert sorted(name.split(".")[1] for name in seen) == ["add_rms_norm_rounded", "linear_integers", "linear_rounded"]
+
+
 def test_a_norm_of_another_form_stays_as_it_is(as_traced_by_vllm, monkeypatch):
     monkeypatch.setattr(fused, "WIDEST", HIDDEN - 1)
     together, seen = compiled(Layer(DRAFT_WEIGHTS["int8"]), fused.round_in_front)

@@ -178,8 +178,9 @@ def test_what_times_inside_of_a_turn_or_beside_it_shares_it(tmp_path, monkeypatc
 
 # ---- what a job waits for
 
-EVERY = {"site", "vllm", "weights"}
+EVERY = {"site", "vllm"}
 NEEDS = {
+    "weights": ["plain_fitted", "widened", "plain_widened"],
     "pieces": ["smollm2"],
     "smollm2": [
         "smollm2_draft",
@@ -285,8 +286,8 @@ def script(host, name, *words):
                           capture_output=True, text=True, check=False)  # fmt: skip
 
 
-def packed(host, limit=1):
-    done = script(host, "pack", str(limit))
+def packed(host, limit=1, *jobs):
+    done = script(host, "pack", str(limit), *jobs)
     return done, sorted((host / "checkout" / ".pack").glob("[0-9]*"))
 
 
@@ -305,6 +306,25 @@ def test_every_upload_keeps_the_limit_and_all_together_are_the_manifest(host):
     assert sorted(found) == sorted(line.split()[1] for line in manifest.splitlines())
     assert "weights/model/model.safetensors.xz" in found and "wheels/selfspec-0.1.0.dist-info/entry_points.txt" in found
     assert (folders[0] / "weights").is_dir(), "what takes long to prepare goes first"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "wanted"),
+    [
+        (["kernels"], {"wheels"}),
+        (["widened_one"], {"wheels", "weights"}),
+        (["attention", "rivals"], {"wheels", "smollm2"}),
+    ],
+)
+def test_only_weights_that_the_jobs_need_are_packed(host, jobs, wanted):
+    done, folders = packed(host, 2, *jobs)
+    assert done.returncode == 0, done.stderr
+    assert {part.name for folder in folders for part in folder.iterdir() if part.is_dir()} == wanted
+
+
+def test_a_job_that_there_is_not_is_not_packed_for(host):
+    done, folders = packed(host, 1, "nothing")
+    assert done.returncode != 0 and not folders
 
 
 def test_a_file_that_fits_into_no_upload_is_named(host):

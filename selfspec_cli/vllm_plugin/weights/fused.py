@@ -105,16 +105,17 @@ def _room(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 def round_in_front(graph: fx.Graph) -> None:
     """Let what comes before products with integer copies round for them, where it can (module docstring)."""
-    by_input: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+    by_input: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.selfspec.linear_integers.default):
         x, words, more = node.args[0], node.args[1].meta["val"], node.args[2]
         bits = width_of(words, more and more.meta["val"], x.meta["val"].shape[-1])
-        by_input.setdefault((_same_values(x), bits), []).append(node)
-    for (x, bits), products in by_input.items():
+        by_input.setdefault(_same_values(x), []).append((node, bits))
+    for x, products in by_input.items():
+        bits = products[0][1]  # copies of another width read other bytes, and round for themselves
         rounded = _rounded(graph, x, bits)
         if rounded is None:
             continue
-        for product in products:
+        for product in (node for node, width in products if width == bits):
             with graph.inserting_before(product):
                 given = (product.args[0], *rounded, *product.args[1:])
                 other = graph.call_function(torch.ops.selfspec.linear_rounded.default, given)

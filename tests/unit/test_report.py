@@ -134,6 +134,15 @@ def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
     assert "acceptance" not in printed([BASE, ARM])
 
 
+@pytest.mark.parametrize(
+    ("busy", "told"), [(None, ""), (0.71, ""), (0.27, "multiprocessors were busy 27% of the time")]
+)
+def test_the_headline_says_where_the_gpu_had_little_to_do(busy, told):
+    found = rows.headline([replace(BASE, sm_util=busy), replace(ARM, sm_util=0.1)])
+    assert found.startswith("Fastest verified arm: 1.50x") and told in found
+    assert ("the host" in found) == bool(told)
+
+
 def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
     assert "1.62x) the baseline (E=4 k=5 · lens · varH ≤ 5, 62%" in rows.headline([BASE, SET, ARM])
     assert "2.00x) the baseline (E=4 k=5 · lens · varH ≤ 5 · acceptance set to 3" in rows.headline([BASE, SET])

@@ -42,14 +42,20 @@ step() { # step NAME "WHAT IT NEEDS" COMMAND ...: needs are folders/ of the mani
     if [ $status != 0 ]; then tail -n 3 "$out/prep-$name.log"; fi
 }
 
+# For every engine three processes import vLLM and PyTorch, one after the other. Where they find no compiled modules,
+# each of them needs 10 s of a processor more, and so do all later ones where Python does not keep what it compiles.
+compile_modules() { python3 -m compileall -q -j 0 "$@" >/dev/null || true; } # not all that is installed can be
+its_folder() { python3 -c "import importlib.util as u; print(u.find_spec('$1').submodule_search_locations[0])"; }
+
 packages() {
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
         "$stage"/wheels/*.whl &&
-        cp -r "$stage"/wheels/*.dist-info "$site/" # selfspec itself: its entry points, without its code
+        cp -r "$stage"/wheels/*.dist-info "$site/" && # selfspec itself: its entry points, without its code
+        compile_modules "$site" "$(its_folder torch)" "$(its_folder transformers)"
 }
 unpack_vllm() {
     mkdir -p "$vllm.part" && find "$stage/vllm" -name 'part-*' | sort -V | xargs cat | tar xJ -C "$vllm.part" &&
-        mv "$vllm.part" "$vllm"
+        mv "$vllm.part" "$vllm" && compile_modules "$vllm"
 }
 find_vllm() { python3 -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("vllm") else "no vLLM here")'; }
 unpack_weights() {
@@ -73,6 +79,8 @@ check() { # what the lanes rest on, before an engine's minutes are spent on it
 import importlib.metadata as metadata
 assert any("selfspec" in point.value for point in metadata.entry_points(group="vllm.general_plugins"))
 import torch, vllm
+import sys
+print("Python keeps compiled modules:", not sys.dont_write_bytecode)
 print("torch", torch.__version__, "sees a GPU:", torch.cuda.is_available(), "vLLM", vllm.__version__)
 ' && python3 -c 'import locust' && python3 -m selfspec_cli sweep experiment=m0_sanity --dry-run
 }

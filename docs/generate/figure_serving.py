@@ -38,8 +38,8 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last three
 ```
 
 """
-    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server", "p99 TPOT over plain", "p99 TTFT over plain",
-              "the same, settled", "p99 end to end over plain")  # fmt: skip
+    header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server",
+              "p99 TPOT over plain", "p99 TTFT over plain", "the same, settled", "p99 end to end over plain")  # fmt: skip
     return text + table(header, rows)
 
 
@@ -65,5 +65,6 @@ python experiments/serving/agree.py --out agree.json --clients 1 --requests 100 
 ```
 
 """
-    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT", "median TTFT")
+    header = ("file", "machine", "clients", "rounds", "tok/s by selfspec", "tok/s by vLLM", "tok/s", "median TPOT",
+              "median TTFT")  # fmt: skip
     return text + table(header, rows)

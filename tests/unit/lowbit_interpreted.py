@@ -79,6 +79,12 @@ def test_other_numbers_of_tokens_are_refused(tokens):
         few_tokens.product(words, scales, tokens, words, scales, None, torch.bfloat16)
 
 
+def test_a_single_token_is_refused_which_is_rounded_in_another_order():
+    words, scales = torch.zeros(16, 16, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
+    with pytest.raises(ValueError, match="1 token: that is a product of lowbit_one_token"):
+        few_tokens.product(words, scales, 1, words, scales, None, torch.bfloat16)
+
+
 def test_other_copies_are_refused():
     words, scales = torch.zeros(16, 12, dtype=torch.int32), torch.ones(16, 1, dtype=torch.float16)
     with pytest.raises(ValueError, match="no copy of 4 or 8 bits"):

@@ -121,6 +121,12 @@ class Layer(nn.Module):
         return self.times("qkv", x), x, residual
 
 
+def operator_of(node):
+    """Its name; "linear_rounded" for a product that is given rounded tokens."""
+    rounded = "linear_integers" in str(node.target) and node.args[1] is not None and node.args[2] is not None
+    return str(node.target).replace("integers", "rounded") if rounded else str(node.target)
+
+
 def compiled(layer, change):
     """`layer` through Inductor, its graphs first through `change` and then to what vLLM makes of its own operators; and
     the operators of the last graph, as `change` left it."""
@@ -134,7 +140,7 @@ def compiled(layer, change):
 
     def change_and_lower(graph):
         change(graph)
-        seen[:] = [str(node.target) for node in graph.nodes if "." in str(node.target)]
+        seen[:] = [operator_of(node) for node in graph.nodes if "." in str(node.target)]
         lower(graph)
 
     options = {

@@ -33,11 +33,13 @@ def test_one_traced_graph_serves_every_number_of_tokens():
 
 
 def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monkeypatch):
-    from selfspec_cli.vllm_plugin.weights import lowbit, rounding
+    from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, lowbit_one_token, rounding
 
     seen = []
-    monkeypatch.setattr(rounding, "round_tokens", lambda x, bits: seen.append((len(x), bits)) or (x, x))
-    monkeypatch.setattr(lowbit, "_product", lambda x, *given: x.new_zeros(len(x), 32))
+    monkeypatch.setattr(rounding, "round_tokens", lambda x, bits: (x, bits))
+    for kernels in (lowbit_one_token, lowbit_few_tokens):
+        product = lambda x, bits, *copy, by=kernels: seen.append((by, len(x), bits)) or x.new_zeros(len(x), 32)  # noqa: E731
+        monkeypatch.setattr(kernels, "product", product)
     weight = torch.randn(32, 64)
     copy = DRAFT_WEIGHTS["int4"].quantise(weight)
     trace = make_fx(lambda x, copy, weight: lowbit.linear(x, copy, None, weight), tracing_mode="symbolic")
@@ -46,4 +48,4 @@ def test_a_graph_traced_with_many_tokens_multiplies_few_by_the_integer_copy(monk
     assert not seen
     for tokens in (1, 7):  # vLLM drops the guards
         assert traced(torch.randn(tokens, 64), copy, weight).equal(torch.zeros(tokens, 32))
-    assert seen == [(1, 4), (7, 4)]
+    assert seen == [(lowbit_one_token, 1, 4), (lowbit_few_tokens, 7, 4)]

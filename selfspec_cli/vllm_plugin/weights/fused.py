@@ -2,8 +2,8 @@
 
 In the graphs that vLLM compiles the layers that draft from, a norm is an operator of vLLM's own and a product is ours
 (lowbit.py). `round_in_front` is a pass over such a graph: where the input of products is a norm of a sum, or an
-activation that `Activation` has put there, both become operators that pass the rounded tokens on beside the plain ones.
-All else that reads these finds them as before.
+activation that `Activation` has put there, it becomes an operator that also gives the rounded tokens, and the products
+take these. All else that reads the plain ones finds them as before.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def round_in_front(graph: fx.Graph) -> None:
     """Let what comes before products with integer copies round for them, where it can (module docstring)."""
     by_input: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.selfspec.linear_integers.default):
-        x, words, more = node.args[0], node.args[1].meta["val"], node.args[2]
-        bits = width_of(words, more and more.meta["val"], x.meta["val"].shape[-1])
+        x, _, _, words, more, *_ = node.args
+        bits = width_of(words.meta["val"], more and more.meta["val"], x.meta["val"].shape[-1])
         by_input.setdefault(_same_values(x), []).append((node, bits))
     for x, products in by_input.items():
         bits = products[0][1]  # copies of another width read other bytes, and round for themselves
@@ -116,12 +116,8 @@ def round_in_front(graph: fx.Graph) -> None:
         if rounded is None:
             continue
         for product in (node for node, width in products if width == bits):
-            with graph.inserting_before(product):
-                given = (product.args[0], *rounded, *product.args[1:])
-                other = graph.call_function(torch.ops.selfspec.linear_rounded.default, given)
-            other.meta["val"] = product.meta["val"]
-            product.replace_all_uses_with(other)
-            graph.erase_node(product)
+            product.args = (product.args[0], *rounded, *product.args[3:])
+            product.meta.pop("eager_input_vals", None)  # Inductor compares arguments with it
 
 
 def _rounded(graph: fx.Graph, x: fx.Node, bits: int) -> tuple[fx.Node, fx.Node] | None:
@@ -147,8 +143,7 @@ def _is_norm(node: fx.Node) -> bool:
 
     Its weight has to be an input of the graph, because the kernel reads it before the kernel in front has ended.
     """
-    name = getattr(node.target, "name", lambda: "")()
-    if name not in ("vllm_ir::fused_add_rms_norm", "vllm_ir::fused_add_rms_norm.default"):
+    if getattr(node.target, "name", lambda: "")() != "vllm_ir::fused_add_rms_norm":
         return False
     x, residual, weight, _, *variance = node.args
     if any(size is not None for size in variance) or not isinstance(weight, fx.Node) or weight.op != "placeholder":

@@ -63,79 +63,41 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     if "marlin" in tensors:
         return marlin.linear(x, tensors, bias, weight)
     copy = (tensors["words"], tensors.get("more"), tensors["scales"])
-    out: Tensor = torch.ops.selfspec.linear_integers(x, *copy, bias, weight)
+    out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, *copy, bias, weight)
     return out
 
 
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
+# rounded, factors: the tokens as rounding.py gives them, where fused.py has them made in front; None: round them here.
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor words, Tensor? more, Tensor scales, Tensor? bias, Tensor weight) -> Tensor",
+    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor? more, Tensor scales, Tensor? bias, "
+    "Tensor weight) -> Tensor",
 )
 def _linear_integers(
-    x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor
+    x: Tensor,
+    rounded: Tensor | None,
+    factors: Tensor | None,
+    words: Tensor,
+    more: Tensor | None,
+    scales: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
 ) -> Tensor:
-    bits = width_of(words, more, x.shape[1])
-    if not rounding.is_rounded(x.shape[0], bits):
+    tokens, bits = x.shape[0], width_of(words, more, x.shape[1])
+    if not rounding.is_rounded(tokens, bits):
         return F.linear(x, weight, bias)
-    return _product(x, *rounding.round_tokens(x.contiguous(), bits), words, more, scales, bias)
+    if rounded is None or factors is None:
+        rounded, factors = rounding.round_tokens(x.contiguous(), bits)
+    if tokens == 1:
+        return lowbit_one_token.product(rounded, factors, words, more, scales, bias, x.dtype)
+    return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype)
 
 
 @_linear_integers.register_fake
-def _(x: Tensor, words: Tensor, more: Tensor | None, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], scales.shape[0])
-
-
-# What fused.py puts in its place where the kernel in front rounds.
-@torch.library.custom_op(
-    "selfspec::linear_rounded",
-    mutates_args=(),
-    schema="(Tensor x, Tensor rounded, Tensor factors, Tensor words, Tensor? more, Tensor scales, Tensor? bias, "
-    "Tensor weight) -> Tensor",
-)
-def _linear_rounded(
-    x: Tensor,
-    rounded: Tensor,
-    factors: Tensor,
-    words: Tensor,
-    more: Tensor | None,
-    scales: Tensor,
-    bias: Tensor | None,
-    weight: Tensor,
-) -> Tensor:
-    if not rounding.is_rounded(x.shape[0], width_of(words, more, x.shape[1])):
-        return F.linear(x, weight, bias)
-    return _product(x, rounded, factors, words, more, scales, bias)
-
-
-@_linear_rounded.register_fake
-def _(
-    x: Tensor,
-    rounded: Tensor,
-    factors: Tensor,
-    words: Tensor,
-    more: Tensor | None,
-    scales: Tensor,
-    bias: Tensor | None,
-    weight: Tensor,
-) -> Tensor:
-    return x.new_empty(x.shape[0], scales.shape[0])
-
-
-def _product(
-    x: Tensor,
-    rounded: Tensor,
-    factors: Tensor,
-    words: Tensor,
-    more: Tensor | None,
-    scales: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """Tokens x [n, in], as they were rounded, times a copy."""
-    if x.shape[0] == 1:
-        return lowbit_one_token.product(rounded, factors, words, more, scales, bias, x.dtype)
-    return lowbit_few_tokens.product(rounded, factors, x.shape[0], words, scales, bias, x.dtype)
+def _(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], others[-1].shape[0])  # as many as the weight has rows
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

@@ -356,13 +356,15 @@ def product(
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
     out the same every time. rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False
     where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None: where the
-    device can. Raises ValueError for more tokens, and for copies of other bits. Where it captures a CUDA graph, call
-    `one_token.none_arrived` first.
+    device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA
+    graph, call `one_token.none_arrived` first.
     """
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
+    if tokens == 1:
+        raise ValueError("1 token: that is a product of lowbit_one_token.py")
     device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, tokens)
     rows_at_once = rows_at_once or usual.rows_at_once
     of_warp = min(rows_at_once, ROWS_OF_WARP)

@@ -10,6 +10,8 @@ result here (fused.py puts it there). From compute capability 9.0 on the product
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,13 @@ WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # inputs of a part
 WORDS = GROUP_OF_COPIES // 4  # of a group of a token
 AT_ONCE = 8  # groups of a program
 MOST = 32  # tokens that are rounded at a time
+
+
+@triton.jit
+def _wait_for_what_is_in_front(EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -76,9 +85,7 @@ def _round(
     EARLY: tl.constexpr,
 ):
     """Some groups of a token."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
+    _wait_for_what_is_in_front(EARLY)
     token, group = tl.program_id(1), tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     here = group < groups
     values = _parts(x + token * groups * GROUP, group, here)
@@ -105,9 +112,7 @@ def _add_and_norm(
     token, group = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
     here, start = group < groups, token * groups * GROUP
     scales = _parts(weight, group, here)  # no kernel in front has written them
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
+    _wait_for_what_is_in_front(EARLY)
     some, others = _parts(x + start, group, here), _parts(residual + start, group, here)
     sums = ()
     squares = tl.zeros([GROUPS, WIDTH], tl.float32)
@@ -139,9 +144,7 @@ def _activate(
     EARLY: tl.constexpr,
 ):
     """Some groups of a token. TOKENS: 0 where nothing is to be rounded."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # a product waits for this kernel's end itself
-        tl.extra.cuda.gdc_wait()
+    _wait_for_what_is_in_front(EARLY)
     token, group = tl.program_id(1).to(tl.int64), tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     here, columns = group < groups, groups * GROUP
     gates = _parts(x + token * 2 * columns, group, here)
@@ -173,31 +176,31 @@ def room_for(groups: int, tokens: int, device: torch.device) -> tuple[Tensor, Te
     return words, torch.empty(tokens * groups, dtype=torch.float32, device=device)
 
 
-def round_tokens(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tensor, Tensor]:
-    """x [n, in], contiguous, as bytes and their factors, for a product with a copy of `bits` bits; n is 1 to 32.
+def _options(tokens: int, bits: int, device: torch.device) -> dict[str, Any]:
+    """What all of these kernels are launched with. bits: 0 to round nothing."""
+    early, rounds = launches_early(device), bits > 0 and is_rounded(tokens, bits)
+    halves = bits == 4 and tokens > 1
+    return {"TOKENS": padded(tokens) if rounds else 0, "HALVES": halves, "EARLY": early, "launch_pdl": early}
 
-    early: launch it, and what comes next, before the kernel in front has ended; None: where the device can.
-    """
+
+def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x [n, in], contiguous, as bytes and their factors, for a product with a copy of `bits` bits; n is 1 to 32."""
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     rounded, factors = room_for(groups, padded(tokens), x.device)
-    early = launches_early(x.device) if early is None else early
     _round[(triton.cdiv(groups, AT_ONCE), tokens)](
         x,
         rounded,
         factors,
         groups,
-        TOKENS=padded(tokens),
-        HALVES=_in_halves(tokens, bits),
         GROUPS=AT_ONCE,
-        EARLY=early,
         num_warps=2,
-        launch_pdl=early,
+        **_options(tokens, bits, x.device),
     )
     return rounded, factors
 
 
 def add_and_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int, early: bool | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
 
@@ -205,10 +208,8 @@ def add_and_norm(
     bytes (`is_rounded`). Rounding to x's type is as vLLM's `fused_add_rms_norm` does it.
     """
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
-    early = launches_early(x.device) if early is None else early
     normed, left = torch.empty_like(x), torch.empty_like(x)
     rounded, factors = room_for(groups, MOST, x.device)
-    rounds = is_rounded(tokens, bits)
     if tokens:
         _add_and_norm[(tokens,)](
             x,
@@ -220,27 +221,22 @@ def add_and_norm(
             factors,
             groups,
             epsilon,
-            TOKENS=padded(tokens) if rounds else 0,
-            HALVES=_in_halves(tokens, bits),
             GROUPS=triton.next_power_of_2(groups),
-            EARLY=early,
             num_warps=8 if groups > 32 else 4,
-            launch_pdl=early,
+            **_options(tokens, bits, x.device),
         )
     return normed, left, rounded, factors
 
 
-def activate(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
 
     bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written where such tokens are not
     multiplied as bytes.
     """
     tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES
-    early = launches_early(x.device) if early is None else early
     activated = x.new_empty(tokens, x.shape[1] // 2)
     rounded, factors = room_for(groups, MOST, x.device)
-    rounds = bool(bits) and is_rounded(tokens, bits)
     if tokens:
         _activate[(triton.cdiv(groups, AT_ONCE), tokens)](
             x,
@@ -248,15 +244,8 @@ def activate(x: Tensor, bits: int, early: bool | None = None) -> tuple[Tensor, T
             rounded,
             factors,
             groups,
-            TOKENS=padded(tokens) if rounds else 0,
-            HALVES=_in_halves(tokens, bits),
             GROUPS=AT_ONCE,
-            EARLY=early,
             num_warps=2,
-            launch_pdl=early,
+            **_options(tokens, bits, x.device),
         )
     return activated, rounded, factors
-
-
-def _in_halves(tokens: int, bits: int) -> bool:
-    return bits == 4 and tokens > 1

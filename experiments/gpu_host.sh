@@ -27,6 +27,7 @@ chat="model.dtype=bfloat16 model.max_model_len=2048 engine=h100 engine.kv_cache_
 smol="$chat model=./smollm2_widened model.name=smollm2_widened"
 code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=3 workload=headline"
 shape="model=llama3_8b_shape engine=h100 engine.kv_cache_gib=6 workload=decode"
+few="$shape ${many/1,4,16/1,4,16,32} acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768"
 ours="$code model=./plain_widened model.name=reference_plain_widened $one"
 
 # ---- checkpoints
@@ -42,6 +43,9 @@ plain_widened() { python3 "$here/reference_model/widen.py" --source "$plain" --o
 # ---- an ordinary chat model (experiments/gpu_ordinary.yaml, in parts)
 
 copies() { selfspec sweep $smol $many draft_weights=int8 k=4,6 results_dir="$out/copies"; }
+orders() { # when tokens are read: before the next step is launched, and after
+    selfspec sweep $smol $many draft_weights=int8 k=4 read_first=true,false results_dir="$out/copies"
+}
 ngram() {
     selfspec sweep $smol $many method=vllm speculative=ngram k=4 results_dir="$out/copies" --reuse-baseline
 }
@@ -91,8 +95,10 @@ eight_billion() {
     selfspec sweep $shape $one acceptance_length=4.5244 layer=32 k=4 draft_weights=int4 results_dir="$out/eight_billion"
 }
 eight_billion_many() {
-    selfspec sweep $shape ${many/1,4,16/1,4,16,32} acceptance_length=3.0 layer=8 k=3 draft_weights=int4 \
-        vocab=32768 results_dir="$out/eight_billion_many"
+    selfspec sweep $few results_dir="$out/eight_billion_many"
+}
+eight_billion_orders() { # when tokens are read: before the next step is launched, and after
+    selfspec sweep $few read_first=true,false results_dir="$out/eight_billion_orders"
 }
 widened_one() {
     selfspec sweep $code model=./reference_widened model.name=reference_widened $one layer=3 draft_weights=int4,int8 \
@@ -109,11 +115,17 @@ load_alone() { # both GPUs, and nothing else on the machine
         --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
         --out "$out/load_alone.json"
 }
+load_orders() { # when tokens are read: before the next step is launched, and after
+    python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 30 --k 4 --draft-weights int8 --table 1:4 \
+        --groups closed --orders --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 --memory-share 0.15 \
+        --out "$out/load_orders.json"
+}
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
         --few-seconds 10 --minutes 13 --kv-gib 4 --memory-share 0.15 --control --turns 3 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
+host_time() { python3 "$here/serving/host_time.py" --model "$here/reference_model/model" --out "$out/host_time.txt"; }
 agree() {
     python3 "$here/serving/agree.py" --out "$out/agree.json" --clients 8 --requests 200 --rounds 9 \
         model=./reference_widened model.name=reference_widened method=baseline engine=h100 engine.max_num_seqs=32 \
@@ -123,6 +135,14 @@ lossless() { python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossle
 lossless_kernels() { # the cases that have the most to do with kernels of ours
     python3 "$here/../tests/gpu/test_v2_lossless.py" --only draft_weights=int draft_window \
         --out "$out/lossless_kernels.json"
+}
+lossless_more() { # of these, experts, latent attention, gates and adaptive verification
+    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_more.json" --only "int4 gate" "int4 length" \
+        "mixtral E=4 k=5 plain draft_weights=int" "deepseek_v2 E=8 k=4 plain draft_weights"
+}
+lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns
+    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_orders.json" --only "llama E=4 k=5 company" \
+        "llama E=4 k=5 crowd" "llama E=4 k=5 own" "llama E=4 k=5 full_models" "llama E=4 k=5 plain kv_cache_memory"
 }
 
 cd "$models" || exit 1

@@ -9,6 +9,8 @@ take turns, so that only one of them works at any time. `plain` runs without thi
 and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
 run with the same file does what is not in it; a level begins only if it fits into --minutes.
 
+--orders also measures early exit with the order of steps that vLLM has (read_first off, on the same server).
+
 --control starts a second plain server, and tells how much two servers of one kind differ on the machine; --turns asks
 all sides several times at each level. A difference between plain decoding and early exit that is smaller says nothing.
 
@@ -67,7 +69,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
 
-PLAIN, DRAFTING, CONTROL = "plain", "early exit", "plain again"
+PLAIN, DRAFTING, CONTROL, LAUNCHED = "plain", "early exit", "plain again", "launched first"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
@@ -78,6 +80,7 @@ GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
            "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
            "rate", "identical", "outputs", "status")  # fmt: skip
+LATENCIES = ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms")
 OF_THE_CLIENTS = ("client_cpu", "late_p99_ms", "unlike_answers", "rss_mib", "rss_growth_mib", "errors")
 
 
@@ -118,6 +121,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
+    parser.add_argument("--orders", action="store_true", help="early exit with vLLM's order of steps too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
@@ -188,6 +192,7 @@ def planned(given: argparse.Namespace) -> Iterator[Level]:
         for level in levels(given):
             if level.group in given.groups.split(","):
                 sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
+                sides = (*sides, LAUNCHED) if given.orders and DRAFTING in sides else sides
                 yield replace(level, name=named(level.name, turn), sides=sides)
 
 
@@ -234,6 +239,7 @@ class Session:
     until: float
     pool: ThreadPoolExecutor
     table: str = ""  # that is deployed
+    read_first: bool = True  # what the server with early exit is set to
     beyond: float = 8.0  # seconds that a level takes beside its timed runs, a side
 
     def run(self, level: Level) -> bool:
@@ -291,9 +297,14 @@ class Session:
 
     def measure(self, cfg: RunConfig, name: str) -> Point:
         side = self.sides[name]
+        if name in (DRAFTING, LAUNCHED):
+            cfg = replace(cfg, read_first=name == DRAFTING)
+            if cfg.read_first != self.read_first:  # not before the server's first step, when there is nothing to set
+                side.server.call("early_exit_set_read_first", cfg.read_first)
+                self.read_first = cfg.read_first
         # A run of its own for each point: both plain servers have the same key.
         result = SweepResult(results.new_run_id())
-        point = load_url.measured(cfg, side.server, side.loader, ignore, result, None, name != DRAFTING)
+        point = load_url.measured(cfg, side.server, side.loader, ignore, result, None, name in (PLAIN, CONTROL))
         side.server.check()
         if self.given.results is not None:
             results.save(self.given.results, point)
@@ -362,7 +373,10 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     found["reached"] = found["throughput"] >= level.wanted
     if "tok_s" in row.get(CONTROL, {}):
         found["control"] = round(row[CONTROL]["tok_s"] / plain["tok_s"], 3)
-    for name in ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms"):
+    if "tok_s" in (other := row.get(LAUNCHED, {})):
+        found[LAUNCHED] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
+                           for name in ("tok_s", *LATENCIES) if name in other and name in plain}  # fmt: skip
+    for name in LATENCIES:
         if name in one and name in plain:
             found[name.removesuffix("_ms")] = round(one[name] / plain[name], 3)
     ours, theirs = (side.get("settled", {}) for side in (one, plain))
@@ -431,7 +445,9 @@ def both(
                  "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
             side = load.Loader(scratch / "raw" / name)
             sides[name] = Side(server, side, str(wanted[name].length_table))
-        print(f"{len(sides)} servers answer after {time.monotonic() - began:.0f} s", flush=True)
+        if given.orders:
+            sides[LAUNCHED] = sides[DRAFTING]
+        print(f"{len(wanted)} servers answer after {time.monotonic() - began:.0f} s", flush=True)
         for name, started in found["start"].items():
             print(f"{name}: {json.dumps(started[-1])}", flush=True)
         yield sides

@@ -14,7 +14,8 @@ from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 
 _BY_LOAD = ("length_table", "adaptive_length", "bandit", "draft_cost", "verification_from")
-_MORE = ("head_dir", "runner", "draft_window")  # written down only if not the default, as those by load are
+_MORE = ("head_dir", "runner", "draft_window", "read_first")
+"""Written down only if not the default, as those by load are."""
 
 
 def apply(cfg: RunConfig, setting: Setting) -> RunConfig:

@@ -75,6 +75,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
             settings |= {"verification_from": cfg.verification_from}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
         settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
+        settings |= {} if cfg.read_first else {"read_first": False}
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
     if cfg.method in SPECULATIVE:

@@ -55,6 +55,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_draft_sample_method(cfg)
     _validate_verification(cfg)
     _validate_bandit(cfg)
+    _validate_read_first(cfg)
     _validate_length_table(cfg)
     _validate_runner(cfg)
     _validate_load(cfg)
@@ -240,6 +241,19 @@ def _validate_bandit(cfg: RunConfig) -> None:
          "the last one yielded; use adaptive_length=true"),
     ]  # fmt: skip
     _refuse_any("bandit=true", reasons, "bandit=false")
+
+
+def _validate_read_first(cfg: RunConfig) -> None:
+    """Where steps have one order only, a row would name another one than was measured."""
+    if cfg.read_first or cfg.method is not Method.layer_skip:
+        return
+    ranks, one_order = cfg.model.tensor_parallel_size, "steps have one order there"
+    reasons = [
+        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", f"{one_order}; choose a GPU: engine=h100"),
+        ("engine.async_scheduling=false", cfg.engine.async_scheduling is False, f"{one_order}; give one of them"),
+        (f"model.tensor_parallel_size={ranks}", ranks > 1, f"{one_order}; choose one GPU"),
+    ]
+    _refuse_any("read_first=false", reasons, "read_first=true")
 
 
 def _validate_length_table(cfg: RunConfig) -> None:

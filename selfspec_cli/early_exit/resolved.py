@@ -133,6 +133,7 @@ class ResolvedSettings(DraftSettings):
                 ("bandit", self.bandit, False),
                 ("verification_from", self.verification_from, None),
                 ("draft_window", self.draft_window, None),
+                ("read_first", self.read_first, True),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "

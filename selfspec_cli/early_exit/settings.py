@@ -225,6 +225,13 @@ class DraftSettings:
         spec_keys=("bandit",),
         methods=DRAFTING,
     )
+    read_first: bool = knob(
+        True,
+        help="read a step's tokens before the next step is launched wherever drafting takes longer than what the host "
+        "does in between; false: launch first at every load, as vLLM does (CUDA only)",
+        spec_keys=("read_first",),
+        methods=DRAFTING,
+    )
     draft_cost: float | None = knob(
         None,
         help="what one draft token costs, by which adaptive_length and bandit choose how much to draft",

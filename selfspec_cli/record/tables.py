@@ -11,6 +11,7 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.keys import draft_options, run_key
@@ -141,6 +142,8 @@ class Record:
     rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
     speculative: str | None = None  # of arm vllm: the method and its settings
     draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
+    draft_weights_file: str | None = None  # that the copies came from; empty: they were rounded when the engine started
+    read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
     point: str = ""  # id: the file results/runs/<id>.json
 
 
@@ -198,7 +201,14 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
         columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
+        columns["draft_weights_file"] = _name_of(cfg.draft_weights_path)
+        columns["read_first"] = None if cfg.read_first else False
     return columns
+
+
+def _name_of(path: str | None) -> str | None:
+    """A file's name without its folder."""
+    return Path(path).name if path else None
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -208,10 +218,11 @@ def planned(cfg: RunConfig, key: str | None = None) -> Record:
 
 def row(point: Point) -> Record:
     """The row of a point."""
+    copies = _name_of((point.config or {}).get("draft_weights_path"))  # for points from before there was the column
     record = Record(
         run_id=point.run_id,
         time=point.time,
-        **point.arm,
+        **({"draft_weights_file": copies} | point.arm),
         device=point.device,
         status=OK if point.ok else f"{FAILED}: {point.reason}",
         key=point.key,

@@ -50,7 +50,9 @@ def _arm(row: Record) -> str:
     layer += f" without {row.skip_layers}" if row.skip_layers else ""
     head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
     head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
+    head += f" of {row.draft_weights_file}" if row.draft_weights_file else ""
     tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
+    tail += " · launched first" if row.read_first is False else ""
     tail += drawn + (" · adaptive verification" if row.verification == "adaptive" else "")
     if row.arm == "skip":
         return f"skip {layer} · {head}"

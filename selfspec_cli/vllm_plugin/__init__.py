@@ -28,7 +28,7 @@ v2/               speculator.py: the draft loop on the V2 model runner (CUDA); s
                   expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many places for
                   drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to which size;
                   trimming.py: from which load on drafts are left out of the verify pass; resting.py: steps without
-                  drafts; device_loop.py: a loop inside a CUDA graph
+                  drafts; reading.py: when a step's tokens are read; device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,

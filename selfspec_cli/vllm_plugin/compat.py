@@ -109,6 +109,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM lets a plugin hear how many drafts of a request were accepted",
     ),
     Patch(
+        target="vllm.v1.engine.core:EngineCore.step_with_batch_queue",
+        replacement=f"{_HERE}.v2.reading:read_before_launching",
+        stage="scheduler",
+        reason="it launches a step before it reads the last one's tokens, also where drafting would hide the reading",
+        unneeded_when="vLLM reads first where a drafter keeps the device busy behind the sampling",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
         replacement=f"{_HERE}.observe.transport:attach",
         stage="worker",

@@ -103,6 +103,17 @@ class EarlyExitWorker:
             raise SettingsError(f"verification_from = {requests!r} is out of range; allowed: 1 and more")
         trim_from(self.model_runner.req_states, requests)
 
+    def early_exit_set_read_first(self, on: bool) -> None:
+        """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the
+        next step on. Raises SettingsError for what is no truth value, and where steps have one order only, as on the
+        CPU."""
+        drafter: Any = self._early_exit_drafter()
+        if not hasattr(drafter, "set_read_first"):
+            raise SettingsError("this engine reads and launches in one order only")
+        if not isinstance(on, bool):
+            raise SettingsError(f"read_first = {on!r} is not allowed; allowed: true and false")
+        drafter.set_read_first(on)
+
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
         """Draft with other layers or on other weights from the next round on, on an eager engine.
 

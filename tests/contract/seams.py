@@ -43,6 +43,9 @@ SIGNATURES = {
     f"{SCHEDULER}.make_spec_decoding_stats": "spec_decoding_stats num_draft_tokens num_accepted_tokens "
     "num_invalid_spec_tokens request_id",
     f"{SCHEDULER}.update_from_output": "scheduler_output model_runner_output",
+    f"{SCHEDULER}.has_requests": "",
+    "vllm.v1.engine.core:EngineCore.step_with_batch_queue": "",
+    "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.__init__": "async_output single_value",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__": "vllm_config engine_idxs custom_stat_loggers "
     "enable_default_loggers aggregate_engine_logging client_count",
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens": "grammar_output",
@@ -210,7 +213,7 @@ FIELDS = {
     f"{V2_RUNNER}:ExecuteModelState": "input_batch num_spec_tokens_to_schedule",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
-    "num_spec_tokens_to_schedule",
+    "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
 }
 
@@ -234,11 +237,16 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
     "_capture_descs",
-    SCHEDULER: "vllm_config scheduler_config requests dynamic_sd_lookup use_v2_model_runner",
+    SCHEDULER: "vllm_config scheduler_config requests running max_num_running_reqs dynamic_sd_lookup "
+    "use_v2_model_runner",
+    "vllm.v1.engine.core:EngineCore": "batch_queue scheduler model_executor vllm_config",
+    "vllm.v1.engine.core:EngineCoreProc": "input_queue",
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor": "driver_worker",
+    "vllm.v1.executor.uniproc_executor:AsyncOutputFuture": "async_output",
     "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers engine_indexes",
     "vllm.v1.metrics.loggers:PrometheusStatLogger": "per_engine_labelvalues",
-    f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output",
-    "vllm.v1.request:Request": "num_computed_tokens",
+    f"{V2_FOLDER}.async_utils:AsyncOutput": "model_runner_output copy_event",
+    "vllm.v1.request:Request": "num_computed_tokens is_prefill_chunk",
     "vllm.v1.engine.llm_engine:LLMEngine": "output_processor engine_core model_executor",
     "vllm.v1.worker.gpu_worker:Worker": "device rank model_runner",
     f"{V2_FOLDER}.input_batch:InputBuffers": "input_ids positions query_start_loc seq_lens",

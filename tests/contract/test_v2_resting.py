@@ -53,6 +53,12 @@ def test_a_step_that_rests_has_no_speculator_and_gets_it_back():
     assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[], [], []])
 
 
+def test_the_speculators_clock_is_told_when_the_forward_pass_was_launched():
+    made = runner(speculator=SimpleNamespace(clock=SimpleNamespace(launched=0.0)))
+    step(made)
+    assert made.speculator.clock.launched > 0
+
+
 def test_a_step_that_fails_gives_the_speculator_back():
     from selfspec_cli.vllm_plugin.v2.resting import leave_out_drafting
 

@@ -7,124 +7,25 @@ the two, requests are preempted, and the widths of successive steps differ.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
+from v2_engine import K, Runner, add, asked_of, crowd
 
 pytestmark = pytest.mark.contract
-
-K, MOST, BLOCK, LEN = 4, 8, 16, 256
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from transformers import LlamaConfig
-
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32,
-        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=LEN,
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
-
-
-@pytest.fixture
-def make(folder, monkeypatch):
-    """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    from selfspec_cli.vllm_plugin import compat, register
-
-    register()
-    compat.apply("scheduler")
-
-    def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
-        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
-        config = EngineArgs(
-            str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=MOST, max_model_len=LEN,
-            max_num_batched_tokens=64, block_size=BLOCK, speculative_config=spec, enable_prefix_caching=False,
-        ).create_engine_config()  # fmt: skip
-        config.scheduler_config.async_scheduling = asynchronous
-        config.cache_config.num_gpu_blocks = blocks
-        group = KVCacheGroupSpec(
-            ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        )
-        kind = AsyncScheduler if asynchronous else Scheduler
-        with monkeypatch.context() as patch:
-            patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
-            return kind(
-                vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
-                kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
-                log_stats=log_stats,
-            )  # fmt: skip
-
-    return scheduler
-
-
-class Runner:
-    """Stands for the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
-
-    made: what each request drafted for its next step, within the width that the scheduler announced. lengths: of each
-    step without prefills, the number of requests and the places that they had.
-    """
-
-    def __init__(self, rate, asked):
-        self.draw, self.rate, self.asked = random.Random(0), rate, asked
-        self.known, self.made, self.lengths = {}, {}, []
-
-    def step(self, output):
-        for new in output.scheduled_new_reqs:  # resumed requests come as new ones, with all of their tokens
-            self.known[new.req_id] = [new.num_computed_tokens, len(new.prefill_token_ids)]
-            self.made[new.req_id] = 0
-        names = list(output.num_scheduled_tokens)
-        sampled, decoding = [], []
-        for name, tokens in output.num_scheduled_tokens.items():
-            places = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            computed, length = self.known[name]
-            assert tokens > places or computed + tokens - places <= length
-            decoding.append((computed + 1, tokens - places) == (length, 1))
-            self.known[name][0] = computed = computed + tokens - places
-            if computed < length:
-                sampled.append([])
-                continue
-            drafts = min(places, self.made[name])
-            stood = next((n for n in range(drafts) if self.draw.random() >= self.rate), drafts)
-            sampled.append([7] * (1 + stood))
-            self.known[name] = [computed + stood, computed + stood + 1]
-            width = output.num_spec_tokens_to_schedule
-            self.made[name] = min(width, self.asked.get(name, K))
-        if all(decoding):
-            places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
-            self.lengths.append((len(names), places))
-        return SimpleNamespace(
-            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={},
-            pooler_output=None, num_nans_in_logits=None, kv_connector_output=None, ec_connector_output=None,
-            cudagraph_stats=None, req_id_to_index={name: place for place, name in enumerate(names)},
-            aux_output_connector_output=None,
-        )  # fmt: skip
 
 
 def serve(scheduler, requests, rate=0.7, late=1):
     """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests join while others run."""
-    from vllm import SamplingParams
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import RequestStatus
 
-    asked = {name: extra["selfspec_k"] for name, _, _, extra in requests if extra and "selfspec_k" in extra}
-    runner, waiting, pending, done = Runner(rate, asked), deque(requests), deque(), {}
+    runner, waiting, pending, done = Runner(rate, asked_of(requests)), deque(requests), deque(), {}
     live = {}
     for turn in range(5000):
         if waiting and turn % 3 == 0:
             name, prompt, most, extra = waiting.popleft()
-            parameters = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=extra, temperature=0)
-            live[name] = Request(name, [5] * prompt, parameters, None)
-            scheduler.add_request(live[name])
+            live[name] = add(scheduler, name, prompt, most, extra)
         output = scheduler.schedule()
         pending.append((output, runner.step(output) if output.num_scheduled_tokens else None))
         if not scheduler.scheduler_config.async_scheduling and output.num_scheduled_tokens:
@@ -142,11 +43,6 @@ def serve(scheduler, requests, rate=0.7, late=1):
             return runner, done
     statuses = {name: (RequestStatus(one.status).name, one.num_output_tokens) for name, one in live.items()}
     raise AssertionError(f"requests that never end: {statuses}")
-
-
-def crowd(count=24, extra=lambda number: None):
-    draw = random.Random(1)
-    return [(f"r{number}", draw.randrange(1, 90), draw.randrange(20, 100), extra(number)) for number in range(count)]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

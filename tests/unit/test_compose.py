@@ -471,6 +471,13 @@ def test_what_tuning_writes_names_the_layers_and_the_context_that_draft(elsewher
     assert one("tuned=reference") == cfg
 
 
+def test_what_tuning_writes_names_the_order_of_steps(elsewhere):
+    cfg = one("engine=h100", "layer=6", "k=2", "read_first=false")
+    tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
+    assert one("engine=h100", "tuned=reference") == cfg
+    assert not [word for word in tuned.overrides(one("engine=h100", "layer=6")) if "read_first" in word]
+
+
 def test_what_tuning_writes_names_how_drafts_are_taken(elsewhere):
     cfg = one("layer=6", "k=2", "draft_sample_method=probabilistic")
     words = tuned.overrides(cfg)

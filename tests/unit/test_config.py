@@ -91,6 +91,15 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
             replace(ADAPTIVE, engine=EngineConfig(name="h100", device="cuda", enforce_eager=True)),
             "verification=adaptive with engine.enforce_eager=true",
         ),
+        (RunConfig(read_first=False), "read_first=false with engine=cpu: steps have one order there"),
+        (
+            RunConfig(read_first=False, engine=replace(GPU, async_scheduling=False)),
+            "read_first=false with engine.async_scheduling=false",
+        ),
+        (
+            RunConfig(read_first=False, engine=GPU, model=ModelConfig(tensor_parallel_size=2)),
+            "read_first=false with model.tensor_parallel_size=2",
+        ),
         (RunConfig(draft_sample_method="gredy"), "draft_sample_method 'gredy' is not known; allowed: greedy, probabil"),
         (RunConfig(draft_sample_method="gredy"), "did you mean 'greedy'?"),
         (replace(DRAWN, method=Method.skip), "draft_sample_method=probabilistic with method=skip: it drafts nothing"),
@@ -106,6 +115,8 @@ def test_values_that_mean_nothing_are_refused_by_name(cfg, named):
     "cfg",
     [
         RunConfig(),
+        RunConfig(read_first=False, engine=GPU),
+        RunConfig(read_first=False, method=Method.baseline),
         RunConfig(tau=0),
         RunConfig(tau=1),
         RunConfig(tau_v=0),

@@ -52,3 +52,14 @@ def test_adaptive_verification_begins_where_it_is_set_and_only_on_an_engine_that
     assert vars(live.model_runner.req_states) == {"early_exit_trims_from": 8}
     with pytest.raises(SettingsError, match="verification_from = 0 is out of range"):
         live.early_exit_set_verification_from(0)
+
+
+def test_the_order_of_steps_is_set_where_there_are_two():
+    told = []
+    worker(set_read_first=told.append).early_exit_set_read_first(False)
+    assert told == [False]
+    with pytest.raises(SettingsError, match="read_first = 'false' is not allowed; allowed: true and false"):
+        worker(set_read_first=told.append).early_exit_set_read_first("false")
+    assert told == [False]
+    with pytest.raises(SettingsError, match="in one order only"):
+        worker().early_exit_set_read_first(True)

@@ -180,17 +180,19 @@ def test_what_times_inside_of_a_turn_or_beside_it_shares_it(tmp_path, monkeypatc
 
 EVERY = {"site", "vllm"}
 NEEDS = {
-    "weights": ["plain_fitted", "widened", "plain_widened"],
+    "weights": ["host_time", "plain_fitted", "widened", "plain_widened"],
     "pieces": ["smollm2"],
     "smollm2": [
         "smollm2_draft",
         "copies",
+        "orders",
         "ngram",
         "rivals",
         "one_request",
         "fitted",
         "trained",
         "profile_copies",
+        "load_orders",
         "load_smollm2",
     ],
     "smollm2_draft": ["rivals"],

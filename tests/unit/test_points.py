@@ -136,6 +136,21 @@ def test_identity_says_only_what_the_arm_has():
     assert columns(replace(cfg, method=Method.baseline)) == [None] * 5
 
 
+def test_a_row_names_the_file_of_the_copies_that_drafted_and_an_order_that_is_not_the_usual_one():
+    cfg = RunConfig(draft_weights="int4", draft_weights_path="fits/copies-r32.safetensors", read_first=False)
+    found = tables.identity(cfg, layer=8)
+    assert (found["draft_weights_file"], found["read_first"]) == ("copies-r32.safetensors", False)
+    usual = tables.identity(RunConfig(), layer=8)
+    assert (usual["draft_weights_file"], usual["read_first"]) == (None, None)
+
+
+def test_points_from_before_the_column_name_the_file_of_their_copies():
+    before = point(config={"draft_weights_path": "fits/copies.safetensors"})
+    assert tables.row(before).draft_weights_file == "copies.safetensors"
+    assert tables.row(point()).draft_weights_file is None
+    assert tables.row(point(arm={**ARM, "draft_weights_file": None}, config=before.config)).draft_weights_file is None
+
+
 def test_a_file_is_plain_json_and_short():
     made = to_json(against(baseline()))
     document = json.loads(made)

@@ -367,6 +367,8 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
     changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
     assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"
+    fitted = replace(ARM, draft_weights="int4", draft_weights_file="copies.safetensors", read_first=False)
+    assert rows.label(fitted) == "E=4 k=5 · lens · int4 draft of copies.safetensors · varH ≤ 5 · launched first"
     drawn = replace(ARM, draft_sample_method="probabilistic")
     assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
     own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"

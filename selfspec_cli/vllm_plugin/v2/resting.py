@@ -7,6 +7,7 @@ out again: some five small kernels, which a plain engine does not have.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = self.execute_model_state
+        step, clock = self.execute_model_state, getattr(self.speculator, "clock", None)
+        if clock is not None:
+            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; reading.py goes by it
         if step is None or not rests(self, step):
             return original(self, *args, **kwargs)
         # What a scheduler that asks for drafts is told: none, of these requests.

@@ -44,11 +44,12 @@ from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.v2.allowances import Ending
 from selfspec_cli.vllm_plugin.v2.begin import begin_round
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+from selfspec_cli.vllm_plugin.v2.reading import DraftClock
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.trimming import trim_from
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
-from selfspec_cli.vllm_plugin.v2.widths import planners_like
+from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
@@ -104,6 +105,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
         self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
+        self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
         self._loop: device_loop.DeviceLoop | None = None
@@ -172,17 +174,26 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
 
     def set_table(self, table: LengthTable) -> None:
         """Other draft lengths by load from the next round on; see `worker.early_exit_set_length_table`."""
-        started = settings_of(self.vllm_config)
-        assert started is not None
-        planners = planners_like(started)
-        if not planners:
-            raise SettingsError("length_table: the scheduler of this engine has planned no step yet, or runs in "
-                                "another process, as with tensor parallelism")  # fmt: skip
-        for planner in planners:
+        for planner in self._planners("length_table"):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
         self.state.allowances.set_table(table)
         self._set_limits_by_load()
+
+    def set_read_first(self, on: bool) -> None:
+        """Another order of reading and launching from the next step on; see `worker.early_exit_set_read_first`."""
+        for planner in self._planners("read_first"):
+            planner.read_first = on
+
+    def _planners(self, key: str) -> list[WidthPlanner]:
+        """The planners of this engine. Raises SettingsError, naming the setting `key`, where they are out of reach."""
+        started = settings_of(self.vllm_config)
+        assert started is not None
+        planners = planners_like(started)
+        if not planners:
+            raise SettingsError(f"{key}: the scheduler of this engine has planned no step yet, or runs in another "
+                                "process, as with tensor parallelism")  # fmt: skip
+        return planners
 
     def _set_limits_by_load(self) -> None:
         limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
@@ -338,10 +349,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if self.decode_cudagraph_manager is not None:
             batch = self.decode_cudagraph_manager.specialize_spec_tokens(batch, steps)
         upper_bound = input_batch.seq_lens_cpu_upper_bound
-        if self.supports_decode_metadata_update:
-            self._run_all_steps(num_reqs, steps, batch, upper_bound, skip_attention)
-        else:
-            self._run_step_by_step(num_reqs, steps, batch, upper_bound, skip_attention)
+        run = self._run_all_steps if self.supports_decode_metadata_update else self._run_step_by_step
+        with self.clock.drafting():
+            run(num_reqs, steps, batch, upper_bound, skip_attention)
         return self.draft_tokens[:num_reqs]
 
     def _begin(

@@ -36,7 +36,7 @@ class WidthPlanner:
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
         self.in_force = settings.k  # places of the step planned last
-        self.settings = settings
+        self.settings, self.read_first = settings, settings.read_first
         self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
 

@@ -1,0 +1,56 @@
+"""A scheduler as an engine on CUDA makes it."""
+
+from __future__ import annotations
+
+import pytest
+from v2_engine import BLOCK, LEN, MOST, K
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=40, hidden_size=32, intermediate_size=32,
+        num_hidden_layers=4, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=LEN,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def make(folder, monkeypatch):
+    """A scheduler as an engine on CUDA makes it, asynchronous or not, over so many KV blocks."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from selfspec_cli.vllm_plugin import compat, register
+
+    register()
+    compat.apply("scheduler")
+
+    def scheduler(asynchronous=True, blocks=1000, log_stats=False, **spec):
+        spec = {"method": "layer_skip", "num_speculative_tokens": K, **spec}
+        config = EngineArgs(
+            str(folder), skip_tokenizer_init=True, dtype="float32", max_num_seqs=MOST, max_model_len=LEN,
+            max_num_batched_tokens=64, block_size=BLOCK, speculative_config=spec, enable_prefix_caching=False,
+        ).create_engine_config()  # fmt: skip
+        config.scheduler_config.async_scheduling = asynchronous
+        config.cache_config.num_gpu_blocks = blocks
+        group = KVCacheGroupSpec(
+            ["layer"], FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        )
+        kind = AsyncScheduler if asynchronous else Scheduler
+        with monkeypatch.context() as patch:
+            patch.setattr(type(config), "use_v2_model_runner", property(lambda self: True))
+            return kind(
+                vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
+                kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group]),
+                log_stats=log_stats,
+            )  # fmt: skip
+
+    return scheduler

@@ -1,0 +1,403 @@
+"""vLLM's engine core with our order of reading and launching, over its own scheduler and a runner of arithmetic."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict, deque
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from v2_engine import Runner, add, asked_of, crowd
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.contract
+
+
+class Tokens:
+    """Stands for an event on the device that is over after so many looks at it. looked: called at each."""
+
+    def __init__(self, late, looked=lambda: None):
+        self.left, self.looked = late, looked
+
+    def query(self):
+        self.left -= 1
+        self.looked()
+        return self.left < 0
+
+
+def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
+    """An engine core over `scheduler`, and its reader. first: what its orders are. log: of launches and readings."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    from selfspec_cli.vllm_plugin.v2 import reading
+
+    class Core(EngineCore):
+        def __init__(self):
+            pass
+
+        def capture_iteration_details(self, _):
+            return nullcontext()
+
+        log_error_detail = capture_iteration_details
+
+        def _attach_iteration_details(self, *_):
+            pass
+
+        _attach_weight_version = _attach_iteration_details
+
+        def _should_throttle_prefills(self):
+            return False
+
+    core, log = Core(), []
+    core.runner, core.log, core.scheduler = Runner(rate, asked or {}), log, scheduler
+    core.batch_queue, core.batch_queue_size, core.aborts_queue = deque(maxlen=2), 2, queue.Queue()
+    core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False
+    core.input_queue, core.looked = queue.Queue(), lambda: None
+
+    def execute_model(scheduled, non_block):
+        log.append("launch" if scheduled.num_scheduled_tokens else "nothing")
+        core.answer = core.runner.step(scheduled) if scheduled.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
+        return SimpleNamespace(result=lambda answer=core.answer: answer, done=lambda: True)
+
+    def sample_tokens(grammar, non_block):
+        def get_output(answer=core.answer):
+            log.append("read")
+            return answer
+
+        return AsyncOutputFuture(
+            SimpleNamespace(get_output=get_output, copy_event=Tokens(late, lambda: core.looked())), single_value=True
+        )
+
+    speculator = SimpleNamespace(clock=reading.DraftClock(torch.device("cpu")))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    core.model_executor = SimpleNamespace(
+        execute_model=execute_model, sample_tokens=sample_tokens, driver_worker=worker
+    )
+    core.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
+    core.step_fn = core.step_with_batch_queue
+    reader = reading.reader_of(core)
+    reader._orders = defaultdict(lambda: reading.Order(first=first))
+    return core, reader
+
+
+def run(core, requests=(), every=3):
+    """Steps until all have ended; a request joins in every few steps. Tokens of each."""
+    waiting, live, turn = deque(requests), {}, 0
+    while waiting or core.scheduler.has_requests() or core.batch_queue:
+        if waiting and turn % every == 0:
+            name, prompt, most, extra = waiting.popleft()
+            live[name] = add(core.scheduler, name, prompt, most, extra)
+        _, worked = core.step_fn()
+        assert worked or not core.scheduler.requests  # else vLLM sleeps
+        turn += 1
+        assert turn < 9000
+    return {name: len(request.output_token_ids) for name, request in live.items()}
+
+
+def steps_until(core, over):
+    for _ in range(200):
+        if over():
+            return
+        core.step_fn()
+    raise AssertionError("this never came")
+
+
+class ByTurns:
+    """Stands for a reader's orders: another one at each question."""
+
+    asked = 0
+
+    def __getitem__(self, load):
+        self.asked += 1
+        return SimpleNamespace(first=self.asked % 2 == 0)
+
+
+@pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
+@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "by turns"])
+def test_every_request_gets_all_of_its_tokens_in_any_order(make, blocks, first):
+    requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
+    core, reader = engine_of(make(True, blocks, length_table="1:4 3:2 7:0"), first, asked=asked_of(requests))
+    if first is None:
+        reader._orders = ByTurns()
+    assert run(core, requests) == {name: most for name, _, most, _ in requests}
+    pairs = list(zip(core.log, core.log[1:], strict=False))
+    if first is False:
+        assert ("launch", "launch") in pairs
+    else:  # one after the other, for the most part
+        assert pairs.count(("read", "launch")) > len(pairs) / 4
+
+
+def test_a_request_that_has_ended_is_not_verified_again(make):
+    launches = {}
+    for first in (True, False):
+        core, _ = engine_of(make(), first, rate=1.0)
+        add(core.scheduler, "one", 20, 41)
+        run(core)
+        launches[first] = core.log.count("launch")
+    assert launches == {True: 9, False: 10}  # a prefill, and 40 tokens of 5 a round
+
+
+def test_the_first_token_is_read_before_the_next_step_is_launched(make):
+    core, _ = engine_of(make(), True)
+    add(core.scheduler, "one", 20, 30)
+    run(core)
+    assert core.log.pop() == "nothing"  # by which the worker hears that the request has ended
+    assert core.log == ["launch", "read"] * (len(core.log) // 2)
+
+
+def test_a_request_that_comes_while_tokens_are_waited_for_is_launched_at_once(make):
+    core, _ = engine_of(make(), True, late=5)
+    add(core.scheduler, "one", 20, 60)
+    core.step_fn()
+    core.step_fn()  # the prefill is read
+    core.step_fn()
+    assert core.log == ["launch", "read", "launch"]
+    core.looked = lambda: core.input_queue.put("a request")
+    assert core.step_fn() == (None, True)  # the engine takes its messages in
+    assert core.log[3:] == []
+    core.looked, core.input_queue = lambda: None, queue.Queue()
+    add(core.scheduler, "two", 20, 60)
+    core.step_fn()
+    assert core.log[3:] == ["launch", "read"]
+    assert core.batch_queue[-1][1].num_scheduled_tokens.keys() == {"one", "two"}
+
+
+def test_a_message_that_is_no_request_changes_nothing(make):
+    core, _ = engine_of(make(), True, late=5)
+    add(core.scheduler, "one", 20, 60)
+    for _ in range(3):
+        core.step_fn()
+    core.looked = lambda: core.input_queue.put("what else there is")
+    assert core.step_fn() == (None, True)
+    core.looked, core.input_queue = lambda: None, queue.Queue()
+    core.step_fn()
+    assert core.log[3:] == ["read"]
+
+
+def test_a_request_that_takes_the_place_of_one_that_has_ended_is_launched_at_once_too(make):
+    core, _ = engine_of(make(), True, late=5)
+    add(core.scheduler, "short", 20, 2)
+    add(core.scheduler, "long", 20, 100)
+    steps_until(core, lambda: "short" not in core.scheduler.requests)
+    steps_until(core, lambda: core.log[-1] == "launch")
+    before = len(core.log)
+    add(core.scheduler, "next", 20, 20)
+    core.step_fn()
+    assert core.log[before:] == ["launch", "read"]
+
+
+def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):
+    core, _ = engine_of(make(), True)
+    del core.input_queue
+    add(core.scheduler, "one", 20, 30)
+    assert run(core) == {}
+    assert core.log[:4] == ["launch", "read", "launch", "read"]
+
+
+def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypatch):
+    from selfspec_cli.vllm_plugin.v2 import reading
+
+    core, reader = engine_of(make(), False)
+    moments = iter(range(10_000))
+    monkeypatch.setattr(reading.time, "perf_counter", lambda: next(moments))
+    clock = reader._clock = SimpleNamespace(launched=-1.0, seconds=lambda: 7.0)
+    sample = core.model_executor.sample_tokens
+
+    def sample_tokens(*arguments, **more):  # resting.py, in the worker
+        clock.launched = reading.time.perf_counter()
+        return sample(*arguments, **more)
+
+    core.model_executor.sample_tokens = sample_tokens
+    add(core.scheduler, "one", 20, 200)
+    steps_until(core, lambda: reader._orders[1].host is not None)
+    assert (reader._orders[1].host, reader._orders[1].device) == (1.0, 7.0)  # a moment behind the other
+    assert reader._orders[1].first
+
+
+def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
+    core, _ = engine_of(make(), True)
+    for number in range(8):  # as many as the engine runs
+        add(core.scheduler, f"r{number}", 20, 200)
+    for _ in range(11):
+        core.step_fn()
+    assert len(core.scheduler.running) == 8
+    assert core.log[-1] == "launch"
+    before = len(core.log)
+    add(core.scheduler, "late", 20, 20)
+    core.step_fn()
+    assert core.log[before:] == ["read"]
+    assert "late" in core.scheduler.requests
+
+
+@pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
+def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
+    from selfspec_cli.vllm_plugin.v2 import reading
+
+    core, _ = engine_of(make(read_first=left != "read_first"), True)
+    del core.early_exit_reader
+    if left == "driver_worker":
+        del core.model_executor.driver_worker
+    if left == "clock":
+        core.model_executor.driver_worker.model_runner.speculator = None
+    if left == "one rank":
+        core.vllm_config.parallel_config.world_size_across_dp = 2
+    reader = reading.reader_of(core)
+    assert (reader is None) == (left != "read_first")
+    if reader is not None:
+        reader._orders = defaultdict(lambda: reading.Order(first=True))
+    add(core.scheduler, "one", 20, 60)
+    run(core)
+    assert core.log[:4] == ["launch", "launch", "read", "launch"]
+
+
+@pytest.mark.parametrize("what", ["nothing", "grammar", "no drafts", "inside a prefill"])
+def test_vllms_order_stays_where_nothing_hides_the_reading(make, what):
+    core, reader = engine_of(make(**({"length_table": "1:0"} if what == "no drafts" else {})), True)
+    add(core.scheduler, "one", 100 if what == "inside a prefill" else 20, 60)  # 64 tokens a step at most
+    core.step_fn()
+    future, scheduled, _ = core.batch_queue[-1]
+    scheduled.has_structured_output_requests = what == "grammar"
+    assert reader._reads(core, future, scheduled) == (what == "nothing")
+
+
+def test_a_step_that_fails_leaves_the_scheduler_as_it_was(make):
+    core, _ = engine_of(make(), True)
+    add(core.scheduler, "one", 20, 30)
+    core.step_fn()
+
+    def fails():
+        raise RuntimeError("the device is gone")
+
+    core.batch_queue[-1][0].async_output.get_output = fails
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step_fn()
+    assert core.scheduler.has_requests()
+    assert "has_requests" not in vars(core.scheduler)
+
+
+def step_of(requests, tokens=5, new=(), width=4):
+    return SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), tokens), scheduled_new_reqs=list(new),
+        total_num_scheduled_tokens=requests * tokens, num_spec_tokens_to_schedule=width,
+        has_structured_output_requests=False,
+    )  # fmt: skip
+
+
+def future(event=True):
+    return SimpleNamespace(
+        async_output=SimpleNamespace(copy_event=object() if event else None), add_done_callback=lambda call: None
+    )
+
+
+@pytest.fixture
+def reader():
+    from selfspec_cli.vllm_plugin.v2.reading import Reader
+
+    return Reader(SimpleNamespace(launched=0.0, seconds=lambda: 0.002))
+
+
+def took(reader, milliseconds, steps, step=None, read=10.0):
+    for _ in range(steps):
+        reader._clock.launched = read + milliseconds / 1000
+        reader._launched((future(), step or step_of(3), None), read)
+
+
+def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):
+    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+
+    took(reader, 1.0, SAMPLES - 1)
+    assert not reader._orders[2].first
+    took(reader, 1.0, 1)
+    assert reader._orders[2].first
+    took(reader, 2.1, SAMPLES)  # within the margin
+    assert reader._orders[2].first
+    took(reader, 2.3, SAMPLES)
+    assert not reader._orders[2].first
+    took(reader, 1.9, SAMPLES)
+    assert not reader._orders[2].first
+    took(reader, 1.7, SAMPLES)
+    assert reader._orders[2].first
+
+
+def test_a_few_slow_steps_change_nothing(reader):
+    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+
+    took(reader, 1.0, SAMPLES - 4)
+    took(reader, 500.0, 4)
+    assert reader._orders[2].first
+
+
+def test_an_order_is_told_when_it_is_decided_first_and_when_it_changes():
+    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES, Order
+
+    order = Order()
+    told = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
+    at = [number // SAMPLES for number, news in enumerate(told) if news]
+    assert at == [0, 2, 4] and sum(told[number * SAMPLES + SAMPLES - 1] for number in at) == 3
+
+
+def test_a_launch_before_anything_was_read_is_no_sample(reader):
+    took(reader, -1.0, 100)
+    assert not reader._orders
+
+
+def test_loads_have_orders_of_their_own(reader):
+    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+
+    took(reader, 1.0, SAMPLES)
+    took(reader, 3.0, SAMPLES, step_of(8))
+    assert [reader._orders[load].first for load in (2, 4)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step_of(3, new=["request"]), step_of(3, tokens=9), step_of(3, width=0)],
+    ids=["a new request", "a prefill", "no drafts"],
+)
+def test_other_steps_are_no_samples(reader, step):
+    took(reader, 1.0, 100, step)
+    assert not any(order._steps or order.host for order in reader._orders.values())
+
+
+def test_a_loop_that_is_not_over_is_no_sample(reader):
+    reader._clock.seconds = lambda: None
+    took(reader, 1.0, 100)
+    assert not any(order._steps or order.host for order in reader._orders.values())
+
+
+def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():
+    from selfspec_cli.vllm_plugin.v2 import reading
+
+    moments = iter(range(100))
+
+    class Event:
+        done = True
+
+        def record(self):
+            self.at = next(moments) ** 2
+
+        def query(self):
+            return self.done
+
+        def elapsed_time(self, other):
+            return float(other.at - self.at)
+
+    clock = reading.DraftClock(torch.device("cpu"))
+    assert clock.seconds() is None
+    clock._pairs = [(Event(), Event()) for _ in range(3)]
+    for _ in range(2):
+        with clock.drafting():
+            pass
+        assert clock.seconds() is None
+    with clock.drafting():
+        pass
+    assert clock.seconds() == 0.001  # from 0 to 1
+    with clock.drafting():
+        pass
+    assert clock.seconds() == 0.005  # from 4 to 9
+    Event.done = False
+    assert clock.seconds() is None

@@ -1,0 +1,72 @@
+"""Requests, and a model runner of arithmetic for vLLM's own scheduler: what the V2 runner does, without a GPU."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+K, MOST, BLOCK, LEN = 4, 8, 16, 256
+
+
+class Runner:
+    """Stands for the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
+
+    made: what each request drafted for its next step, within the width that the scheduler announced. lengths: of each
+    step without prefills, the number of requests and the places that they had.
+    """
+
+    def __init__(self, rate, asked):
+        self.draw, self.rate, self.asked = random.Random(0), rate, asked
+        self.known, self.made, self.lengths = {}, {}, []
+
+    def step(self, output):
+        for new in output.scheduled_new_reqs:  # resumed requests come as new ones, with all of their tokens
+            self.known[new.req_id] = [new.num_computed_tokens, len(new.prefill_token_ids)]
+            self.made[new.req_id] = 0
+        names = list(output.num_scheduled_tokens)
+        sampled, decoding = [], []
+        for name, tokens in output.num_scheduled_tokens.items():
+            places = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            computed, length = self.known[name]
+            assert tokens > places or computed + tokens - places <= length
+            decoding.append((computed + 1, tokens - places) == (length, 1))
+            self.known[name][0] = computed = computed + tokens - places
+            if computed < length:
+                sampled.append([])
+                continue
+            drafts = min(places, self.made[name])
+            stood = next((n for n in range(drafts) if self.draw.random() >= self.rate), drafts)
+            sampled.append([7] * (1 + stood))
+            self.known[name] = [computed + stood, computed + stood + 1]
+            width = output.num_spec_tokens_to_schedule
+            self.made[name] = min(width, self.asked.get(name, K))
+        if all(decoding):
+            places = {len(output.scheduled_spec_decode_tokens.get(name, ())) for name in names}
+            self.lengths.append((len(names), places))
+        return SimpleNamespace(
+            sampled_token_ids=sampled, logprobs=None, prompt_logprobs_dict={}, prompt_token_id_logprobs_dict={},
+            pooler_output=None, num_nans_in_logits=None, kv_connector_output=None, ec_connector_output=None,
+            cudagraph_stats=None, req_id_to_index={name: place for place, name in enumerate(names)},
+            aux_output_connector_output=None,
+        )  # fmt: skip
+
+
+def crowd(count=24, extra=lambda number: None):
+    draw = random.Random(1)
+    return [(f"r{number}", draw.randrange(1, 90), draw.randrange(20, 100), extra(number)) for number in range(count)]
+
+
+def asked_of(requests):
+    """The draft lengths that some requests ask for, by name."""
+    return {name: extra["selfspec_k"] for name, _, _, extra in requests if extra and "selfspec_k" in extra}
+
+
+def add(scheduler, name, prompt, most, extra=None):
+    """A request for `most` tokens behind a prompt of so many, which waits in the scheduler."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    parameters = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=extra, temperature=0)
+    request = Request(name, [5] * prompt, parameters, None)
+    scheduler.add_request(request)
+    return request

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
-from figure_serving import agreement, served
+from figure_serving import RUNS, agreement, orders, served
 
 
 def gates() -> str:
@@ -211,7 +211,8 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (lambda: heads("heads_2"), ("heads_2/heads.*",)),
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
-    (served, ("serving/load_h?00*.json",)),
+    (served, tuple(f"serving/{name}.json" for name in RUNS)),
+    (orders, ("serving/load_h200_read_first.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from figure_cells import data_of, number, ratio, table
+import re
+
+from figure_cells import PUBLISHED, data_of, number, ratio, table
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone")
-"""Runs of experiments/serving/load_on_gpu.py, in their order."""
+"""Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
+
+RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control")
+"""These, and those on an ordinary model under early exit."""
+
+TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
+"""A line of experiments/serving/host_time.py."""
 
 
 def served() -> str:
     """Every load of experiments/serving/load_on_gpu.py, early exit over plain vLLM."""
     rows = []
-    for name in (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control"):
+    for name in RUNS:
         found = data_of(f"serving/{name}.json")
         for level, over in found["compared"].items():
             sides = found["rows"][level]
@@ -41,6 +49,42 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last three
     header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server",
               "p99 TPOT over plain", "p99 TTFT over plain", "the same, settled", "p99 end to end over plain")  # fmt: skip
     return text + table(header, rows)
+
+
+def orders() -> str:
+    """Early exit that reads a step's tokens before it launches the next one, and after, over plain vLLM."""
+    found = data_of("serving/load_h200_read_first.json")
+    rows = []
+    for level in sorted(found["compared"], key=lambda name: int(name.split()[1])):
+        sides = found["rows"][level]
+        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", "read first")):
+            one, plain = sides[side], sides["plain"]
+            rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
+                         *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
+                         number(one["settled"]["ttft_p99_ms"], 3), number(one["tpot_ms"], 3)))  # fmt: skip
+    lines = (PUBLISHED / "serving" / "host_time_h200.txt").read_text(encoding="utf-8").splitlines()
+    steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
+             for line in lines]  # fmt: skip
+    text = """### serving: when a step's tokens are read
+
+SmolLM2-135M-Instruct widened on one H200, all its layers in 8 bits, k=4; closed loops of 10 to 12 seconds, one run a
+level; one server with early exit in both orders (`read_first`), and everything else stopped. Settled are the requests
+that began after a tenth of the run.
+
+```
+experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
+```
+
+"""
+    header = ("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled",
+              "TPOT (ms)")  # fmt: skip
+    return (
+        text
+        + table(header, rows)
+        + "\n\nHow long the host takes for a step, with the work of what asks the engine, which was in the same process: the "
+        "embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the same machine.\n\n"
+        + table(("engine", "requests", "ms a step, median", "of five runs"), steps)
+    )
 
 
 def agreement() -> str:

@@ -125,7 +125,9 @@ load_smollm2() { # an ordinary model under early exit
         --few-seconds 10 --minutes 13 --kv-gib 4 --memory-share 0.15 --control --turns 3 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
-host_time() { python3 "$here/serving/host_time.py" --model "$here/reference_model/model" --out "$out/host_time.txt"; }
+host_time() {
+    python3 "$here/serving/host_time.py" --model "$here/reference_model/model" --requests 32 --out "$out/host_time.txt"
+}
 agree() {
     python3 "$here/serving/agree.py" --out "$out/agree.json" --clients 8 --requests 200 --rounds 9 \
         model=./reference_widened model.name=reference_widened method=baseline engine=h100 engine.max_num_seqs=32 \

@@ -9,7 +9,8 @@ take turns, so that only one of them works at any time. `plain` runs without thi
 and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
 run with the same file does what is not in it; a level begins only if it fits into --minutes.
 
---orders also measures early exit with the order of steps that vLLM has (read_first off, on the same server).
+--orders also measures closed loops under early exit with the order of steps that vLLM has (read_first off, on the same
+server).
 
 --control starts a second plain server, and tells how much two servers of one kind differ on the machine; --turns asks
 all sides several times at each level. A difference between plain decoding and early exit that is smaller says nothing.
@@ -30,7 +31,7 @@ lengths  what every fixed draft length reaches at some loads, as requests may as
 closed   closed loops.       poisson, bursts  at shares of what plain decoding completed at the most clients.
 random   random tokens as prompts, sampled at a temperature of 2, the highest that vLLM takes: hardly a draft is
          accepted. (Greedily, the model soon repeats itself after random tokens, and drafts of that are accepted.)
-off      no drafts because of the table, the request or the context.
+off      no drafts because of the table, the request or the context; "off by table" and so on is one of the three.
 varying  bursts under every fixed length, as requests may ask for it, to stand beside the table's `bursts`; needs a
          server with graphs for every length (--every-length, or without --table).
 
@@ -180,19 +181,20 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
-        yield Level("off", f"off by table {number}", closed(number), 0.99, table="1:0")
+        yield Level("off by table", f"off by table {number}", closed(number), 0.99, table="1:0")
         if number == some[-1] or number == some[0]:
-            yield Level("off", f"off by request {number}", closed(number), 0.99, length=0)
-            yield Level("off", f"off by context {number}", closed(number), 0.99, table=f"1:{given.k} 1@8:0")
+            yield Level("off by request", f"off by request {number}", closed(number), 0.99, length=0)
+            yield Level("off by context", f"off by context {number}", closed(number), 0.99, table=f"1:{given.k} 1@8:0")
 
 
 def planned(given: argparse.Namespace) -> Iterator[Level]:
     """The levels that were asked for, by turns; a turn after the first has its number behind the level's name."""
+    groups = given.groups.split(",")
     for turn in range(1, given.turns + 1):
         for level in levels(given):
-            if level.group in given.groups.split(","):
+            if level.group in groups or level.group.split()[0] in groups:
                 sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
-                sides = (*sides, LAUNCHED) if given.orders and DRAFTING in sides else sides
+                sides = (*sides, LAUNCHED) if given.orders and level.group == "closed" else sides
                 yield replace(level, name=named(level.name, turn), sides=sides)
 
 

@@ -4,84 +4,15 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict, deque
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from v2_engine import Runner, add, asked_of, crowd
+from v2_engine import add, asked_of, crowd
+from v2_queue import engine_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.contract
-
-
-class Tokens:
-    """Stands for an event on the device that is over after so many looks at it. looked: called at each."""
-
-    def __init__(self, late, looked=lambda: None):
-        self.left, self.looked = late, looked
-
-    def query(self):
-        self.left -= 1
-        self.looked()
-        return self.left < 0
-
-
-def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
-    """An engine core over `scheduler`, and its reader. first: what its orders are. log: of launches and readings."""
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
-    from selfspec_cli.vllm_plugin.v2 import reading
-
-    class Core(EngineCore):
-        def __init__(self):
-            pass
-
-        def capture_iteration_details(self, _):
-            return nullcontext()
-
-        log_error_detail = capture_iteration_details
-
-        def _attach_iteration_details(self, *_):
-            pass
-
-        _attach_weight_version = _attach_iteration_details
-
-        def _should_throttle_prefills(self):
-            return False
-
-    core, log = Core(), []
-    core.runner, core.log, core.scheduler = Runner(rate, asked or {}), log, scheduler
-    core.batch_queue, core.batch_queue_size, core.aborts_queue = deque(maxlen=2), 2, queue.Queue()
-    core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False
-    core.input_queue, core.looked = queue.Queue(), lambda: None
-
-    def execute_model(scheduled, non_block):
-        log.append("launch" if scheduled.num_scheduled_tokens else "nothing")
-        core.answer = core.runner.step(scheduled) if scheduled.num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT
-        return SimpleNamespace(result=lambda answer=core.answer: answer, done=lambda: True)
-
-    def sample_tokens(grammar, non_block):
-        def get_output(answer=core.answer):
-            log.append("read")
-            return answer
-
-        return AsyncOutputFuture(
-            SimpleNamespace(get_output=get_output, copy_event=Tokens(late, lambda: core.looked())), single_value=True
-        )
-
-    speculator = SimpleNamespace(clock=reading.DraftClock(torch.device("cpu")))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
-    core.model_executor = SimpleNamespace(
-        execute_model=execute_model, sample_tokens=sample_tokens, driver_worker=worker
-    )
-    core.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
-    core.step_fn = core.step_with_batch_queue
-    reader = reading.reader_of(core)
-    reader._orders = defaultdict(lambda: reading.Order(first=first))
-    return core, reader
 
 
 def run(core, requests=(), every=3):
@@ -112,8 +43,10 @@ class ByTurns:
     asked = 0
 
     def __getitem__(self, load):
+        from selfspec_cli.vllm_plugin.v2.reading import Order
+
         self.asked += 1
-        return SimpleNamespace(first=self.asked % 2 == 0)
+        return Order(first=self.asked % 2 == 0)
 
 
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
@@ -204,7 +137,7 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
     monkeypatch.setattr(reading.time, "perf_counter", lambda: next(moments))
-    clock = reader._clock = SimpleNamespace(launched=-1.0, seconds=lambda: 7.0)
+    clock = reader._clock = SimpleNamespace(launched=-1.0, done=-1.0, seconds=lambda: 7.0)
     sample = core.model_executor.sample_tokens
 
     def sample_tokens(*arguments, **more):  # resting.py, in the worker
@@ -214,7 +147,7 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core.model_executor.sample_tokens = sample_tokens
     add(core.scheduler, "one", 20, 200)
     steps_until(core, lambda: reader._orders[1].host is not None)
-    assert (reader._orders[1].host, reader._orders[1].device) == (1.0, 7.0)  # a moment behind the other
+    assert (reader._orders[1].host, reader._orders[1].device) == (3.0, 7.0)  # moments at which somebody looked
     assert reader._orders[1].first
 
 
@@ -261,7 +194,7 @@ def test_vllms_order_stays_where_nothing_hides_the_reading(make, what):
     core.step_fn()
     future, scheduled, _ = core.batch_queue[-1]
     scheduled.has_structured_output_requests = what == "grammar"
-    assert reader._reads(core, future, scheduled) == (what == "nothing")
+    assert (reader._until(core.scheduler, future, scheduled) > 0) == (what == "nothing")
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was(make):
@@ -297,13 +230,14 @@ def future(event=True):
 def reader():
     from selfspec_cli.vllm_plugin.v2.reading import Reader
 
-    return Reader(SimpleNamespace(launched=0.0, seconds=lambda: 0.002))
+    return Reader(SimpleNamespace(launched=0.0, done=0.0, seconds=lambda: 0.002))
 
 
-def took(reader, milliseconds, steps, step=None, read=10.0):
+def took(reader, milliseconds, steps, step=None, read=10.0, paused=0.5):
     for _ in range(steps):
-        reader._clock.launched = read + milliseconds / 1000
-        reader._launched((future(), step or step_of(3), None), read)
+        reader._clock.launched = read + paused + milliseconds / 1000
+        reader._clock.done = reader._clock.launched + 0.001
+        reader._launched((future(), step or step_of(3), None), read, paused, read + paused)
 
 
 def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):
@@ -342,7 +276,7 @@ def test_an_order_is_told_when_it_is_decided_first_and_when_it_changes():
 
 def test_a_launch_before_anything_was_read_is_no_sample(reader):
     took(reader, -1.0, 100)
-    assert not reader._orders
+    assert not any(order._steps or order.host for order in reader._orders.values())
 
 
 def test_loads_have_orders_of_their_own(reader):

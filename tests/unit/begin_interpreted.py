@@ -16,7 +16,7 @@ from selfspec_cli.early_exit.estimate import trials, updated
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.allowances import Ending
-from selfspec_cli.vllm_plugin.v2.begin import begin_round
+from selfspec_cli.vllm_plugin.v2.begin import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 
 ROWS, K = 6, 5
@@ -66,12 +66,12 @@ def test_the_widths_of_the_verify_pass_and_of_the_live_engine_hold_beside_the_ta
 def test_a_requests_own_length_holds_beside_the_table_until_another_takes_its_slot():
     state = new_state(LengthTable.parse("1:4", K))
     own = [RequestSettings(0), RequestSettings(2), RequestSettings(5), NOTHING]
-    state.allowances.add([5, 4, 3, 2], own, [math.nan] * 4, [Ending()] * 4)
+    take_in(state, [5, 4, 3, 2], own, [math.nan] * 4, [Ending()] * 4)
     assert state.allowances.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
     begin(state, [10] * 4, steps=K)
     assert state.requests.tolist() == [-1, 4, 3, 2, -1, -1]
     assert drafted(state, 4) == [0, 2, 4, 4]
-    state.allowances.add([5], [NOTHING], [math.nan], [Ending()])
+    take_in(state, [5], [NOTHING], [math.nan], [Ending()])
     begin(state, [10] * 4, steps=K)
     assert drafted(state, 4) == [4, 2, 4, 4]
 
@@ -81,11 +81,11 @@ def test_nothing_is_drafted_that_would_lie_beyond_a_requests_end():
     yields one beside its drafts."""
     state = new_state(LengthTable.parse("1:5", K))
     ends = [Ending(17), Ending(14), Ending(12), Ending(11), Ending(stop=101), Ending(stop=7)]
-    state.allowances.add([5, 4, 3, 2, 1, 0], [NOTHING] * 6, [math.nan] * 6, ends)
+    take_in(state, [5, 4, 3, 2, 1, 0], [NOTHING] * 6, [math.nan] * 6, ends)
     begin(state, [10] * 6, steps=K)  # the token that was sampled last is 100 + the request
     assert drafted(state, 6) == [5, 2, 0, 0, 0, 5]
     assert state.allowances.ends.dtype == state.allowances.stops.dtype == torch.int32
-    state.allowances.add([3, 1], [NOTHING] * 2, [math.nan] * 2, [Ending(), Ending()])  # others in their places
+    take_in(state, [3, 1], [NOTHING] * 2, [math.nan] * 2, [Ending(), Ending()])  # others in their places
     begin(state, [10] * 6, steps=K)
     assert drafted(state, 6) == [5, 2, 5, 0, 5, 5]
     state = new_state(LengthTable.parse("1:5", K))
@@ -110,7 +110,7 @@ def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_
     state = new_state(LengthTable.parse("1:5 1@20:5/0.9", K))
     gate = DeviceGate(state, "maxp", 0.0, None)
     state.allowances.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.9)]))
-    state.allowances.add([4, 2], [NOTHING, NOTHING], [0.99, 0.0], [Ending(), Ending()])
+    take_in(state, [4, 2], [NOTHING, NOTHING], [0.99, 0.0], [Ending(), Ending()])
     logits = torch.zeros(ROWS, 2100)
     logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95
     for own_limits, wanted in ((True, [5, 1, 5, 5, 5]), (False, [5] * 5)):
@@ -177,7 +177,7 @@ def test_a_new_request_begins_with_what_is_usual():
     state.allowances.usual.fill_(0.5)
     state.allowances.rates.fill_(0.1)
     state.allowances.rungs.fill_(1)
-    state.allowances.add([3, 0], [NOTHING, NOTHING], [math.nan, math.nan], [Ending(), Ending()])
+    take_in(state, [3, 0], [NOTHING, NOTHING], [math.nan, math.nan], [Ending(), Ending()])
     torch.testing.assert_close(state.allowances.rates, torch.tensor([0.5, 0.1, 0.1, 0.5, 0.1, 0.1]))
     assert state.allowances.rungs.tolist() == [len(ladder.lengths), 1, 1] * 2
 

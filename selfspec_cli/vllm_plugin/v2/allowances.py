@@ -1,5 +1,6 @@
 """What decides on the device how much each request drafts in a round: the table of lengths by load, what the request
-itself asked for, how much of its drafts is accepted, and where it ends. begin.py reads it when a round begins."""
+itself asked for, how much of its drafts is accepted, and where it ends. begin.py writes it when a request comes, and
+reads it when a round begins."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
-from selfspec_cli.early_exit.request_settings import RequestSettings
 
 
 @dataclass(frozen=True)
@@ -93,33 +93,6 @@ class Allowances:
         """Another table from the next round on, without thresholds: no graph holds the old one's place."""
         self.cells = self.upload(_cells(table), torch.int32)
         self.cell_limits = self.upload([math.nan] * len(table.cells), torch.float32)
-
-    def add(
-        self, slots: Sequence[int], own: Sequence[RequestSettings], limits: Sequence[float], ends: Sequence[Ending]
-    ) -> Tensor:
-        """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
-
-        Under load requests join in most steps, so places and ends are one copy, and what nobody asked for is none.
-
-        Returns: `slots` on the device, int64.
-        """
-        told = [(slot, end.length, end.stop) for slot, end in zip(slots, ends, strict=True)]
-        index, ends_at, stops = self.upload(told, torch.int64).T
-        self.ends[index] = ends_at.to(torch.int32)
-        self.stops[index] = stops.to(torch.int32)
-        if any(one.k is not None for one in own):
-            lengths = [LARGEST if one.k is None else one.k for one in own]
-            self.own_lengths[index] = self.upload(lengths, torch.int32)
-        else:
-            self.own_lengths.index_fill_(0, index, LARGEST)
-        if any(limit == limit for limit in limits):
-            self.own_limits[index] = self.upload(limits, torch.float32)
-        else:
-            self.own_limits.index_fill_(0, index, math.nan)
-        if len(self.ladder):
-            self.rates[index] = self.usual.expand(len(slots))
-            self.rungs.index_fill_(0, index, len(self.ladder))
-        return index
 
     def upload(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device, without waiting for the device."""

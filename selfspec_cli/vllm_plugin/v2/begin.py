@@ -1,24 +1,87 @@
 """How a round of the V2 draft loop begins on the device: what the verify pass left becomes the first draft step's
-inputs, and each request learns how much it may draft."""
+inputs, and each request learns how much it may draft, by what was taken in when it came."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit import acceptance, estimate
+from selfspec_cli.early_exit.length_table import LARGEST
+from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.vllm_plugin.v2.allowances import Ending
 from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+
+@triton.jit
+def _take_in(
+    told,
+    lengths,
+    own_lengths,
+    own_limits,
+    ends,
+    stops,
+    rates,
+    rungs,
+    usual,
+    RUNGS: tl.constexpr,
+):
+    """One program for each new request, by its line of `told`."""
+    line = told + 5 * tl.program_id(0)
+    request = tl.load(line)
+    tl.store(ends + request, tl.load(line + 1))
+    tl.store(stops + request, tl.load(line + 2))
+    tl.store(own_lengths + request, tl.load(line + 3))
+    tl.store(own_limits + request, tl.load(line + 4).to(tl.float32, bitcast=True))
+    tl.store(lengths + request, 0)
+    if RUNGS > 0:
+        tl.store(rates + request, tl.load(usual))
+        tl.store(rungs + request, RUNGS)
+
+
+def take_in(
+    state: DraftState,
+    slots: Sequence[int],
+    own: Sequence[RequestSettings],
+    limits: Sequence[float],
+    ends: Sequence[Ending],
+) -> None:
+    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
+
+    Under load requests join in most steps, and the host launches what it says of them while others wait for their
+    tokens. So all of it is one copy and one kernel.
+    """
+    allowed = state.allowances
+    told = [
+        (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
+        for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
+    ]
+    _take_in[(len(told),)](
+        allowed.upload(told, torch.int32),
+        state.lengths,
+        allowed.own_lengths,
+        allowed.own_limits,
+        allowed.ends,
+        allowed.stops,
+        allowed.rates,
+        allowed.rungs,
+        allowed.usual,
+        RUNGS=len(allowed.ladder),
+    )
 
 
 def _on_device(function: Any) -> Any:

@@ -21,19 +21,27 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, clock = self.execute_model_state, getattr(self.speculator, "clock", None)
         if clock is not None:
-            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; reading.py goes by it
-        if step is None or not rests(self, step):
-            return original(self, *args, **kwargs)
-        # What a scheduler that asks for drafts is told: none, of these requests.
-        self.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
-        kept = self.speculator, self.num_speculative_steps
-        self.speculator, self.num_speculative_steps = None, 0
+            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; reading.py goes by both times
         try:
-            return original(self, *args, **kwargs)
+            if step is None or not rests(self, step):
+                return original(self, *args, **kwargs)
+            return _without_drafting(self, step, original, *args, **kwargs)
         finally:
-            self.speculator, self.num_speculative_steps = kept
+            if clock is not None:
+                clock.done = time.perf_counter()
 
     return sample_tokens
+
+
+def _without_drafting(runner: Any, step: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What a scheduler that asks for drafts is told: none, of these requests.
+    runner.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
+    kept = runner.speculator, runner.num_speculative_steps
+    runner.speculator, runner.num_speculative_steps = None, 0
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        runner.speculator, runner.num_speculative_steps = kept
 
 
 def rests(runner: Any, step: Any) -> bool:

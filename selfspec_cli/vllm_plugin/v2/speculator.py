@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
@@ -42,7 +43,7 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
 from selfspec_cli.vllm_plugin.v2.allowances import Ending
-from selfspec_cli.vllm_plugin.v2.begin import begin_round
+from selfspec_cli.vllm_plugin.v2.begin import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.reading import DraftClock
 from selfspec_cli.vllm_plugin.v2.sizes import widths
@@ -208,8 +209,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         prompts: their lengths in tokens."""
         own = [own_settings(one, self.settings) for one in parameters]
         ends = [Ending.of(one, length) for one, length in zip(parameters, prompts, strict=True)]
-        index = self.state.allowances.add(slots, own, [self._limit(one.threshold) for one in own], ends)
-        self.state.lengths.index_fill_(0, index, 0)
+        take_in(self.state, slots, own, [self._limit(one.threshold) for one in own], ends)
 
     @property
     def draft_length(self) -> int:
@@ -385,6 +385,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         began = time.perf_counter()
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self._forward(num_tokens)
+        take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request of a user's waits for its compilation
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)
 
     def _run_all_steps(

@@ -237,7 +237,7 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
     "_capture_descs",
-    SCHEDULER: "vllm_config scheduler_config requests running max_num_running_reqs dynamic_sd_lookup "
+    SCHEDULER: "vllm_config scheduler_config requests running waiting max_num_running_reqs dynamic_sd_lookup "
     "use_v2_model_runner",
     "vllm.v1.engine.core:EngineCore": "batch_queue scheduler model_executor vllm_config",
     "vllm.v1.engine.core:EngineCoreProc": "input_queue",

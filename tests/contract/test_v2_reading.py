@@ -155,10 +155,7 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
     core, _ = engine_of(make(), True)
     for number in range(8):  # as many as the engine runs
         add(core.scheduler, f"r{number}", 20, 200)
-    for _ in range(11):
-        core.step_fn()
-    assert len(core.scheduler.running) == 8
-    assert core.log[-1] == "launch"
+    steps_until(core, lambda: len(core.scheduler.running) == 8 and core.log[-1] == "launch")
     before = len(core.log)
     add(core.scheduler, "late", 20, 20)
     core.step_fn()

@@ -1,18 +1,19 @@
 """When a step's tokens are read, and when the next step is launched.
 
-vLLM launches a step before it has seen the tokens of the last one, and at once when it has seen those of the one before,
-so that the device never waits for the host. A request that comes a moment later then waits for two steps.
+vLLM launches a step before it has seen the tokens of the last one, and at once when it has seen those of the one
+before, so that the device never waits for the host. A request that comes a moment later then waits for two steps.
 
-With a draft loop behind the sampling the device is busy anyway while the host reads, answers, schedules and launches. To
-have read first is then worth a round to each request: one that has ended is not verified once more, a new one joins the
-next step and not the one behind it, and a first token leaves while the device drafts.
+With a draft loop behind the sampling the device is busy anyway while the host reads, answers, schedules and launches.
+To have read first is then worth a round to each request: one that has ended is not verified once more, a new one joins
+the next step and not the one behind it, and a first token leaves while the device drafts.
 
 Where the draft loop is too short for that, the next step is launched as late as the device allows: so that the host is
-done with it when the tokens of the step under way come. Until then a new request joins it.
+done with it when the tokens of the step under way come. Until then a new request joins it. First tokens that come while
+the host would still be launching are read before that, where no other request waits for the launch.
 
-What is needed for that is measured, for each number of running requests: how long the device drafts, by two events around
-the loop, how long the host takes from a step's tokens to the launch of the next forward pass and for a whole launch, and
-how much time lies between the tokens of two steps. While that is not known, the order is vLLM's.
+What is needed for that is measured, for each number of running requests: how long the device drafts, by two events
+around the loop, how long the host takes from a step's tokens to the launch of the next forward pass and for a whole
+launch, and how much time lies between the tokens of two steps. While that is not known, the order is vLLM's.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Order:
     """Of steps with about the same number of requests. first: whether tokens are read before the next launch.
 
     host, device: seconds that it was decided by: from a step's tokens to the launch of the next forward pass, and in
-    the draft loop; None until then. launches: seconds of the last launches; rounds: from tokens to tokens. told: whether
-    the log says that there is a wait.
+    the draft loop; None until then. launches: seconds of the last launches; rounds: from tokens to tokens. told:
+    whether the log says that there is a wait.
     """
 
     first: bool = False
@@ -135,13 +136,14 @@ class Reader:
         self._read = math.inf  # when the last tokens were
         self._exact: float | None = None  # when they came, if the host waited for them
         self._paused = 0.0  # seconds since then in which the host could have launched
-        self._known = 0  # requests that were there when the last step was launched
+        self._first: dict[int, float] = {}  # of steps of new requests alone: seconds from the launch to the tokens
 
     def step(self, engine: Any, original: Method) -> Any:
         """`EngineCore.step_with_batch_queue`, in this order or in vLLM's."""
         queue, scheduler = engine.batch_queue, engine.scheduler
-        under_way, came = queue[-1] if queue else None, None
-        if under_way is not None and not self._joins(scheduler):
+        under_way, came = queue[-1] if queue else None, None  # at most one; it was launched last
+        launched = self._clock.done
+        if under_way is not None and not _joins(scheduler):
             until = self._until(scheduler, *under_way[:2])
             since = time.perf_counter()
             what = _wait(under_way[0], getattr(engine, "input_queue", None), until)
@@ -152,6 +154,7 @@ class Reader:
                 self._exact = None  # what lies between these tokens and the next ones is not a round of the device
                 with _nothing_to_schedule(scheduler):
                     outputs, _ = original(engine)
+                self._came(under_way[1], self._read - launched)
                 return outputs, True  # after a step without work vLLM sleeps
             if what == "tokens":  # sooner than expected
                 came = time.perf_counter()
@@ -162,14 +165,11 @@ class Reader:
         if drafts:
             self._launched(queue[0], read, paused, began)
         if under_way is not None and not (queue and queue[-1] is under_way):
-            waited = drafts and self._read != read and self._read - self._clock.done > WAITED
-            self._round(under_way[1], self._read if waited else came)
-        self._known = len(scheduler.requests)
+            if drafts and self._read != read and self._read - self._clock.done > WAITED:
+                came = self._read
+            self._round(under_way[1], came)
+            self._came(under_way[1], 0.0 if came is None else came - launched)
         return result
-
-    def _joins(self, scheduler: Any) -> bool:
-        """Whether a request has come since the last launch that a step can take in."""
-        return len(scheduler.requests) > self._known and len(scheduler.running) < scheduler.max_num_running_reqs
 
     def _until(self, scheduler: Any, future: Any, scheduled: Any) -> float:
         """When the next step is launched, at the latest: behind the tokens of the step under way (infinity), now, or at
@@ -185,13 +185,23 @@ class Reader:
         ):
             return -math.inf
         order = self._orders[_load(scheduled)]
-        if order.first:
+        if order.first or self._opens(scheduled):
             return math.inf
         return -math.inf if self._exact is None else self._exact + order.wait
 
+    def _opens(self, scheduled: Any) -> bool:
+        """Whether a step is of new requests alone whose tokens will be there before another step could be launched."""
+        launches = self._orders[_load(scheduled)].launches
+        return _is_new(scheduled) and self._first.get(_size(scheduled), math.inf) < min(launches, default=0.0)
+
+    def _came(self, scheduled: Any, seconds: float) -> None:
+        """Take in how long after its launch the tokens of a step came; 0: they were there before anybody looked."""
+        if _is_new(scheduled):
+            self._first[_size(scheduled)] = seconds
+
     def _launched(self, step: tuple[Any, Any, Any], read: float, paused: float, began: float) -> None:
-        """Take in the times of a step that was just launched. read: when the tokens before its launch were. paused: for
-        how long the host waited since then. began: when the launch did."""
+        """Take in the times of a step that was just launched. read: when the tokens before its launch were. paused:
+        for how long the host waited since then. began: when the launch did."""
         future, scheduled, _ = step
         future.add_done_callback(self._was_read)  # called where the result is set, by whoever reads the tokens
         if not _decodes(scheduled):
@@ -226,6 +236,20 @@ def _load(scheduled: Any) -> int:
     return len(scheduled.num_scheduled_tokens).bit_length()
 
 
+def _is_new(scheduled: Any) -> bool:
+    """Whether a step is of new requests alone."""
+    return 0 < len(scheduled.scheduled_new_reqs) == len(scheduled.num_scheduled_tokens)
+
+
+def _size(scheduled: Any) -> int:
+    return int(scheduled.total_num_scheduled_tokens).bit_length()
+
+
+def _joins(scheduler: Any) -> bool:
+    """Whether a request waits that the next step can take in."""
+    return bool(scheduler.waiting) and len(scheduler.running) < scheduler.max_num_running_reqs
+
+
 def _decodes(scheduled: Any) -> bool:
     """Whether no request of a step is in its prefill, which takes the host longer, and the device too."""
     most = len(scheduled.num_scheduled_tokens) * (1 + scheduled.num_spec_tokens_to_schedule)
@@ -233,7 +257,7 @@ def _decodes(scheduled: Any) -> bool:
 
 
 def _event(future: Any) -> Any:
-    """The event on the device behind which a step's tokens are on the host; None where they cannot be waited for here."""
+    """The event behind which a step's tokens are on the host; None where they cannot be waited for here."""
     return getattr(getattr(future, "async_output", None), "copy_event", None)
 
 

@@ -115,19 +115,20 @@ load_alone() { # both GPUs, and nothing else on the machine
         --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
         --out "$out/load_alone.json"
 }
-load_widened() { # every load of a server, on one GPU beside other jobs; closed loops in both orders of steps
+load_widened() { # every load of a server, on one GPU beside other jobs; few clients in both orders of steps
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups "closed,poisson,bursts,off by table,random" \
-        --orders --few-seconds 24 --minutes 25 --memory-share 0.26 --out "$out/load_widened.json"
+        --clients 8,1,256,128,32,64 --orders 8 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 \
+        --out "$out/load_widened.json"
 }
 load_orders() { # when tokens are read: before the next step is launched, and after
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 30 --k 4 --draft-weights int8 --table 1:4 \
-        --groups closed --orders --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 --memory-share 0.15 \
+        --groups closed --orders 32 --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 --memory-share 0.15 \
         --out "$out/load_orders.json"
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --few-seconds 10 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --turns 4 \
+        --seconds 8 --few-seconds 8 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --turns 4 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
 host_time() {

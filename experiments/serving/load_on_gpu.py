@@ -9,8 +9,8 @@ take turns, so that only one of them works at any time. `plain` runs without thi
 and one timed run of each side with the same prompts and arrivals. The file is written after each level, and a second
 run with the same file does what is not in it; a level begins only if it fits into --minutes.
 
---orders also measures closed loops under early exit with the order of steps that vLLM has (read_first off, on the same
-server).
+--orders N also measures closed loops of up to N clients under early exit with the order of steps that vLLM has
+(read_first off, on the same server).
 
 --control starts a second plain server, and tells how much two servers of one kind differ on the machine; --turns asks
 all sides several times at each level. A difference between plain decoding and early exit that is smaller says nothing.
@@ -112,7 +112,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths-at", default="32,64,128,256", help="clients at which every length is tried")
     parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
-    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--groups", default=",".join(GROUPS), help="of levels, in their order")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
     parser.add_argument("--few-seconds", type=float, default=30.0, help="of those of up to 8 clients")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
@@ -122,7 +122,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
-    parser.add_argument("--orders", action="store_true", help="early exit with vLLM's order of steps too")
+    parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
@@ -189,13 +189,14 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
 
 def planned(given: argparse.Namespace) -> Iterator[Level]:
     """The levels that were asked for, by turns; a turn after the first has its number behind the level's name."""
-    groups = given.groups.split(",")
+    chosen = [level for group in given.groups.split(",") for level in levels(given)
+              if group in (level.group, level.group.split()[0])]  # fmt: skip
     for turn in range(1, given.turns + 1):
-        for level in levels(given):
-            if level.group in groups or level.group.split()[0] in groups:
-                sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
-                sides = (*sides, LAUNCHED) if given.orders and level.group == "closed" else sides
-                yield replace(level, name=named(level.name, turn), sides=sides)
+        for level in chosen:
+            sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
+            if level.group == "closed" and (level.load.clients or 0) <= given.orders:
+                sides = (*sides, LAUNCHED)
+            yield replace(level, name=named(level.name, turn), sides=sides)
 
 
 def named(level: str, turn: int) -> str:

@@ -116,6 +116,18 @@ def test_a_second_plain_server_says_how_much_servers_differ(script, tmp_path):
     assert told["control"] == {"median": 0.901, "low": 0.9, "high": 0.902}
 
 
+def test_levels_come_in_the_order_of_their_groups_and_few_clients_in_both_orders_of_steps(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "1,8,32", "--orders", "8", "--table", "1:4"]
+    given = script.arguments([*words, "--groups", "off by table,closed,random"])
+    both = (script.PLAIN, script.DRAFTING)
+    assert [(level.name, level.sides) for level in script.planned(given)] == [
+        ("off by table 1", both), ("off by table 32", both), ("closed 1", (*both, script.LAUNCHED)),
+        ("closed 8", (*both, script.LAUNCHED)), ("closed 32", both), ("random 1", both), ("random 32", both),
+    ]  # fmt: skip
+    names = [level.name for level in script.planned(script.arguments([*words, "--groups", "off"]))]
+    assert names[:3] == ["off by table 1", "off by request 1", "off by context 1"]
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_both_plain_servers_are_without_the_plugin_and_on_one_card(script, tmp_path, swap):
     words = ["--out", str(tmp_path / "load.json"), "--gpus", "2", *(["--swap"] if swap else [])]

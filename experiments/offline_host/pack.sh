@@ -43,9 +43,9 @@ entry_points() { # selfspec's dist-info alone: vLLM finds the plugin by it, and 
     rm -r "$copy"
 }
 
-weights() {
+weights() { # weights FOLDER ...
     local which file
-    for which in model plain; do
+    for which in "$@"; do
         mkdir -p "$new/weights/$which"
         for file in "$from/$which"/*.safetensors; do
             xz -T0 -c "$file" >"$new/weights/$which/$(basename "$file").xz"
@@ -96,7 +96,8 @@ echo '*' >"$pack/.gitignore" # Git leaves the folder alone
 wheels
 entry_points
 if needed pieces smollm2 smollm2_draft; then "$python" "$here/../ordinary_models/smollm2.py" --pieces "$new/smollm2"; fi
-if needed weights reference_widened plain_widened; then weights; fi
+if needed weights reference_widened; then weights model; fi
+if needed weights plain_widened; then weights plain; fi
 vllm
 (cd "$new" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum) >"$pack/manifest.sha256"
 manifest_size=$(stat -c %s "$pack/manifest.sha256")

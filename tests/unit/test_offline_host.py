@@ -313,15 +313,18 @@ def test_every_upload_keeps_the_limit_and_all_together_are_the_manifest(host):
 @pytest.mark.parametrize(
     ("jobs", "wanted"),
     [
-        (["kernels"], {"wheels"}),
-        (["widened_one"], {"wheels", "weights"}),
-        (["attention", "rivals"], {"wheels", "smollm2"}),
+        (["kernels"], set()),
+        (["widened_one"], {"weights/model"}),
+        (["plain_one"], {"weights/plain"}),
+        (["plain_fitted"], {"weights/model", "weights/plain"}),
+        (["attention", "rivals"], {"smollm2"}),
     ],
 )
 def test_only_weights_that_the_jobs_need_are_packed(host, jobs, wanted):
     done, folders = packed(host, 2, *jobs)
     assert done.returncode == 0, done.stderr
-    assert {part.name for folder in folders for part in folder.iterdir() if part.is_dir()} == wanted
+    found = {str(file.parent.relative_to(folder)) for folder in folders for file in folder.glob("*/**/*.*")}
+    assert {place for place in found if not place.startswith("wheels")} == wanted
 
 
 def test_a_job_that_there_is_not_is_not_packed_for(host):

@@ -165,7 +165,9 @@ class BatchSwitch:
             self._trying = False
             self.probing.told(self._pays(sum(self._round) / len(self._round), width, verifying, 1.0))
         self._round = []
-        mean = sum(self._gained.get(name, self._usual) for name in requests) / max(len(requests), 1)
+        mean = self._usual  # of requests that were never seen: all of them, after a while without drafts
+        if self._gained:
+            mean = sum(self._gained.get(name, self._usual) for name in requests) / max(len(requests), 1)
         if self._pays(mean, width, verifying, 0.9 if self.on else 1.1):
             self.on = True
         elif self.on:

@@ -139,8 +139,12 @@ class Graphs:
 
 @pytest.fixture
 def drafting(scheduled, monkeypatch):
+    return captured(scheduled, monkeypatch)
+
+
+def captured(config, monkeypatch):
     """A speculator whose graphs are captured, with a loop that ends on the device."""
-    speculator, _ = start(scheduled)
+    speculator, _ = start(config)
     speculator.decode_cudagraph_manager = Graphs(speculator)
     speculator.supports_decode_metadata_update, speculator._loop = True, object()
     speculator._warm, speculator.attn_groups = True, []
@@ -284,42 +288,77 @@ def asking(**extra):
     return SimpleNamespace(extra_args=own, max_tokens=None, eos_token_id=None)
 
 
-def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
+def told(speculator, requests, drafts=None):
+    """vLLM's runner adds new requests, by their slots and SamplingParams. drafts: that are verified in that step."""
+
     class Runner:
-        speculator, req_states = drafting, SimpleNamespace(req_id_to_index={"a": 2, "b": 0, "old": 1})
+        req_states = SimpleNamespace(req_id_to_index={str(slot): slot for slot in range(REQUESTS)})
 
         def add_requests(self, output):
             self.added = True
 
-    runner, new = Runner(), [("a", asking(k=1)), ("b", asking(k=0))]
-    drafting.state.lengths.fill_(4)  # of requests that were there before
-    output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=n, sampling_params=p, prompt_len=5) for n, p in new]
+    runner = Runner()
+    runner.speculator = speculator
+    new = [SimpleNamespace(req_id=str(slot), sampling_params=one, prompt_len=5) for slot, one in requests.items()]
+    tell_speculator(Runner.add_requests)(
+        runner, SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens=drafts or {})
     )
-    tell_speculator(Runner.add_requests)(runner, output)
     assert runner.added
-    assert drafting.state.lengths.tolist() == [0, 4, 0]
+
+
+def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
+    drafting.state.lengths.fill_(4)  # of requests that were there before
+    told(drafting, {2: asking(k=1), 0: asking(k=0)}, {"1": [-1] * 4})
+    assert drafting.state.lengths.tolist() == [0, 4, 0]  # before the verifier goes by them
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [0, 2, 0]
-    drafting.add_requests([0], [None], [5])
+    told(drafting, {0: None})
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
 
+def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_nothing_is_drafted(drafting, monkeypatch):
+    uploads, upload = [], drafting.state.allowances.upload
+    monkeypatch.setattr(drafting.state.allowances, "upload", lambda *given: uploads.append(given) or upload(*given))
+    propose(drafting, 2, num_speculative_tokens=0)
+    assert drafting.resting
+    drafting.state.lengths.fill_(3)  # of requests that were there before
+    told(drafting, {0: asking(k=0), 1: asking()})
+    told(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
+    told(drafting, {})
+    propose(drafting, 2, num_speculative_tokens=0)
+    assert not uploads
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert [[line[0] for line in lines] for lines, _ in uploads] == [[0, 1]]
+    assert drafting.state.lengths.tolist() == [1, 2, 3]
+    propose(drafting, 2, num_speculative_tokens=2)
+    assert len(uploads) == 1
+
+
+def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in_a_place_before(config, monkeypatch):
+    """What a place's request drafted last is judged as a round begins, where lengths go by acceptance."""
+    speculator = captured(config(adaptive_length=True), monkeypatch)
+    speculator.state.lengths.fill_(4)
+    speculator.state.allowances.usual.fill_(0.5)
+    told(speculator, {0: asking()})
+    propose(speculator, 1)
+    assert speculator.state.allowances.rates.tolist() == [0.5, 1.0, 1.0]
+
+
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
-    speculator.add_requests([0, 1], [asking(threshold=0.5), asking()], [5, 5])
+    told(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
     limits = speculator.state.allowances.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
-    told = []
+    counted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_copy_request_inputs", lambda *arguments, **more: None)
-        patch.setattr(v2, "begin_round", lambda state, batch, steps, verdict, own_limits: told.append(own_limits))
+        patch.setattr(v2, "begin_round", lambda state, batch, steps, verdict, own_limits: counted.append(own_limits))
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
-    assert told == [True, False]
+    assert counted == [True, False]
     assert speculator.state.allowances.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 

@@ -18,6 +18,7 @@ def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
         if tell is not None and new:
             slots = self.req_states.req_id_to_index
             places = [slots[one.req_id] for one in new]
-            tell(places, [one.sampling_params for one in new], [one.prompt_len for one in new])
+            verified = bool(scheduler_output.scheduled_spec_decode_tokens)
+            tell(places, [one.sampling_params for one in new], [one.prompt_len for one in new], verified)
 
     return add_requests

@@ -106,6 +106,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
         self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
+        self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
         self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
@@ -204,12 +205,25 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """What the gate compares with under a threshold; NaN: the gate's own."""
         return math.nan if threshold is None else self.gate.limit(threshold)
 
-    def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int]) -> None:
+    def add_requests(self, slots: list[int], parameters: list[Any], prompts: list[int], verified: bool) -> None:
         """New requests, before their first step. slots: vLLM's for each; parameters: their SamplingParams, or None;
-        prompts: their lengths in tokens."""
+        prompts: their lengths in tokens; verified: whether drafts are, in that step.
+
+        Nothing on the device asks for them before drafts are verified or a round begins, so they wait for that: the
+        host launches the step first, and a server that rests is not told at all.
+        """
+        self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
+        if verified:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        if not self._new:
+            return
+        parameters, prompts = zip(*self._new.values(), strict=True)
         own = [own_settings(one, self.settings) for one in parameters]
         ends = [Ending.of(one, length) for one, length in zip(parameters, prompts, strict=True)]
-        take_in(self.state, slots, own, [self._limit(one.threshold) for one in own], ends)
+        take_in(self.state, list(self._new), own, [self._limit(one.threshold) for one in own], ends)
+        self._new.clear()
 
     @property
     def draft_length(self) -> int:
@@ -363,6 +377,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         seeds: Tensor,
         dummy_run: bool = False,
     ) -> None:
+        self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)

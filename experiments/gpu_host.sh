@@ -128,7 +128,7 @@ load_orders() { # when tokens are read: before the next step is launched, and af
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --seconds 8 --few-seconds 8 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --turns 4 \
+        --wanted 0.97 --seconds 8 --few-seconds 8 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --turns 4 \
         --table 1:4 --groups closed --out "$out/load_smollm2.json"
 }
 host_time() {

@@ -212,7 +212,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
-    (orders, ("serving/load_h200_read_first.json", "serving/host_time_h200.txt")),
+    (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),
     (trace, ("gpu/**/trace_batch1.json",)),

@@ -74,9 +74,9 @@ def served() -> str:
     clients = sorted(int(level.removeprefix("closed ")) for level in runs[0] if level.startswith("closed "))
     rows = [(f"run {number}", *(ratio(found["throughput"]) if (found := run.get(f"closed {count}")) else "not measured"
                                 for count in clients)) for number, run in enumerate(runs, 1)]  # fmt: skip
-    text = """Served over HTTP on one H200 each, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
-ask again at once; the second run on exchanged cards, the third with nothing else on the machine
-([load tests](docs/load.md)):
+    text = """Served over HTTP on H200s, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
+ask again at once; the second run on exchanged cards, the third with nothing else on the machine, the fourth with both servers
+on one card ([load tests](docs/load.md)):
 
 """
     return text + table(("clients", *map(str, clients)), rows)

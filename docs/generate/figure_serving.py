@@ -6,10 +6,10 @@ import re
 
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
-LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone")
+LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late")
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
-RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control")
+RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control")
 """These, and those on an ordinary model under early exit."""
 
 TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
@@ -31,18 +31,19 @@ def served() -> str:
             rows.append((f"`{name}.json`", level, *speeds, ratio(over["throughput"]), control, *tails))
     text = """### serving: early exit beside plain vLLM, over HTTP
 
-Two H200s, a server on each; the widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`;
-one run of 8 to 30 seconds a level. [Load tests](load.md) says what each level is and what disturbed some of them. Settled
-are the requests that began after a tenth of the run. The last three files are of an ordinary model,
-SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card. During the
-first of them other engines started on the same host; during the two others, on H100s, every other program was stopped
-while it was timed. The last one has a second plain server, whose throughput over the first says how far a ratio near 1
-is to be relied on.
+The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
+level. Two H200s with a server on each, and in the fourth file one H200 for both and every other program stopped while
+it was timed. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests that
+began after a tenth of the run. The last four files are of an ordinary model, SmolLM2-135M-Instruct widened, under early
+exit (E=8, k=4, `adaptive_length`), with all servers on one card. During the first of them other engines started on the
+same host; during the others every other program was stopped while it was timed. The last two have a second plain server,
+whose throughput over the first says how far a ratio near 1 is to be relied on.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
 experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
-experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last three
+experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth
+experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last four
 ```
 
 """
@@ -52,39 +53,48 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last three
 
 
 def orders() -> str:
-    """Early exit that reads a step's tokens before it launches the next one, and after, over plain vLLM."""
-    found = data_of("serving/load_h200_read_first.json")
-    rows = []
-    for level in sorted(found["compared"], key=lambda name: int(name.split()[1])):
-        sides = found["rows"][level]
-        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", "read first")):
-            one, plain = sides[side], sides["plain"]
-            rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
-                         *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
-                         number(one["settled"]["ttft_p99_ms"], 3), number(one["tpot_ms"], 3)))  # fmt: skip
+    """Early exit that reads a step's tokens before it launches the next one, or launches that late, and in vLLM's order,
+    over plain vLLM."""
     lines = (PUBLISHED / "serving" / "host_time_h200.txt").read_text(encoding="utf-8").splitlines()
     steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
              for line in lines]  # fmt: skip
-    text = """### serving: when a step's tokens are read
+    return f"""### serving: when a step's tokens are read
 
-SmolLM2-135M-Instruct widened on one H200, all its layers in 8 bits, k=4; closed loops of 10 to 12 seconds, one run a
-level; one server with early exit in both orders (`read_first`), and everything else stopped. Settled are the requests
-that began after a tenth of the run.
+Closed loops of 10 to 20 seconds, one run a level; one server with early exit in both orders (`read_first`), and everything
+else stopped. Settled are the requests that began after a tenth of the run. SmolLM2-135M-Instruct widened on one H200, all
+its layers in 8 bits, k=4, where the draft loop hides what the host does:
 
 ```
 experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
 ```
 
-"""
-    header = ("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled",
-              "TPOT (ms)")  # fmt: skip
-    return (
-        text
-        + table(header, rows)
-        + "\n\nHow long the host takes for a step, with the work of what asks the engine, which was in the same process: the "
-        "embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the same machine.\n\n"
-        + table(("engine", "requests", "ms a step, median", "of five runs"), steps)
-    )
+{_in_both_orders("load_h200_read_first", "read first")}
+
+The widened reference model on one H200, E=3, 8 bits, k=4, where it does not, so that steps are launched late:
+
+```
+experiments/gpu_host.sh MODELS OUT widened load_widened
+```
+
+{_in_both_orders("load_h200_late", "launched late")}
+
+How long the host takes for a step, with the work of what asks the engine, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
+
+{table(("engine", "requests", "ms a step, median", "of five runs"), steps)}"""
+
+
+def _in_both_orders(name: str, ours: str) -> str:
+    found, rows = data_of(f"serving/{name}.json"), []
+    asked = [level for level, over in found["compared"].items() if "launched first" in over]
+    for level in sorted(asked, key=lambda name: int(name.split()[1])):
+        sides = found["rows"][level]
+        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", ours)):
+            one, plain = sides[side], sides["plain"]
+            rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
+                         *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),
+                         number(one["settled"]["ttft_p99_ms"], 3), number(one["tpot_ms"], 3)))  # fmt: skip
+    return table(("clients", "order", "tok/s", "throughput", "TTFT (ms)", "p99 TTFT (ms)", "the same, settled",
+                  "TPOT (ms)"), rows)  # fmt: skip
 
 
 def agreement() -> str:

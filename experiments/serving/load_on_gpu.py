@@ -121,6 +121,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for each server")
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
+    parser.add_argument("--wanted", type=float, help="speedup of closed loops; what issue 17 asks of the widened model")
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
@@ -170,7 +171,7 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
                             length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
     for number in clients:
         lasting = max(seconds, given.few_seconds) if number <= FEW_CLIENTS else seconds
-        yield Level("closed", f"closed {number}", closed(number, lasting), CLOSED.get(number, 0.98))
+        yield Level("closed", f"closed {number}", closed(number, lasting), given.wanted or CLOSED.get(number, 0.98))
     for share in (0.3, 0.6, 0.9):
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)

@@ -318,8 +318,8 @@ def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting
 
 
 def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_nothing_is_drafted(drafting, monkeypatch):
-    uploads, upload = [], drafting.state.allowances.upload
-    monkeypatch.setattr(drafting.state.allowances, "upload", lambda *given: uploads.append(given) or upload(*given))
+    taken, take_in = [], v2.take_in
+    monkeypatch.setattr(v2, "take_in", lambda state, slots, *more: taken.append(slots) or take_in(state, slots, *more))
     propose(drafting, 2, num_speculative_tokens=0)
     assert drafting.resting
     drafting.state.lengths.fill_(3)  # of requests that were there before
@@ -327,12 +327,12 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
     told(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
     told(drafting, {})
     propose(drafting, 2, num_speculative_tokens=0)
-    assert not uploads
+    assert not taken
     propose(drafting, 2, num_speculative_tokens=2)
-    assert [[line[0] for line in lines] for lines, _ in uploads] == [[0, 1]]
+    assert taken == [[0, 1]]
     assert drafting.state.lengths.tolist() == [1, 2, 3]
     propose(drafting, 2, num_speculative_tokens=2)
-    assert len(uploads) == 1
+    assert len(taken) == 1
 
 
 def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in_a_place_before(config, monkeypatch):

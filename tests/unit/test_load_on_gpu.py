@@ -79,6 +79,13 @@ def test_loops_of_few_clients_last_longer(script, tmp_path):
     assert [(load.clients, load.seconds) for load in closed] == [(8, 30.0), (32, 10.0)]
 
 
+def test_what_is_wanted_of_closed_loops_is_the_widened_models_unless_it_is_said(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "8,48", "--groups", "closed"]
+    assert [level.wanted for level in script.levels(script.arguments(words)) if level.group == "closed"] == [1.8, 0.98]
+    said = script.arguments([*words, "--wanted", "0.97"])
+    assert [level.wanted for level in script.levels(said) if level.group == "closed"] == [0.97, 0.97]
+
+
 @pytest.mark.parametrize(
     ("words", "plain", "drafting"),
     [([], None, None), (["--gpus", "2"], "0", "1"), (["--gpus", "2", "--swap"], "1", "0")],

@@ -47,6 +47,7 @@ class Allowances:
     ladder: int32 [rungs], empty where acceptance does not count; rises, falls: float32 [rungs].
     rates, rungs: float32 and int32 [requests], each request's estimated acceptance and rung (1 is the first; whether
     anything is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
+    arrivals: int32 [requests, 5], of new requests: slot, length and token that end it, its own draft length and limit.
     """
 
     cells: Tensor
@@ -61,6 +62,7 @@ class Allowances:
     rates: Tensor
     rungs: Tensor
     usual: Tensor
+    arrivals: Tensor
 
     @classmethod
     def of(
@@ -87,6 +89,7 @@ class Allowances:
             floats([1.0] * requests),
             integers([max(len(ladder.lengths) if ladder else 1, 1)] * requests),
             floats([1.0]),
+            integers([[0] * 5] * requests),
         )
 
     def set_table(self, table: LengthTable) -> None:

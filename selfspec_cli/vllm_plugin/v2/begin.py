@@ -38,10 +38,11 @@ def _take_in(
     rates,
     rungs,
     usual,
+    WORDS: tl.constexpr,
     RUNGS: tl.constexpr,
 ):
     """One program for each new request, by its line of `told`."""
-    line = told + 5 * tl.program_id(0)
+    line = told + WORDS * tl.program_id(0)
     request = tl.load(line)
     tl.store(ends + request, tl.load(line + 1))
     tl.store(stops + request, tl.load(line + 2))
@@ -70,8 +71,9 @@ def take_in(
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
     ]
+    lines = torch.tensor(told, dtype=torch.int32, pin_memory=allowed.arrivals.is_cuda)
     _take_in[(len(told),)](
-        allowed.upload(told, torch.int32),
+        allowed.arrivals[: len(told)].copy_(lines, non_blocking=True),
         state.lengths,
         allowed.own_lengths,
         allowed.own_limits,
@@ -80,6 +82,7 @@ def take_in(
         allowed.rates,
         allowed.rungs,
         allowed.usual,
+        WORDS=allowed.arrivals.shape[1],
         RUNGS=len(allowed.ladder),
     )
 

@@ -97,12 +97,13 @@ class Allowances:
         self.cells = self.upload(_cells(table), torch.int32)
         self.cell_limits = self.upload([math.nan] * len(table.cells), torch.float32)
 
+    def staged(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host where a copy to the device begins without waiting for it."""
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self.rates.is_cuda)
+
     def upload(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device, without waiting for the device."""
-        on_gpu = self.rates.is_cuda
-        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=on_gpu).to(
-            self.rates.device, non_blocking=True
-        )
+        return self.staged(values, dtype).to(self.rates.device, non_blocking=True)
 
 
 def _cells(table: LengthTable) -> list[tuple[int, int, int]]:

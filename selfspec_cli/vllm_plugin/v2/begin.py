@@ -71,9 +71,8 @@ def take_in(
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
     ]
-    lines = torch.tensor(told, dtype=torch.int32, pin_memory=allowed.arrivals.is_cuda)
     _take_in[(len(told),)](
-        allowed.arrivals[: len(told)].copy_(lines, non_blocking=True),
+        allowed.arrivals[: len(told)].copy_(allowed.staged(told, torch.int32), non_blocking=True),
         state.lengths,
         allowed.own_lengths,
         allowed.own_limits,

@@ -95,6 +95,13 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM takes statistics of a plugin from a worker to its stat loggers",
     ),
     Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
+        replacement=f"{_HERE}.v2.widths:with_planner",
+        stage="scheduler",
+        reason="what changes on a live engine must reach the scheduler also before its first step",
+        unneeded_when="vLLM lets a plugin say before each step how many drafts to plan",
+    ),
+    Patch(
         target="vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
         replacement=f"{_HERE}.v2.widths:plan_drafts",
         stage="scheduler",

@@ -39,6 +39,8 @@ SIGNATURES = {
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
     "vllm.sampling_params:SamplingParams.verify": "model_config speculative_config structured_outputs_config tokenizer",
     "vllm.v1.executor.abstract:Executor.__init__": "vllm_config",
+    f"{SCHEDULER}.__init__": "vllm_config kv_cache_config structured_output_manager block_size hash_block_size "
+    "mm_registry include_finished_set log_stats",
     f"{SCHEDULER}._update_after_schedule": "scheduler_output",
     f"{SCHEDULER}.make_spec_decoding_stats": "spec_decoding_stats num_draft_tokens num_accepted_tokens "
     "num_invalid_spec_tokens request_id",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from v2_engine import add, asked_of, crowd
+from v2_orders import by_turns
 from v2_queue import engine_of
 
 pytest.importorskip("vllm")
@@ -37,25 +38,13 @@ def steps_until(core, over):
     raise AssertionError("this never came")
 
 
-class ByTurns:
-    """Stands for a reader's orders: another one at each question."""
-
-    asked = 0
-
-    def __getitem__(self, load):
-        from selfspec_cli.vllm_plugin.v2.reading import Order
-
-        self.asked += 1
-        return Order(first=self.asked % 2 == 0)
-
-
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
 @pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "by turns"])
 def test_every_request_gets_all_of_its_tokens_in_any_order(make, blocks, first):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
     core, reader = engine_of(make(True, blocks, length_table="1:4 3:2 7:0"), first, asked=asked_of(requests))
     if first is None:
-        reader._orders = ByTurns()
+        reader._orders = by_turns()
     assert run(core, requests) == {name: most for name, _, most, _ in requests}
     pairs = list(zip(core.log, core.log[1:], strict=False))
     if first is False:

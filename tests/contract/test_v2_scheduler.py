@@ -72,6 +72,18 @@ def test_steps_of_a_steady_batch_are_uniform_and_follow_the_table(make):
     assert {load for load, _ in steady} == {1, 2, 3, 4, 5, 6}
 
 
+def test_a_table_that_is_set_before_the_first_step_is_in_force_in_it(make):
+    from selfspec_cli.early_exit.length_table import LengthTable
+    from selfspec_cli.vllm_plugin.spec_config import settings_of
+    from selfspec_cli.vllm_plugin.v2.widths import planners_like
+
+    scheduler = make(length_table="1:4 2:2")
+    for planner in planners_like(settings_of(scheduler.vllm_config)):
+        planner.set_table(LengthTable.parse("1:2", K))
+    runner, _ = serve(scheduler, [("r", 20, 60, None)])
+    assert {width for _, widths in runner.lengths for width in widths} == {2}
+
+
 @pytest.mark.parametrize("worker", [True, False], ids=["with each step", "at the end"])
 def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatch, worker):
     from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, take_out

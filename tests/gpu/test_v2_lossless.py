@@ -40,11 +40,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 from more_models import IMAGE, RANK, pictures, save_adapter, save_quantised, save_with_eyes
 from shapes import shape
+from v2_orders import by_turns
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 
@@ -318,34 +320,16 @@ def baseline(case: Case) -> list[Any]:
     return _known[key]
 
 
-class ByTurns:
-    """Stands for the orders of an engine's reader: another one for each step that could have either."""
-
-    def __init__(self, it: Live) -> None:
-        from selfspec_cli.vllm_plugin.v2.reading import reader_of
-
-        self.asked, reader = 0, reader_of(it.llm.llm_engine.engine_core.engine_core)
-        if reader is not None:
-            reader._orders = self
-
-    def __getitem__(self, load: int) -> ByTurns:
-        return self
-
-    @property
-    def first(self) -> bool:
-        self.asked += 1
-        return self.asked % 2 == 0
-
-    def add(self, host: float, device: float) -> bool:
-        return False
-
-
 def run(case: Case) -> Case:
     """Fill in `case` from a drafting engine, in which tokens are read before the next launch by turns."""
+    from selfspec_cli.vllm_plugin.v2.reading import reader_of
+
     expected = baseline(case)
     start = time.perf_counter()
     with engine(case, drafting=True) as it:
-        orders = ByTurns(it)
+        orders, reader = by_turns(), reader_of(it.llm.llm_engine.engine_core.engine_core)
+        if reader is not None:
+            reader._orders = orders
         outputs = generated(it, case)
         case.read_first = orders.asked // 2
         counts = it.counts()

@@ -193,8 +193,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         assert started is not None
         planners = planners_like(started)
         if not planners:
-            raise SettingsError(f"{key}: the scheduler of this engine has planned no step yet, or runs in another "
-                                "process, as with tensor parallelism")  # fmt: skip
+            raise SettingsError(f"{key}: the scheduler of this engine runs in another process, as with tensor "
+                                "parallelism")  # fmt: skip
         return planners
 
     def _set_limits_by_load(self) -> None:

@@ -114,7 +114,7 @@ _planners: WeakSet[WidthPlanner] = WeakSet()
 
 
 def planners_like(settings: ResolvedSettings) -> list[WidthPlanner]:
-    """The planners in this process of engines with these settings, once they have planned a step."""
+    """The planners in this process of engines with these settings."""
     return [one for one in _planners if one.settings == settings]
 
 
@@ -129,6 +129,17 @@ def planner_of(scheduler: Any) -> WidthPlanner | None:
         if found is not None:
             _planners.add(found)
     return found
+
+
+def with_planner(original: Method) -> Method:
+    """Replacement for `Scheduler.__init__`: a scheduler has its planner from its beginning."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        planner_of(self)
+
+    return __init__
 
 
 def plan_drafts(original: Method) -> Method:

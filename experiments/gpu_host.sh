@@ -115,11 +115,11 @@ load_alone() { # both GPUs, and nothing else on the machine
         --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
         --out "$out/load_alone.json"
 }
-load_widened() { # every load of a server, on one GPU beside other jobs; few clients in both orders of steps
+load_widened() { # every load of a server, on one GPU beside other jobs
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups "closed,poisson,bursts,off by table,random" \
-        --clients 8,1,256,128,32,64 --orders 8 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 \
-        --out "$out/load_widened.json"
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 8,1,256,128,32,64 \
+        --groups "closed,closed 128:3,varying:3,off by request,off by context,off by table 128,random,poisson,bursts" \
+        --period 5 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 --out "$out/load_widened.json"
 }
 load_orders() { # when tokens are read: before the next step is launched, and after
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 30 --k 4 --draft-weights int8 --table 1:4 \
@@ -128,8 +128,8 @@ load_orders() { # when tokens are read: before the next step is launched, and af
 }
 load_smollm2() { # an ordinary model under early exit
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 \
-        --wanted 0.97 --seconds 8 --few-seconds 8 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --turns 4 \
-        --table 1:4 --groups closed --out "$out/load_smollm2.json"
+        --wanted 0.97 --seconds 8 --few-seconds 8 --minutes 25 --kv-gib 4 --memory-share 0.12 --control --pin \
+        --table 1:4 --groups "closed:2,closed 128:6" --out "$out/load_smollm2.json"
 }
 host_time() {
     python3 "$here/serving/host_time.py" --model "$here/reference_model/model" --requests 32 --out "$out/host_time.txt"

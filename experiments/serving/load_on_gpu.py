@@ -32,8 +32,15 @@ closed   closed loops.       poisson, bursts  at shares of what plain decoding c
 random   random tokens as prompts, sampled at a temperature of 2, the highest that vLLM takes: hardly a draft is
          accepted. (Greedily, the model soon repeats itself after random tokens, and drafts of that are accepted.)
 off      no drafts because of the table, the request or the context; "off by table" and so on is one of the three.
-varying  bursts under every fixed length, as requests may ask for it, to stand beside the table's `bursts`; needs a
-         server with graphs for every length (--every-length, or without --table).
+varying  a closed loop of which most clients stop to ask every few seconds (--between), and the same under each fixed
+         length of the table; needs a server with graphs for every length (--every-length, or without --table). What
+         the table reaches over the best fixed length is under `over_fixed`.
+
+A group may also be one level ("closed 128"), and say how many turns it has ("closed 128:3"); --turns is for those that
+do not.
+
+--pin gives the processes of all servers the same cores, apart for the API server, the engine and the clients: where a
+step takes few milliseconds, the cores that a process happens to run on decide how fast its server is.
 
 It needs locust. Where the start of each server spent its time is under `start`.
 """
@@ -43,13 +50,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +78,7 @@ from selfspec_cli.record.point import Point
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
 
+VARYING = "clients come and go"
 PLAIN, DRAFTING, CONTROL, LAUNCHED = "plain", "early exit", "plain again", "launched first"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
@@ -78,11 +87,12 @@ FEW_CLIENTS = 8
 SETTLED = 0.1  # of a closed loop's run: after it, requests arrive one by one and no longer all at once
 HOT = 2.0  # the highest temperature that vLLM takes
 GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
+FRONT_CORES, ENGINE_CORES = 2, 4  # with --pin: of the API servers and of the engines; the clients get the others
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
            "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
            "rate", "identical", "outputs", "status")  # fmt: skip
 LATENCIES = ("ttft_p99_ms", "tpot_p99_ms", "e2e_p99_ms", "ttft_ms", "tpot_ms")
-OF_THE_CLIENTS = ("client_cpu", "late_p99_ms", "unlike_answers", "rss_mib", "rss_growth_mib", "errors")
+OF_THE_CLIENTS = ("server_cpu", "client_cpu", "late_p99_ms", "unlike_answers", "rss_mib", "rss_growth_mib", "errors")
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths-at", default="32,64,128,256", help="clients at which every length is tried")
     parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
-    parser.add_argument("--groups", default=",".join(GROUPS), help="of levels, in their order")
+    parser.add_argument("--groups", default=",".join(GROUPS), help="of levels, or levels; in their order, with turns")
+    parser.add_argument("--between", default="32,128", help="numbers of clients that the varying loop has by turns")
+    parser.add_argument("--period", type=float, default=4.0, help="of the varying loop, seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
     parser.add_argument("--few-seconds", type=float, default=30.0, help="of those of up to 8 clients")
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole command")
@@ -125,6 +137,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
+    parser.add_argument("--pin", action="store_true", help="the same cores for the processes of all servers")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
@@ -176,9 +189,14 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)
     yield Level("bursts", f"bursts of {burst}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.98, share=0.6)
-    for k in loads.lengths(given.k):
-        yield Level("varying", f"bursts of {burst} k={k}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.0,
-                    share=0.6, length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
+    low, high = map(int, given.between.split(","))
+    varying = LoadConfig(clients=high, low_clients=low, period=given.period, seconds=seconds, repeats=1)
+    yield Level("varying", VARYING, varying, 0.98)
+    fixed = set(loads.lengths(given.k))
+    if given.table:
+        fixed = {cell.k for cell in LengthTable.parse(given.table, given.k).cells} - {0}
+    for k in sorted(fixed):
+        yield Level("varying", f"{VARYING} k={k}", varying, 0.0, table=f"1:{k}", sides=(DRAFTING,))
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
@@ -190,14 +208,23 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
 
 def planned(given: argparse.Namespace) -> Iterator[Level]:
     """The levels that were asked for, by turns; a turn after the first has its number behind the level's name."""
-    chosen = [level for group in given.groups.split(",") for level in levels(given)
-              if group in (level.group, level.group.split()[0])]  # fmt: skip
-    for turn in range(1, given.turns + 1):
-        for level in chosen:
+    chosen: dict[str, tuple[Level, int]] = {}
+    for word in given.groups.split(","):
+        group, _, turns = word.partition(":")
+        chosen |= {level.name: (level, int(turns or given.turns)) for level in levels(given)
+                   if group in (level.group, level.group.split()[0], level.name)}  # fmt: skip
+    for turn in range(1, max((turns for _, turns in chosen.values()), default=0) + 1):
+        for level, turns in chosen.values():
+            if turn > turns:
+                continue
             sides = (*level.sides, CONTROL) if given.control and PLAIN in level.sides else level.sides
             if level.group == "closed" and (level.load.clients or 0) <= given.orders:
                 sides = (*sides, LAUNCHED)
             yield replace(level, name=named(level.name, turn), sides=sides)
+
+
+TURN = r" \((\d+)\)$"
+"""How the name of a level ends in a turn after the first."""
 
 
 def named(level: str, turn: int) -> str:
@@ -390,17 +417,38 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def over_turns(given: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of levels that had several turns, medians and ranges of what `compared` says of throughput. found: by name."""
+def over_turns(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of levels that had several turns, medians and ranges of what `compared` says. found: by name."""
     told: dict[str, dict[str, Any]] = {}
-    for level in levels(given):
-        turns = [found[name] for turn in range(1, given.turns + 1) if (name := named(level.name, turn)) in found]
-        for figure in ("throughput", "control"):
+    for level in (name for name in found if not re.search(TURN, name)):
+        turns = [one for name, one in found.items() if re.sub(TURN, "", name) == level]
+        for figure in ("throughput", "control", "ttft_p99", "tpot_p99"):
             ratios = [one[figure] for one in turns if figure in one]
             if len(ratios) > 1:
-                told.setdefault(level.name, {"turns": len(turns), "wanted": level.wanted})[figure] = {
-                    "median": round(statistics.median(ratios), 3), "low": min(ratios), "high": max(ratios)}  # fmt: skip
+                told.setdefault(level, {"turns": len(turns), "wanted": turns[0]["wanted"]})[figure] = spread(ratios)
     return told
+
+
+def over_fixed(rows: dict[str, Any]) -> dict[str, Any]:
+    """What the table reached, under a load that varies, over the fixed length that reached most in the median of the
+    turns; {} before both were measured."""
+    speeds: dict[str, dict[str, float]] = {}  # by level and turn
+    for name, row in rows.items():
+        if name.startswith(VARYING) and "tok_s" in row.get(DRAFTING, {}):
+            turn = re.search(TURN, name)
+            speeds.setdefault(re.sub(TURN, "", name), {})[turn[0] if turn else ""] = row[DRAFTING]["tok_s"]
+    table = speeds.pop(VARYING, None)
+    if table is None or not speeds:
+        return {}
+    best = max(speeds, key=lambda name: statistics.median(speeds[name].values()))
+    ratios = [round(table[turn] / speed, 4) for turn, speed in speeds[best].items() if turn in table]
+    medians = {name: round(statistics.median(found.values()), 1) for name, found in speeds.items()}
+    return {"table": round(statistics.median(table.values()), 1), "fixed": medians, "best": best,
+            "over_the_best": spread(ratios)} if ratios else {}  # fmt: skip
+
+
+def spread(ratios: list[float]) -> dict[str, Any]:
+    return {"median": round(statistics.median(ratios), 3), "low": min(ratios), "high": max(ratios), "all": ratios}
 
 
 def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, str]:
@@ -412,6 +460,38 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
     if given.gpus > 1:
         found["CUDA_VISIBLE_DEVICES"] = "0" if (name == DRAFTING) == given.swap else "1"
     return found
+
+
+def cores() -> list[int]:
+    """Of this process, those of one physical core beside each other."""
+
+    def physical(core: int) -> str:
+        try:
+            return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        except OSError:  # not told here
+            return str(core)
+
+    own = os.sched_getaffinity(0)
+    siblings: dict[str, list[int]] = {}
+    for core in sorted(own):
+        siblings.setdefault(physical(core), []).append(core)
+    return [core for together in siblings.values() for core in together]
+
+
+def pin(servers: Iterable[Server]) -> dict[str, list[int]]:
+    """Give all threads of all servers their cores, and this process, which starts the clients, those that are left."""
+    known = cores()
+    if len(known) <= FRONT_CORES + ENGINE_CORES:
+        raise SystemExit(f"--pin: {len(known)} cores; more than {FRONT_CORES + ENGINE_CORES} are needed")
+    parts = {"front": known[:FRONT_CORES], "engine": known[FRONT_CORES:][:ENGINE_CORES],
+             "clients": known[FRONT_CORES + ENGINE_CORES:]}  # fmt: skip
+    for server in servers:
+        for process, name, _ in server.processes():
+            for thread in Path(f"/proc/{process}/task").iterdir():
+                with suppress(OSError):  # it has ended
+                    os.sched_setaffinity(int(thread.name), parts["engine" if "Engine" in name else "front"])
+    os.sched_setaffinity(0, parts["clients"])
+    return parts
 
 
 @contextmanager
@@ -451,6 +531,8 @@ def both(
             sides[name] = Side(server, side, str(wanted[name].length_table))
         if given.orders:
             sides[LAUNCHED] = sides[DRAFTING]
+        if given.pin:
+            found["cores"] = pin(side.server for side in sides.values())
         print(f"{len(wanted)} servers answer after {time.monotonic() - began:.0f} s", flush=True)
         for name, started in found["start"].items():
             print(f"{name}: {json.dumps(started[-1])}", flush=True)
@@ -479,7 +561,8 @@ def main() -> None:
         known = {one.name: one for one in [*levels(given), *chosen]}
         found["compared"] = {name: over for name, level in known.items()
                              if (over := compared(level, found["rows"])) is not None}  # fmt: skip
-        found["over_turns"] = over_turns(given, found["compared"])
+        found["over_turns"] = over_turns(found["compared"])
+        found["over_fixed"] = over_fixed(found["rows"])
         given.out.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
 
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -498,6 +581,7 @@ def main() -> None:
             session.run(level)
             save()
     print(json.dumps(found["over_turns"] or found["compared"], indent=1))
+    print(json.dumps(found["over_fixed"], indent=1))
 
 
 if __name__ == "__main__":

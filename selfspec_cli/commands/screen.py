@@ -45,6 +45,8 @@ POINT = (
     "threshold",
     "batch",
     "clients",
+    "low_clients",
+    "period",
     "rate",
     "load_share",
     "burst",

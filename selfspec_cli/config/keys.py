@@ -228,8 +228,10 @@ class Keys:
             part = getattr(cfg, name)
             text = (name, repr(vars(part)))
             if text not in self._parts:
-                facts = to_plain(part)
-                self._parts[text] = digest({key: facts[key] for key in facts if key not in NOT_IN_A_KEY.get(name, ())})
+                facts, without = to_plain(part), NOT_IN_A_KEY.get(name, ())
+                if name == "load" and part.low_clients is None:
+                    without = ("low_clients", "period")
+                self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
             known[name] = self._parts[text]
         return known[name]
 

@@ -168,6 +168,15 @@ class LoadConfig:
         low=1,
         unset="8, where nothing else says how much to ask",
     )
+    low_clients: int | None = knob(
+        None,
+        help="so many clients of a closed loop ask all the time, the others only in the first half of each period",
+        unit="clients",
+        low=1,
+        unset="all clients ask all the time",
+    )
+    period: float = knob(10.0, help="of a closed loop with low_clients: all clients ask anew after so long", unit="s",
+                         above=0)  # fmt: skip
     rate: float | None = knob(
         None,
         help="requests that arrive, whether or not others have ended (open loop)",

@@ -320,6 +320,9 @@ def _validate_load(cfg: RunConfig) -> None:
     if load.burst > 1 and load.kind == "closed":
         raise ConfigError(f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
                           "load.rate or load.share")  # fmt: skip
+    if load.low_clients is not None and (load.kind != "closed" or load.low_clients >= (load.clients or 0)):
+        raise ConfigError(f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
+                          "(load.clients) it is the smaller number of clients, which ask all the time")  # fmt: skip
     if load.requests is not None and load.clients is not None and load.requests < load.clients and load.share is None:
         raise ConfigError(f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than "
                           f"clients; use load.requests={load.clients} or more")  # fmt: skip

@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self) -> None:
         self.environment: Environment | None = None
-        self.taken = 0
+        self.taken = self.clients = 0
         self.began, self.cpu = time.monotonic(), time.process_time()
         self.active = JOB["clients"] or 1
         self.out = open(JOB["out"], "w", encoding="utf-8")  # noqa: SIM115 - until the last client has ended
@@ -73,6 +73,16 @@ class Run:
         while not begin.exists():
             gevent.sleep(0.02)
         gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
+
+    def rest(self, client: int) -> None:
+        """Until this client of a closed loop may ask, where some of them ask in the first half of each period only."""
+        if JOB["low_clients"] is None or client < JOB["low_clients"] or self.taken == 0:
+            return
+        gone = time.monotonic() - self.began
+        into = gone % JOB["period"]
+        if into >= JOB["period"] / 2:
+            left = JOB["seconds"] - gone if JOB["requests"] is None else JOB["period"]
+            gevent.sleep(max(0.0, min(JOB["period"] - into, left)))
 
     def take(self) -> int | None:
         """The number of the next request of a closed loop; None when no more may begin."""
@@ -215,8 +225,11 @@ class Client(User):
         """Everything that this client asks."""
         RUN.wait()
         if JOB["arrivals"] is None:
+            client = JOB["first"] + RUN.clients * JOB["step"]
+            RUN.clients += 1
             while (number := RUN.take()) is not None:
                 RUN.ask(number)
+                RUN.rest(client)
         else:
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
             for number, moment in enumerate(JOB["arrivals"]):

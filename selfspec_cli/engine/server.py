@@ -91,17 +91,29 @@ class Server:
             return None
         return self.call("early_exit_counters")
 
-    def resident_mib(self) -> float | None:
-        """Resident memory of the processes of a server that was started here, shared pages counted once for each."""
+    def processes(self) -> Iterator[tuple[int, str, list[str]]]:
+        """Of a server that was started here: number and short name of each process, and the fields of its
+        /proc/N/stat from the state on (proc_pid_stat(5), where that one is the third)."""
         if self.process is None:
-            return None
-        pages = 0
+            return
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError, ValueError, IndexError):
-                fields = stat.read_text().rpartition(")")[2].split()
+                head, _, tail = stat.read_text().rpartition(")")
+                fields = tail.split()
                 if int(fields[3]) == self.process.pid:  # its session, which began with the server
-                    pages += int(fields[21])
+                    yield int(stat.parent.name), head.partition("(")[2], fields
+
+    def resident_mib(self) -> float | None:
+        """Resident memory of the processes of a server that was started here, shared pages counted once for each."""
+        pages = sum(int(fields[21]) for _, _, fields in self.processes())
         return pages * os.sysconf("SC_PAGE_SIZE") / MIB if pages else None
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Seconds of a processor that a server that was started here has used, by the names of its processes."""
+        found: dict[str, float] = {}
+        for _, name, fields in self.processes():
+            found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return found
 
     def check(self) -> None:
         """Raises ServerError if a server that was started here has ended."""

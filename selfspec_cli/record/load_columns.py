@@ -18,9 +18,10 @@ DRIFT = 3  # whole windows that a run needs for its first and its last one to be
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:
     """What a load test asks of a server."""
-    closed = load.kind == "closed"
+    closed, varying = load.kind == "closed", load.low_clients is not None
     return {
         "batch": None, "repeats": load.repeats, "arrivals": load.kind, "clients": load.clients if closed else None,
+        "low_clients": load.low_clients, "period": load.period if varying else None,
         "rate": load.rate, "load_share": load.share, "burst": None if closed else load.burst,
         "ttft_limit_ms": load.ttft_limit, "tpot_limit_ms": load.tpot_limit, "e2e_limit_ms": load.e2e_limit,
     }  # fmt: skip
@@ -54,6 +55,8 @@ def asked(row: Record) -> str:
     """How much is asked of an engine at once, in words."""
     if row.arrivals is None:
         return f"batch {row.batch}"
+    if row.clients is not None and row.low_clients is not None:
+        return f"{row.clients} and {row.low_clients} clients by turns of {(row.period or 0) / 2:g} s"
     if row.clients is not None:
         return f"{row.clients} client{'s' if row.clients > 1 else ''}"
     rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""

@@ -29,6 +29,7 @@ from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
 ERRORS = 5  # kinds of failure that a point keeps
+IDLE = 0.01  # share of a core below which a process of a server is not told
 LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it is said
 
 
@@ -73,9 +74,10 @@ class Loader:
         before = server.resident_mib()
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
-            job = self.job(cfg, server, prompts, number)
+            job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
             run, repeat = self._timed(cfg, server, job, place / f"repeat-{number + 1}", progress)
             if repeat is not None:
+                facts["server_cpu"] = _shares(used, server.cpu_seconds(), run.seconds)
                 runs.append((run, repeat))
                 progress.speeds([one.tok_s for _, one in runs])
                 progress("repeats", cfg.warmup + number + 1, total)
@@ -104,7 +106,8 @@ class Loader:
         seconds = None if load.requests is not None else load.seconds
         if load.kind == "closed":
             at_once = processes_for(load.clients or 1)
-            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds, processes=at_once)
+            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds,
+                           low_clients=load.low_clients, period=load.period, processes=at_once)  # fmt: skip
         assert load.rate is not None
         moments = schedule(load.rate, 1000 * cfg.seed + number, burst=load.burst, requests=load.requests,
                            seconds=seconds)  # fmt: skip
@@ -209,6 +212,12 @@ def by_category(runs: Sequence[Run], categories: Sequence[str]) -> dict[str, dic
         for one, times in zip(run.good, run.times(), strict=True):
             parts.setdefault(categories[one.number % len(categories)] or "none", []).append(times)
     return {name: {"requests": len(some)} | latency.summary(some) for name, some in sorted(parts.items())}
+
+
+def _shares(before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, float]:
+    """Of one core, what each process of a server used on average in a run; those that used next to nothing left out."""
+    shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
+    return {name: round(share, 3) for name, share in shares.items() if share > IDLE}
 
 
 def _facts(runs: Sequence[Run], prompts: Prompts, before: float | None, server: Server, place: Path) -> dict[str, Any]:

@@ -71,6 +71,25 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 
 @pytest.mark.slow
 @needs_locust
+@pytest.mark.parametrize("processes", [1, 2])
+def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy, tmp_path, processes):
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=6, seconds=2.5, low_clients=2, period=1.0,
+              processes=processes)  # fmt: skip
+    run = clients.run(job, tmp_path, check=nothing)
+    assert not run.failed and run.seconds < 3
+    busiest = {True: 0, False: 0}  # by whether all of them ask
+    flights = sorted([(one.sent, 1) for one in run.good] + [(one.events[-1], -1) for one in run.good])
+    at_once = 0
+    for moment, change in flights:
+        at_once += change
+        into = (moment - run.began) % 1.0
+        if 0.1 < into < 0.4 or 0.6 < into < 0.9:  # not where those that asked before still wait for their answers
+            busiest[into < 0.5] = max(busiest[into < 0.5], at_once)
+    assert busiest == {True: 6, False: 2}
+
+
+@pytest.mark.slow
+@needs_locust
 def test_an_open_loop_sends_at_its_moments_whatever_the_server_does(toy, tmp_path):
     moments = [0.0, 0.0, 0.2, 0.4, 0.4]
     slow = [{"prompt": [15]}]  # two seconds each: all are asked before the first has ended

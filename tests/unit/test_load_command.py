@@ -9,6 +9,8 @@ LOADS = [
     (["load.rate=2", "load.clients=4"], "load.rate=2 and load.clients=4: give one of them"),
     (["load.rate=2", "load.share=0.5"], "load.rate=2 and load.share=0.5: give one of them"),
     (["load.clients=4", "load.burst=8"], "bursts arrive at a rate; give load.rate or load.share"),
+    (["load.clients=4", "load.low_clients=4"], "of a closed loop (load.clients) it is the smaller number of clients"),
+    (["load.rate=2", "load.low_clients=4"], "load.low_clients=4 with load.clients=None: of a closed loop"),
     (["load.clients=8", "load.requests=4"], "fewer requests than clients; use load.requests=8 or more"),
     (["load.rate=0"], "load.rate=0.0: out of range; allowed: more than 0"),
     (["load.client=4"], "did you mean 'load.clients'?"),

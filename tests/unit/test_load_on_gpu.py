@@ -117,10 +117,10 @@ def test_a_second_plain_server_says_how_much_servers_differ(script, tmp_path):
         for turn, level in enumerate(chosen)
     }
     found = {level.name: script.compared(level, rows) for level in chosen}
-    told = script.over_turns(given, found)["closed 1"]
+    told = script.over_turns(found)["closed 1"]
     assert told["turns"] == 3
-    assert told["throughput"] == {"median": 0.99, "low": 0.99, "high": 0.99}
-    assert told["control"] == {"median": 0.901, "low": 0.9, "high": 0.902}
+    assert told["throughput"] == {"median": 0.99, "low": 0.99, "high": 0.99, "all": [0.99, 0.99, 0.99]}
+    assert told["control"] == {"median": 0.901, "low": 0.9, "high": 0.902, "all": [0.9, 0.901, 0.902]}
 
 
 def test_levels_come_in_the_order_of_their_groups_and_few_clients_in_both_orders_of_steps(script, tmp_path):
@@ -143,3 +143,48 @@ def test_both_plain_servers_are_without_the_plugin_and_on_one_card(script, tmp_p
     assert {name: one["CUDA_VISIBLE_DEVICES"] for name, one in found.items()} == {
         script.PLAIN: "01"[swap], script.CONTROL: "01"[swap], script.DRAFTING: "10"[swap]}  # fmt: skip
     assert [name for name, one in found.items() if one.get("VLLM_PLUGINS") == ""] == [script.PLAIN, script.CONTROL]
+
+
+def test_a_level_has_as_many_turns_as_its_group_says_and_is_asked_once_a_turn(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "1,128", "--table", "1:4 46:2", "--turns", "2"]
+    given = script.arguments([*words, "--groups", "closed:1,closed 128:3,varying"])
+    fixed = [f"{script.VARYING} k={k}" for k in (2, 4)]
+    assert [level.name for level in script.planned(given)] == [
+        "closed 1", "closed 128", script.VARYING, *fixed,
+        "closed 128 (2)", *(f"{name} (2)" for name in (script.VARYING, *fixed)), "closed 128 (3)"]  # fmt: skip
+
+
+def test_the_table_is_compared_with_the_length_that_is_the_best_over_all_turns(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "128", "--table", "1:4 46:2", "--turns", "3"]
+    given = script.arguments([*words, "--groups", "varying", "--between", "8,128"])
+    varying, two, four = list(script.planned(given))[:3]
+    assert (varying.load.clients, varying.load.low_clients, varying.sides) == (128, 8, (script.PLAIN, script.DRAFTING))
+    assert [(level.table, level.length, level.sides) for level in (two, four)] == [
+        ("1:2", None, (script.DRAFTING,)), ("1:4", None, (script.DRAFTING,))]  # fmt: skip
+    speeds = {varying.name: (102.0, 103.0, 101.0), two.name: (100.0, 100.0, 100.0), four.name: (120.0, 90.0, 95.0)}
+    rows = {script.named(name, turn + 1): {script.DRAFTING: {"tok_s": speed}}
+            for name, found in speeds.items() for turn, speed in enumerate(found)}  # fmt: skip
+    told = script.over_fixed(rows)
+    assert told["best"] == two.name and told["fixed"] == {two.name: 100.0, four.name: 95.0} and told["table"] == 102.0
+    assert told["over_the_best"] == {"median": 1.02, "low": 1.01, "high": 1.03, "all": [1.02, 1.03, 1.01]}
+    assert script.over_fixed({varying.name: rows[varying.name]}) == {} == script.over_fixed({})
+
+
+def test_servers_that_are_pinned_share_their_cores_and_leave_others_to_the_clients(script, monkeypatch):
+    given = {}
+    monkeypatch.setattr(script.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(script.os, "sched_setaffinity", lambda thread, cores: given.setdefault(thread, cores))
+    me = script.os.getpid()
+    servers = [type("Server", (), {"processes": lambda self, name=name: [(me, name, [])]})()
+               for name in ("VLLM::EngineCor", "vllm")]  # fmt: skip
+    known = script.cores()
+    assert sorted(known) == list(range(16))
+    parts = script.pin(servers[:1])
+    assert parts == {"front": known[:2], "engine": known[2:6], "clients": known[6:]}
+    assert given[me] == parts["engine"] and given[0] == parts["clients"]
+    given.clear()
+    script.pin(servers[1:])
+    assert given[me] == parts["front"]
+    monkeypatch.setattr(script.os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(SystemExit, match="2 cores; more than 6 are needed"):
+        script.pin(servers)

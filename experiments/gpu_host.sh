@@ -121,6 +121,11 @@ load_widened() { # every load of a server, on one GPU beside other jobs
         --groups "closed,closed 128:3,varying:3,off by request,off by context,off by table 128,random,poisson,bursts" \
         --period 5 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 --out "$out/load_widened.json"
 }
+load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --clients 128,32 --lengths-at 32,64,128 --groups lengths,varying:6 --period 5 --minutes 20 --kv-gib 10 \
+        --memory-share 0.26 --out "$out/load_varying.json"
+}
 load_orders() { # when tokens are read: before the next step is launched, and after
     python3 "$here/serving/load_on_gpu.py" --model ./smollm2_widened --layer 30 --k 4 --draft-weights int8 --table 1:4 \
         --groups closed --orders 32 --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 --memory-share 0.15 \

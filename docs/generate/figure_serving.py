@@ -6,10 +6,11 @@ import re
 
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
-LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late")
+LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again")
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
-RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control")
+RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
+        "load_h200_smollm2_pinned")  # fmt: skip
 """These, and those on an ordinary model under early exit."""
 
 TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
@@ -32,24 +33,49 @@ def served() -> str:
     text = """### serving: early exit beside plain vLLM, over HTTP
 
 The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level. Two H200s with a server on each, and in the fourth file one H200 for both and every other program stopped while
-it was timed. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests that
-began after a tenth of the run. The last four files are of an ordinary model, SmolLM2-135M-Instruct widened, under early
-exit (E=8, k=4, `adaptive_length`), with all servers on one card. During the first of them other engines started on the
-same host; during the others every other program was stopped while it was timed. The last two have a second plain server,
-whose throughput over the first says how far a ratio near 1 is to be relied on.
+level. Two H200s with a server on each, and in the fourth and fifth files one H200 for both and every other program stopped
+while it was timed. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests
+that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
+ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
+During the first of them other engines started on the same host; during the others every other program was stopped while it
+was timed. The last three have a second plain server, whose throughput over the first says how far a ratio near 1 is to be
+relied on; in the last one the processes of all servers had the same cores.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
 experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
-experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth
-experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last four
+experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth and the fifth
+experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
 """
     header = ("file", "level", "plain tok/s", "early exit tok/s", "throughput", "second plain server",
               "p99 TPOT over plain", "p99 TTFT over plain", "the same, settled", "p99 end to end over plain")  # fmt: skip
     return text + table(header, rows)
+
+
+def varying() -> str:
+    """A load that varies: the table of lengths, and each of its lengths for every load."""
+    found = data_of("serving/load_h200_again.json")
+    names = ["clients come and go", *found["over_fixed"]["fixed"]]
+    rows = []
+    for name in names:
+        turns = [row["early exit"] for level, row in found["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name]
+        rows.append((name.removeprefix("clients come and go ") if name != names[0] else "the table",
+                     *(number(one["tok_s"], 5) for one in turns),
+                     " / ".join(number(one["e2e_ms"], 3) for one in turns)))  # fmt: skip
+    over = found["over_fixed"]["over_the_best"]
+    return f"""### serving: a table of lengths where loads vary
+
+The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients by
+turns of 2.5 s, 10 s a turn, everything else stopped. Over the length that is the best in the median of the turns, the table
+reaches {" / ".join(ratio(one) for one in over["all"])}. The table is one that another host had given, on another day.
+
+```
+experiments/gpu_host.sh MODELS OUT widened load_widened
+```
+
+{table(("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms"), rows)}"""
 
 
 def orders() -> str:
@@ -73,7 +99,7 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
 The widened reference model on one H200, E=3, 8 bits, k=4, where it does not, so that steps are launched late:
 
 ```
-experiments/gpu_host.sh MODELS OUT widened load_widened
+python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed --clients 8,1 --orders 8 --few-seconds 20 --out load.json
 ```
 
 {_in_both_orders("load_h200_late", "launched late")}

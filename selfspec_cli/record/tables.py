@@ -125,8 +125,8 @@ class Record:
     idle_share: float | None = None  # nothing of the above, and the rest of an engine step
     arrivals: str | None = None  # of a load test: closed, poisson or bursty
     clients: int | None = None  # of a closed loop
-    low_clients: int | None = None  # that ask all the time; the others do in the first half of each period only
-    period: float | None = None  # seconds
+    low_clients: int | None = None  # of these, that ask all the time; the others only in the first half of each period
+    period: float | None = None  # seconds in which the number of clients goes down and up once
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together

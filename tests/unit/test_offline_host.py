@@ -197,7 +197,7 @@ NEEDS = {
     ],
     "smollm2_draft": ["rivals"],
     "plain_widened": ["plain_one", "plain_fitted"],
-    "reference_widened": ["widened_one", "load_alone", "load_widened", "agree"],
+    "reference_widened": ["widened_one", "load_alone", "load_widened", "load_varying", "agree"],
 }
 
 

@@ -125,8 +125,6 @@ class Record:
     idle_share: float | None = None  # nothing of the above, and the rest of an engine step
     arrivals: str | None = None  # of a load test: closed, poisson or bursty
     clients: int | None = None  # of a closed loop
-    low_clients: int | None = None  # of these, that ask all the time; the others only in the first half of each period
-    period: float | None = None  # seconds in which the number of clients goes down and up once
     rate: float | None = None  # requests a second that arrive
     load_share: float | None = None  # the rate over what the baseline completes in a closed loop
     burst: int | None = None  # requests that arrive together
@@ -146,6 +144,8 @@ class Record:
     draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
     draft_weights_file: str | None = None  # that the copies came from; empty: they were rounded when the engine started
     read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
+    low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
+    period: float | None = None  # seconds in which the number of clients goes down and up once
     point: str = ""  # id: the file results/runs/<id>.json
 
 

@@ -39,7 +39,8 @@ that began after a tenth of the run. A number in brackets is a further turn of t
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
 was timed. The last three have a second plain server, whose throughput over the first says how far a ratio near 1 is to be
-relied on; in the last one the processes of all servers had the same cores.
+relied on; in the last one the processes of all servers had the same cores. These jobs have grown: each file says with which
+arguments it was made.
 
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json

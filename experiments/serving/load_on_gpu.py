@@ -223,12 +223,18 @@ def planned(given: argparse.Namespace) -> Iterator[Level]:
             yield replace(level, name=named(level.name, turn), sides=sides)
 
 
-TURN = r" \((\d+)\)$"
-"""How the name of a level ends in a turn after the first."""
-
-
 def named(level: str, turn: int) -> str:
     return level if turn == 1 else f"{level} ({turn})"
+
+
+def by_level(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Names as `named` makes them, by level and turn."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        turn = re.search(r" \((\d+)\)$", name)
+        level, number = (name[: turn.start()], int(turn[1])) if turn else (name, 1)
+        found.setdefault(level, {})[number] = name
+    return found
 
 
 def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
@@ -420,8 +426,8 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
 def over_turns(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of levels that had several turns, medians and ranges of what `compared` says. found: by name."""
     told: dict[str, dict[str, Any]] = {}
-    for level in (name for name in found if not re.search(TURN, name)):
-        turns = [one for name, one in found.items() if re.sub(TURN, "", name) == level]
+    for level, names in by_level(found).items():
+        turns = [found[name] for name in names.values()]
         for figure in ("throughput", "control", "ttft_p99", "tpot_p99"):
             ratios = [one[figure] for one in turns if figure in one]
             if len(ratios) > 1:
@@ -432,11 +438,9 @@ def over_turns(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def over_fixed(rows: dict[str, Any]) -> dict[str, Any]:
     """What the table reached, under a load that varies, over the fixed length that reached most in the median of the
     turns; {} before both were measured."""
-    speeds: dict[str, dict[str, float]] = {}  # by level and turn
-    for name, row in rows.items():
-        if name.startswith(VARYING) and "tok_s" in row.get(DRAFTING, {}):
-            turn = re.search(TURN, name)
-            speeds.setdefault(re.sub(TURN, "", name), {})[turn[0] if turn else ""] = row[DRAFTING]["tok_s"]
+    measured = [name for name, row in rows.items() if name.startswith(VARYING) and "tok_s" in row.get(DRAFTING, {})]
+    speeds = {level: {turn: rows[name][DRAFTING]["tok_s"] for turn, name in names.items()}
+              for level, names in by_level(measured).items()}  # fmt: skip
     table = speeds.pop(VARYING, None)
     if table is None or not speeds:
         return {}

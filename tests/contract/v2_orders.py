@@ -7,7 +7,11 @@ from typing import Any
 
 def by_turns() -> Any:
     """Takes the place of a reader's orders: one `Order` for every load, which says another order each time that it is
-    asked for one. asked: how often."""
+    asked for one. asked: how often.
+
+    It decides nothing by times and never waits: for either the reader would ask again, and with two questions a step
+    every step would have the same order.
+    """
     from selfspec_cli.vllm_plugin.v2.reading import Order
 
     class ByTurns(Order):
@@ -21,6 +25,13 @@ def by_turns() -> Any:
         @first.setter
         def first(self, decided: bool) -> None:
             pass
+
+        @property
+        def wait(self) -> float:
+            return 0.0
+
+        def add(self, host: float, device: float) -> bool:
+            return False
 
         def __getitem__(self, load: int) -> ByTurns:
             return self

@@ -115,10 +115,10 @@ load_alone() { # both GPUs, and nothing else on the machine
         --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
         --out "$out/load_alone.json"
 }
-load_widened() { # every load of a server, on one GPU beside other jobs
+load_widened() { # loads of a server, on one GPU beside other jobs
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 8,1,256,128,32,64 \
-        --groups "closed,closed 128:3,varying:3,off by request,off by context,off by table 128,random,poisson,bursts" \
+        --groups "closed,closed 32:3,closed 128:3,varying:4,poisson 30%,poisson 60%,bursts" \
         --period 5 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 --out "$out/load_widened.json"
 }
 load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
@@ -153,9 +153,11 @@ lossless_more() { # of these, experts, latent attention, gates and adaptive veri
     python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_more.json" --only "int4 gate" "int4 length" \
         "mixtral E=4 k=5 plain draft_weights=int" "deepseek_v2 E=8 k=4 plain draft_weights"
 }
-lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns
+lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns,
+    # and last with full graphs also for the steps that requests join
     python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_orders.json" --only "llama E=4 k=5 company" \
-        "llama E=4 k=5 crowd" "llama E=4 k=5 own" "llama E=4 k=5 full_models" "llama E=4 k=5 plain kv_cache_memory"
+        "llama E=4 k=5 crowd" "llama E=4 k=5 own" "llama E=4 k=5 full_models" "llama E=4 k=5 plain kv_cache_memory" \
+        "plain compilation_config={} length_table"
 }
 
 cd "$models" || exit 1

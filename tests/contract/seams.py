@@ -56,6 +56,16 @@ SIGNATURES = {
     f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.__init__": "vllm_config device cudagraph_mode decode_query_len "
     "lora_capture_cases varlen_decode ubatch_runner",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager._init_candidates": "",
+    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager.dispatch": "num_reqs num_tokens uniform_token_count "
+    "num_active_loras max_query_len num_ubatches",
+    f"{V2_FOLDER}.cudagraph_utils:ModelCudaGraphManager.capture": "model model_state input_buffers "
+    "intermediate_tensors block_tables attn_groups kv_cache_config pcp_manager has_lora "
+    "use_aux_hidden_state_outputs lora_capture_hook progress_bar_desc",
+    f"{V2_FOLDER}.attn_utils:get_attn_cg_support": "attn_groups vllm_config checked_layer_names",
+    f"{V2_FOLDER}.attn_utils:AttentionCGSupportInfo.narrow": "support backend",
+    f"{V2_FOLDER}.model_states.interface:ModelState.get_additional_cg_support": "",
+    "vllm.config:ModelConfig.get_num_attention_heads": "parallel_config arch_config",
+    "vllm.config:ModelConfig.get_num_kv_heads": "parallel_config arch_config",
     # Metrics: overridden, and called.
     "vllm.v1.metrics.loggers:AggregateStatLoggerBase.__init__": "vllm_config engine_indexes",
     "vllm.v1.metrics.loggers:StatLoggerBase.record": "scheduler_stats iteration_stats mm_cache_stats engine_idx",
@@ -200,7 +210,8 @@ FIELDS = {
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "draft_token_ids num_draft_tokens",
     f"{V2_FOLDER}.sample.output:SamplerOutput": "sampled_token_ids num_sampled num_rejected",
     f"{FLASH}:FlashAttentionMetadata": "max_query_len seq_lens block_table",
-    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size",
+    "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size "
+    "prefill_context_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
     "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops",
     "vllm.config:VllmConfig": "additional_config speculative_config",
@@ -213,7 +224,10 @@ FIELDS = {
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
     "logits_indices input_ids positions",
     f"{V2_RUNNER}:ExecuteModelState": "input_batch num_spec_tokens_to_schedule",
-    f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens",
+    f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs "
+    "uniform_token_count max_query_len",
+    f"{V2_FOLDER}.attn_utils:AttentionCGSupportInfo": "min_cg_support",
+    "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
@@ -226,7 +240,8 @@ ATTRIBUTES = {
     f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
-    "adaptive_verification req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler",
+    "adaptive_verification req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
+    "cudagraph_manager",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
@@ -238,7 +253,7 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
-    "_capture_descs",
+    "_capture_descs cudagraph_mode compilation_config max_num_reqs",
     SCHEDULER: "vllm_config scheduler_config requests running waiting max_num_running_reqs dynamic_sd_lookup "
     "use_v2_model_runner",
     "vllm.v1.engine.core:EngineCore": "batch_queue scheduler model_executor vllm_config",

@@ -211,9 +211,11 @@ def manager(spec, **more):
     if spec is not None:
         values = {SETTINGS_KEY: settings(**spec).to_dict(), "uses_dynamic_speculative_decoding": lambda: False}
         speculative = SimpleNamespace(**values)
+    heads = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 8)
     made.vllm_config = SimpleNamespace(
-        speculative_config=speculative, additional_config=None, num_speculative_tokens=K,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=speculative, additional_config=None, num_speculative_tokens=K, model_config=heads,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False, kv_sharing_fast_prefill=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )  # fmt: skip
     made.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=[1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40], max_cudagraph_capture_size=40
@@ -233,6 +235,30 @@ def graph_of(manager, requests, drafts):
     return found.cg_mode.name, found.num_tokens, found.uniform_token_count
 
 
+def joined(manager, *tokens):
+    """The graph of a step in which each request has so many tokens, and its longest query."""
+    manager.step = {str(place): number for place, number in enumerate(tokens)}
+    found = manager.dispatch(len(tokens), sum(tokens), None, 0, None)
+    return found.cg_mode.name, found.num_tokens, found.max_query_len
+
+
+def captured_with(manager, support="ALWAYS", backend="FLASH_ATTN", additional="ALWAYS", **state):
+    """`manager` after it has captured its graphs for such an attention; it keeps their descriptors alone."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    builder = SimpleNamespace(get_cudagraph_support=lambda config, spec: AttentionCGSupport[support])
+    group = SimpleNamespace(
+        backend=type("Backend", (), {"get_name": staticmethod(lambda: backend)}), kv_cache_spec=None,
+        get_metadata_builder=lambda place: builder,
+    )  # fmt: skip
+    own = {"supports_mm_inputs": False, "get_additional_cg_support": lambda: (AttentionCGSupport[additional], None)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelCudaGraphManager, "capture", lambda self, *arguments, **more: None)
+        manager.capture(None, SimpleNamespace(**own | state), None, None, None, [[group]], None, has_lora=False)
+    return manager
+
+
 @pytest.mark.parametrize("requests", [1, 3, 8])
 def test_a_step_without_drafts_replays_the_graph_that_plain_vllm_would(requests):
     plain = manager(None, decode_query_len=1)
@@ -247,21 +273,57 @@ def test_there_is_a_full_graph_for_every_width_where_the_table_has_it_and_for_no
         for width in (4, 2, 0):
             mode, tokens, uniform = graph_of(drafting, requests, width)
             if width == 4 and requests >= 4:  # two places at most, there
-                assert mode == "PIECEWISE"
+                assert (mode, uniform) == ("FULL", None)
             else:
                 assert (mode, uniform) == ("FULL", width + 1)
                 assert tokens >= requests * (width + 1)
-        assert graph_of(drafting, requests, 3)[0] == "PIECEWISE"
+        assert graph_of(drafting, requests, 3)[::2] == ("FULL", None)
 
 
-def test_other_steps_have_the_graphs_that_vllm_gives_them():
+def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_where_all_are_short():
+    drafting = captured_with(manager({"length_table": "4:2"}))
+    assert joined(drafting, 5, 5, 16) == ("FULL", 32, 16)  # 64 rows are 16 tokens of four heads each
+    assert joined(drafting, 5, 5, 17) == ("FULL", 32, None)
+    assert joined(drafting, 12) == ("FULL", 16, None)  # no query of this graph is longer
+    assert joined(drafting, 5, 40)[0] == "NONE"
+    assert drafting.step is None  # the next step's is another one
+    assert drafting.dispatch(3, 26, None, 0, None).max_query_len is None
+    for requests in range(1, 9):
+        assert graph_of(drafting, requests, 0)[2] == 1
+
+
+@pytest.mark.parametrize("attention", [
+    {"support": "UNIFORM_BATCH"},
+    {"supports_mm_inputs": True},
+    {"additional": "NEVER"},
+])  # fmt: skip
+def test_steps_have_the_graphs_that_vllm_gives_them_where_attention_cannot_be_captured_with_any_mix(attention):
     from vllm.config.compilation import CUDAGraphMode
 
-    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
+    drafting, plain = captured_with(manager({"length_table": "4:2"}), **attention), manager(None, decode_query_len=1)
     captured = [one._capture_descs[CUDAGraphMode.PIECEWISE] for one in (drafting, plain)]
     assert captured[0] == captured[1]
     for tokens in range(1, 41):
         assert drafting.dispatch(2, tokens, None, 0) == plain.dispatch(2, tokens, None, 0)
+    assert {one.uniform_token_count for one in drafting._capture_descs[CUDAGraphMode.FULL]} == {5, 3, 1}
+
+
+def test_graphs_for_short_queries_are_for_the_backend_that_has_small_tiles_and_for_queries_that_hold_drafts():
+    other = captured_with(manager({"length_table": "4:2"}), backend="TRITON_ATTN")
+    assert joined(other, 5, 5, 16) == ("FULL", 32, None)
+    wide = SimpleNamespace(get_num_attention_heads=lambda parallel: 32, get_num_kv_heads=lambda parallel: 2)
+    many = manager({"length_table": "4:2"})
+    many.vllm_config.model_config, many._candidates, many._capture_descs = wide, {}, {}
+    many._init_candidates()
+    assert joined(captured_with(many), 5, 5, 16) == ("FULL", 32, None)  # 64 rows are four tokens
+
+
+def test_a_user_who_wants_graphs_of_decode_steps_alone_gets_no_others():
+    from vllm.config.compilation import CUDAGraphMode
+
+    drafting = captured_with(manager({}, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
+    assert joined(drafting, 5, 5, 16)[0] == "NONE"
+    assert {one.uniform_token_count for one in drafting._capture_descs[CUDAGraphMode.FULL]} == {5, 1}
 
 
 def test_sizes_that_the_user_chose_are_kept():
@@ -269,7 +331,9 @@ def test_sizes_that_the_user_chose_are_kept():
 
     few = SimpleNamespace(cudagraph_capture_sizes=[1, 8, 16], max_cudagraph_capture_size=16)
     found = manager({}, compilation_config=few)._capture_descs[CUDAGraphMode.FULL]
-    assert {one.num_tokens for one in found} == {1, 5, 8, 10}  # 16 is no number of whole requests of 5 tokens within 16
+    decode = {one.num_tokens for one in found if one.uniform_token_count}
+    assert decode == {1, 5, 8, 10}  # 16 is no number of whole requests of 5 tokens within 16
+    assert {one.num_tokens for one in found if not one.uniform_token_count} == {1, 8, 16}
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -308,6 +372,18 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     assert sizes_of([], 256) == []  # no graphs at all
 
 
+def test_steps_that_requests_join_are_padded_by_no_more_than_an_eighth():
+    from selfspec_cli.vllm_plugin.v2.sizes import joining_sizes
+
+    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(520, 1281, 40)]
+    chosen = joining_sizes(own)
+    assert set(chosen) < set(own) and len(chosen) < 45 and chosen[-1] == 1280
+    for size in own:
+        following = min(one for one in chosen if one >= size)
+        assert 8 * following <= 9 * size or following == size
+    assert joining_sizes([]) == []
+
+
 def test_sizes_and_limits_of_the_user_stay():
     assert sizes_of([1, 512], 256, capture=[1, 8]) == [1, 8]
 
@@ -331,7 +407,7 @@ def test_the_widest_graph_is_captured_first_because_its_output_holds_all_others(
 
     found = manager({})._capture_descs[CUDAGraphMode.FULL]
     assert [one.num_tokens for one in found] == sorted((one.num_tokens for one in found), reverse=True)
-    assert {one.uniform_token_count for one in found} == {K + 1, 1}
+    assert {one.uniform_token_count for one in found} == {K + 1, 1, None}
     assert len(found) == len(set(found))
 
 

@@ -162,6 +162,7 @@ class Case:
     accepted: int = 0
     preempted: int = 0
     read_first: int = 0  # steps whose tokens were read before the next one was launched
+    joined: int = 0  # steps that requests joined or that had other uneven queries, replayed as a full graph
     different: tuple[int, ...] = ()
     seconds: float = 0.0
 
@@ -176,7 +177,11 @@ class Case:
         # Grammars keep vLLM's order, and without asynchronous scheduling tokens are always read first.
         one_order = several_ranks or self.engine.get("async_scheduling") is False or self.requests == "company"
         orders = one_order or self.read_first > 0
-        return 0 < self.accepted < self.drafted and orders and not self.different
+        # Only a compiled engine has graphs for other steps than decode steps, and vLLM's decode steps with adaptive
+        # verification or with pictures have none of ours.
+        own = not {"enable_adaptive_verification"} & self.spec.keys() and self.requests != "pictures"
+        graphs = several_ranks or not own or self.engine.get("compilation_config") != {} or self.joined > 0
+        return 0 < self.accepted < self.drafted and orders and graphs and not self.different
 
 
 def cases(**engine: Any) -> Iterator[Case]:
@@ -330,8 +335,9 @@ def run(case: Case) -> Case:
         orders, reader = by_turns(), reader_of(it.llm.llm_engine.engine_core.engine_core)
         if reader is not None:
             reader._orders = orders
+        graphs = graphs_of(it)
         outputs = generated(it, case)
-        case.read_first = orders.asked // 2
+        case.read_first, case.joined = orders.asked // 2, graphs.get("FULL None", 0)
         counts = it.counts()
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
@@ -380,21 +386,30 @@ def watched(case: Case, steps: int = 100) -> dict[str, int]:
     return seen
 
 
+def graphs_of(it: Live) -> dict[str, int]:
+    """Steps of an engine from now on, by the kind of graph that they replay and the tokens of each request (None where
+    these differ); empty for an engine whose worker is in another process."""
+    found: dict[str, int] = {}
+    worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
+    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
+    if runner is None:
+        return found
+    dispatch = runner.cudagraph_manager.dispatch
+
+    def watch(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
+        chosen = dispatch(num_reqs, num_tokens, uniform, *args, **kwargs)
+        name = f"{chosen.cg_mode.name} {chosen.uniform_token_count or uniform}"
+        found[name] = found.get(name, 0) + 1
+        return chosen
+
+    runner.cudagraph_manager.dispatch = watch
+    return found
+
+
 def replayed(case: Case) -> dict[str, int]:
     """Full graphs of the target that were replayed, by tokens a request, and steps that ran without one."""
-    found: dict[str, int] = {}
     with engine(case, drafting=True) as it:
-        worker = it.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-        manager = getattr(worker, "worker", worker).model_runner.cudagraph_manager
-        dispatch = manager.dispatch
-
-        def watch(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
-            chosen = dispatch(num_reqs, num_tokens, uniform, *args, **kwargs)
-            name = f"{chosen.cg_mode.name} {uniform}"
-            found[name] = found.get(name, 0) + 1
-            return chosen
-
-        manager.dispatch = watch
+        found = graphs_of(it)
         it.generate(*plain())
     return found
 

@@ -298,12 +298,15 @@ def told(speculator, requests, drafts=None):
             self.added = True
 
     runner = Runner()
-    runner.speculator = speculator
+    runner.speculator, runner.cudagraph_manager = speculator, SimpleNamespace()
     new = [SimpleNamespace(req_id=str(slot), sampling_params=one, prompt_len=5) for slot, one in requests.items()]
+    tokens = {str(slot): 5 for slot in requests}
     tell_speculator(Runner.add_requests)(
-        runner, SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens=drafts or {})
+        runner,
+        SimpleNamespace(scheduled_new_reqs=new, scheduled_spec_decode_tokens=drafts or {}, num_scheduled_tokens=tokens),
     )
     assert runner.added
+    assert runner.cudagraph_manager.step == tokens
 
 
 def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):

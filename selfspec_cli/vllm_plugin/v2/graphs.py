@@ -1,23 +1,41 @@
-"""Decode graphs of vLLM's V2 model runner for every width of a verify pass that may be planned (widths.py).
+"""Graphs of vLLM's V2 model runner that an engine with early exit has beside vLLM's own.
 
-vLLM captures them for steps in which each request has k drafts. A step without drafts would run without a full graph
-then, slower than vLLM without early exit; with the graphs added here it replays what vLLM's plain decode step replays.
+vLLM captures decode steps in which each request has k drafts. A step without drafts would run without a full graph
+then, slower than vLLM without early exit; with a graph for every width of a verify pass that may be planned (widths.py)
+it replays what vLLM's plain decode step replays.
+
+A step that requests join has no uniform shape. vLLM replays the parts of it that lie between two attentions, and the
+host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit ends a
+request in half as many steps, so twice as many of them are such steps. Where an attention backend can be captured with
+any mix of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for steps
+of short queries.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, reach, widths
+from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, joining_sizes, reach, widths
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+
+SHORT_ROWS = 64
+"""Rows (tokens of a query, times the query heads of a KV head) up to which FlashAttention 3 has smaller tiles. Measured
+on an H200: a step of 31 queries of 5 tokens and one of 32, two heads each, takes 41 us a layer with them, 55 without;
+and only with them has each query the bits that it has in a decode step."""
+SHORT_TILES = "FLASH_ATTN"
+"""The backend that has them."""
 
 
 def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGraphManager]:
@@ -26,34 +44,124 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
     class EveryWidthManager(original):
         decode_query_len: int
         compilation_config: Any
+        cudagraph_mode: CUDAGraphMode
+        step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
 
         def _init_candidates(self) -> None:
             """As the base class for each width in turn, and then together: full graphs before all others."""
+            self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
             settings = settings_of(self.vllm_config)
             if settings is None or self.varlen_decode or self.decode_query_len != settings.k + 1:
                 return super()._init_candidates()  # graphs for any mix of widths are captured as they are
-            widest, sizes = self.decode_query_len, self.compilation_config
-            captured: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
-            for width in (*widths(settings), None):  # decode steps of each width, and then all other steps
-                if width is not None:
-                    self.decode_query_len = width + 1
-                    self.compilation_config = _sizes_for(width, settings, sizes, self.max_num_reqs)
-                super()._init_candidates()
-                for mode, descriptors in self._capture_descs.items():
-                    chosen = [one for one in descriptors if (one.uniform_token_count is None) == (width is None)]
-                    captured.setdefault(mode, {}).update(dict.fromkeys(chosen))
-                self.decode_query_len, self.compilation_config = widest, sizes
-            for mode, found in captured.items():
-                self._capture_descs[mode] = sorted(found, key=lambda one: one.num_tokens, reverse=True)
+            sizes = self.compilation_config
+            for width in widths(settings):
+                fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
+                self._plan(lambda one: one.uniform_token_count is not None, decode_query_len=width + 1,
+                           compilation_config=fitting)  # fmt: skip
+            if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+                self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=_joining(sizes))
+                self._plan_short()
+            self._plan(lambda one: one.uniform_token_count is None)
+            self._keep(lambda one: True)
+
+        def _plan(self, wanted: Callable[[BatchExecutionDescriptor], bool], **instead: Any) -> None:
+            """Take in what the base class plans with other values of these attributes."""
+            kept = {name: getattr(self, name) for name in instead}
+            self._set(instead)
+            super()._init_candidates()
+            self._set(kept)
+            for mode, descriptors in self._capture_descs.items():
+                self._planned.setdefault(mode, {}).update(dict.fromkeys(filter(wanted, descriptors)))
+            self._capture_descs.clear()
+
+        def _set(self, values: Mapping[str, Any]) -> None:
+            for name, value in values.items():
+                setattr(self, name, value)
+
+        def _plan_short(self) -> None:
+            """Each graph for a step that requests join a second time, for short queries alone."""
+            longest = SHORT_ROWS // _heads_of_a_kv_head(self.vllm_config)
+            if longest < self.decode_query_len:
+                return  # there are no such steps
+            full = self._planned.get(CUDAGraphMode.FULL, {})
+            twins = {one: replace(one, max_query_len=longest) for one in full
+                     if _joins(one) and one.num_tokens > longest >= -(-one.num_tokens // one.num_reqs)}  # fmt: skip
+            full.update(dict.fromkeys(twins.values()))
+            for candidates in self._candidates.values():
+                candidates += [twins[one] for one in candidates if one in twins]
+
+        def _keep(self, wanted: Callable[[BatchExecutionDescriptor], bool]) -> None:
+            """Capture these graphs alone. The widest is captured first, because its output holds all others."""
+            for mode, found in self._planned.items():
+                self._capture_descs[mode] = sorted(filter(wanted, found), key=lambda one: one.num_tokens, reverse=True)
+            known = {one for found in self._capture_descs.values() for one in found}
             for key, candidates in self._candidates.items():
-                known = [one for one in dict.fromkeys(candidates) if one in captured[one.cg_mode]]
-                self._candidates[key] = sorted(known, key=_rank)
+                self._candidates[key] = sorted((one for one in dict.fromkeys(candidates) if one in known), key=_rank)
+
+        def capture(
+            self, model: Any, model_state: Any, input_buffers: Any, intermediate_tensors: Any, block_tables: Any,
+            attn_groups: Any, *arguments: Any, **more: Any,
+        ) -> None:  # fmt: skip
+            """Leaves out what the attention backends cannot do or have no use for; they are known only now."""
+            if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+                any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
+                short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
+                self._keep(lambda one: not _joins(one) or (any_step and (short or one.max_query_len is None)))
+            super().capture(
+                model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
+            )
+
+        def dispatch(
+            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
+            max_query_len: int | None = None, *arguments: Any, **more: Any,
+        ) -> BatchExecutionDescriptor:  # fmt: skip
+            """vLLM does not say how long the queries of a step are that requests join; here that is known."""
+            if max_query_len is None and self.step and self._planned:
+                max_query_len = max(self.step.values())
+            self.step = None
+            return super().dispatch(
+                num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, *arguments, **more
+            )
 
     return EveryWidthManager
 
 
-def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, int]:
-    return descriptor.cg_mode != CUDAGraphMode.FULL, descriptor.num_tokens
+def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:
+    """Whether a full graph can replay a step of requests of which some are in their prefill.
+
+    The attention backends have to say so. Images, encoders and context that several ranks share are left to the graphs
+    that vLLM has: what the host decides there differs from step to step.
+    """
+    parallel = config.parallel_config
+    if model_state.supports_mm_inputs or config.cache_config.kv_sharing_fast_prefill:
+        return False
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        return False
+    support = get_attn_cg_support(attn_groups, config).narrow(*model_state.get_additional_cg_support())
+    return bool(support.min_cg_support == AttentionCGSupport.ALWAYS)
+
+
+def _heads_of_a_kv_head(config: Any) -> int:
+    model, parallel = config.model_config, config.parallel_config
+    return int(model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel))
+
+
+def _joins(descriptor: BatchExecutionDescriptor) -> bool:
+    """Whether a graph is for a step that requests join."""
+    return descriptor.cg_mode == CUDAGraphMode.FULL and descriptor.uniform_token_count is None
+
+
+def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
+    """Full graphs before others; among them decode steps, then steps of short queries, then any steps."""
+    return (descriptor.cg_mode != CUDAGraphMode.FULL, descriptor.uniform_token_count is None,
+            descriptor.max_query_len is None, descriptor.num_tokens)  # fmt: skip
+
+
+def _joining(sizes: Any) -> Any:
+    """vLLM's compilation config with the sizes of steps that requests join."""
+    found = copy.copy(sizes)
+    found.cudagraph_capture_sizes = joining_sizes(sizes.cudagraph_capture_sizes)
+    return found
 
 
 def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -> Any:

@@ -1,4 +1,5 @@
-"""New requests of vLLM's V2 model runner, made known to the speculator before it first drafts for them."""
+"""What a step of vLLM's V2 model runner brings: new requests, made known to the speculator before it first drafts for
+them, and how many tokens each request has in it, made known to the manager of graphs (graphs.py)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ def tell_speculator(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def add_requests(self: Any, scheduler_output: Any) -> None:
         original(self, scheduler_output)
+        self.cudagraph_manager.step = scheduler_output.num_scheduled_tokens
         tell = getattr(self.speculator, "add_requests", None)  # vLLM's own speculators have none
         new = scheduler_output.scheduled_new_reqs
         if tell is not None and new:

@@ -9,6 +9,7 @@ graphs are captured.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -49,6 +50,17 @@ def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[in
     """Tokens of the steps of `width` places that get a graph, in rising order."""
     most = min(most_requests(settings, width, limit), MOST)
     return tuple(count * (width + 1) for count in request_counts(most)) if most else ()
+
+
+def joining_sizes(sizes: Iterable[int]) -> list[int]:
+    """Of the sizes that vLLM captures, in tokens, those that steps which requests join get a full graph for: a step is
+    padded by no more than an eighth beyond what vLLM pads it by."""
+    found: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        while len(found) > 1 and 8 * found[-2] <= 9 * size:
+            found.pop()
+        found.append(size)
+    return sorted(found)
 
 
 def reach(settings: ResolvedSettings, limit: int) -> int:

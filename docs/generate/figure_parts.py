@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
-from figure_serving import RUNS, agreement, orders, served, varying
+from figure_serving import RUNS, VARYING, agreement, joins, orders, served, varying
 
 
 def gates() -> str:
@@ -212,7 +212,8 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
-    (varying, ("serving/load_h200_again.json",)),
+    (varying, tuple(f"serving/{name}.json" for name in VARYING)),
+    (joins, ("serving/full_graphs_apart_h200.json",)),
     (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/**/lossless*.json",)),

@@ -77,8 +77,9 @@ def served() -> str:
     rows = [(f"run {number}", *(_reached(run, f"closed {count}") for count in clients))
             for number, run in enumerate(runs, 1)]  # fmt: skip
     text = """Served over HTTP on H200s, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
-ask again at once; the second run on exchanged cards, the third with nothing else on the machine, the fourth and
-fifth with both servers on one card; at 128 clients the fifth is the median of three turns ([load tests](docs/load.md)):
+ask again at once; the second run on exchanged cards, the third with nothing else on the machine, the others with both
+servers on one card; the fifth had a slow host, and the sixth a slower one and full graphs for the steps that requests
+join ([load tests](docs/load.md)):
 
 """
     return text + table(("clients", *map(str, clients)), rows)

@@ -6,7 +6,8 @@ import re
 
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
-LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again")
+LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
+         "load_h200_full_graphs")  # fmt: skip
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
 RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
@@ -33,7 +34,7 @@ def served() -> str:
     text = """### serving: early exit beside plain vLLM, over HTTP
 
 The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level. Two H200s with a server on each, and in the fourth and fifth files one H200 for both and every other program stopped
+level. Two H200s with a server on each, and from the fourth to the sixth file one H200 for both and every other program stopped
 while it was timed. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests
 that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
@@ -45,7 +46,7 @@ arguments it was made.
 ```
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
 experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
-experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth and the fifth
+experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth to the sixth
 experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
@@ -55,28 +56,60 @@ experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
     return text + table(header, rows)
 
 
+VARYING = {"load_h200_again": "one that another host had given, on another day; this host is slow",
+           "load_h200_full_graphs": "the same"}  # fmt: skip
+"""Runs in which a load varies, and where their table is from."""
+
+
 def varying() -> str:
     """A load that varies: the table of lengths, and each of its lengths for every load."""
-    found = data_of("serving/load_h200_again.json")
-    names = ["clients come and go", *found["over_fixed"]["fixed"]]
-    rows = []
-    for name in names:
-        turns = [row["early exit"] for level, row in found["rows"].items() if re.sub(r" \(\d+\)$", "", level) == name]
-        rows.append((name.removeprefix("clients come and go ") if name != names[0] else "the table",
-                     *(number(one["tok_s"], 5) for one in turns),
-                     " / ".join(number(one["e2e_ms"], 3) for one in turns)))  # fmt: skip
-    over = found["over_fixed"]["over_the_best"]
+    tables = []
+    for file, source in VARYING.items():
+        found = data_of(f"serving/{file}.json")
+        names, rows = ["clients come and go", *found["over_fixed"]["fixed"]], []
+        for name in names:
+            turns = [row["early exit"] for level, row in found["rows"].items()
+                     if re.sub(r" \(\d+\)$", "", level) == name]  # fmt: skip
+            rows.append((name.removeprefix("clients come and go ") if name != names[0] else "the table",
+                         *(number(one["tok_s"], 5) for one in turns),
+                         " / ".join(number(one["e2e_ms"], 3) for one in turns)))  # fmt: skip
+        over = found["over_fixed"]["over_the_best"]
+        header = ("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms")
+        tables.append(f"""`{file}.json`: over the length that is the best in the median of the turns, the table reaches
+{" / ".join(ratio(one) for one in over["all"])}. The table is {source}.
+
+{table(header, rows)}""")
+    both = "\n\n".join(tables)
     return f"""### serving: a table of lengths where loads vary
 
 The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients by
-turns of 2.5 s, 10 s a turn, everything else stopped. Over the length that is the best in the median of the turns, the table
-reaches {" / ".join(ratio(one) for one in over["all"])}. The table is one that another host had given, on another day.
+turns of 2.5 s, 10 s a turn, everything else stopped.
 
 ```
 experiments/gpu_host.sh MODELS OUT widened load_widened
 ```
 
-{table(("length", *(f"turn {turn}, tok/s" for turn in range(1, len(turns) + 1)), "end to end, median, ms"), rows)}"""
+{both}"""
+
+
+def joins() -> str:
+    """Full graphs for steps that requests join, beside vLLM's graphs of the parts of such a step."""
+    rows = []
+    for one in data_of("serving/full_graphs_apart_h200.json"):
+        cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
+        rows.append((one["clients"], one["server"], one["table"] or None, number(one["tok_s"], 5),
+                     *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")), cpu,
+                     one["unlike_answers"]))  # fmt: skip
+    header = ("clients", "server", "table of lengths", "tok/s", "TTFT (ms)", "p99 TTFT (ms)", "TPOT (ms)",
+              "p99 TPOT (ms)", "of a core: API server, engine", "prompts with unlike answers")  # fmt: skip
+    return f"""### serving: full graphs for steps that requests join
+
+The widened reference model on one H200, E=3, 8 bits, k=6 at most, `adaptive_length`; three servers on one card, closed loops
+of 3 to 10 seconds by turns, in the order of the rows. One early exit server had full graphs for the steps that requests join
+(one for each size, and none for short queries yet), the other one vLLM's graphs of the parts of such a step. A script of the day
+measured it, and a switch that is not in the code.
+
+{table(header, sorted(rows, key=lambda row: row[0]))}"""
 
 
 def orders() -> str:

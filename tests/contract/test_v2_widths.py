@@ -216,6 +216,7 @@ def manager(spec, **more):
         speculative_config=speculative, additional_config=None, num_speculative_tokens=K, model_config=heads,
         cache_config=SimpleNamespace(use_kda_recoverssm=False, kv_sharing_fast_prefill=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        kv_transfer_config=None,
     )  # fmt: skip
     made.compilation_config = SimpleNamespace(
         cudagraph_capture_sizes=[1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40], max_cudagraph_capture_size=40
@@ -296,11 +297,14 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
     {"support": "UNIFORM_BATCH"},
     {"supports_mm_inputs": True},
     {"additional": "NEVER"},
+    {"kv_transfer_config": SimpleNamespace(kv_connector="any")},
 ])  # fmt: skip
 def test_steps_have_the_graphs_that_vllm_gives_them_where_attention_cannot_be_captured_with_any_mix(attention):
     from vllm.config.compilation import CUDAGraphMode
 
-    drafting, plain = captured_with(manager({"length_table": "4:2"}), **attention), manager(None, decode_query_len=1)
+    drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
+    drafting.vllm_config.kv_transfer_config = attention.get("kv_transfer_config")
+    captured_with(drafting, **attention)
     captured = [one._capture_descs[CUDAGraphMode.PIECEWISE] for one in (drafting, plain)]
     assert captured[0] == captured[1]
     for tokens in range(1, 41):

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 SHORT_ROWS = 64
-"""Rows (tokens of a query, times the query heads of a KV head) up to which FlashAttention 3 has smaller tiles. Measured
-on an H200: a step of 31 queries of 5 tokens and one of 32, two heads each, takes 41 us a layer with them, 55 without;
-and only with them has each query the bits that it has in a decode step."""
+"""Rows (tokens of a query, times the query heads of a KV head) for which FlashAttention 3 has smaller tiles; for 128 it
+has large ones. On an H200 a step of 31 queries of 5 tokens and one of 32, with two heads each, takes 41 us a layer with
+the former and 55 with the latter, and only with the former has each query the bits that it has in a decode step."""
 SHORT_TILES = "FLASH_ATTN"
 """The backend that has them."""
 
@@ -129,11 +129,12 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
 def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:
     """Whether a full graph can replay a step of requests of which some are in their prefill.
 
-    The attention backends have to say so. Images, encoders and context that several ranks share are left to the graphs
-    that vLLM has: what the host decides there differs from step to step.
+    The attention backends have to say so. Images, encoders, context that several ranks share and a KV cache that
+    travels are left to the graphs that vLLM has: what the host does there differs from step to step, or comes between
+    two layers.
     """
     parallel = config.parallel_config
-    if model_state.supports_mm_inputs or config.cache_config.kv_sharing_fast_prefill:
+    if model_state.supports_mm_inputs or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config:
         return False
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         return False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
-from figure_serving import RUNS, VARYING, agreement, joins, orders, served, varying
+from figure_serving import RUNS, VARYING, agreement, api_server, joins, orders, served, varying
 
 
 def gates() -> str:
@@ -213,6 +213,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (quality, ("quality/**/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
+    (api_server, ("serving/api_server_cpu.json",)),
     (joins, ("serving/full_graphs_apart_h200.json",)),
     (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),

@@ -112,6 +112,39 @@ measured it, and a switch that is not in the code.
 {table(header, sorted(rows, key=lambda row: row[0]))}"""
 
 
+ENGINES = {"plain": "plain vLLM", "early exit": "early exit, two drafts at most from 46 requests on",
+           "longer": "early exit, four drafts at any number of requests",
+           "none first": "early exit, no drafts while requests arrive"}  # fmt: skip
+"""What the stand-in for an engine stood for, in experiments/serving/api_server.py."""
+
+
+def api_server() -> str:
+    """vLLM's API server in front of a stand-in for the engine."""
+    rows = []
+    for arm, runs in data_of("serving/api_server_cpu.json")["runs"].items():
+        cells = []
+        for name, digits in (("tok_s", 5), ("ttft_p99_ms", 3), ("last_of_the_start_ms", 3), ("settled_ttft_ms", 3),
+                             ("settled_ttft_p99_ms", 3)):  # fmt: skip
+            values = sorted(run[name] for run in runs)
+            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+            cells.append(f"{number(middle, digits)} ({number(values[0], digits)} to {number(values[-1], digits)})")
+        rows.append((ENGINES[arm], len(runs), *cells))
+    header = ("the engine stands for", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
+              "TTFT, settled (ms)", "p99 TTFT, settled (ms)")  # fmt: skip
+    return f"""### serving: what the API server takes of a first token
+
+vLLM's API server in front of a stand-in for the engine, whose steps last as long as those of the widened reference model on
+an H200 did; 128 clients that begin at once, runs of 8 seconds, three of each server and two servers of each kind, by turns. Two
+cores of an Intel Xeon, one for the server and one for the clients, and nothing else. Settled are the requests that began after
+the first second. Medians, and the least and the greatest.
+
+```
+python experiments/serving/api_server.py --out api_server.json
+```
+
+{table(header, rows)}"""
+
+
 def orders() -> str:
     """Early exit that reads a step's tokens before it launches the next one, or launches that late, and in vLLM's order,
     over plain vLLM."""

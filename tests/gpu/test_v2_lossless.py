@@ -177,10 +177,10 @@ class Case:
         # Grammars keep vLLM's order, and without asynchronous scheduling tokens are always read first.
         one_order = several_ranks or self.engine.get("async_scheduling") is False or self.requests == "company"
         orders = one_order or self.read_first > 0
-        # Only a compiled engine has graphs for other steps than decode steps, and vLLM's decode steps with adaptive
-        # verification or with pictures have none of ours.
-        own = not {"enable_adaptive_verification"} & self.spec.keys() and self.requests != "pictures"
-        graphs = several_ranks or not own or self.engine.get("compilation_config") != {} or self.joined > 0
+        # Steps that requests join are full graphs in compiled engines, but for pictures and adaptive verification.
+        compiled = self.engine.get("compilation_config") == {} and not several_ranks
+        others = self.requests == "pictures" or "enable_adaptive_verification" in self.spec
+        graphs = self.joined > 0 or others or not compiled
         return 0 < self.accepted < self.drafted and orders and graphs and not self.different
 
 

@@ -161,7 +161,7 @@ def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
 def _joining(sizes: Any) -> Any:
     """vLLM's compilation config with the sizes of steps that requests join."""
     found = copy.copy(sizes)
-    found.cudagraph_capture_sizes = joining_sizes(sizes.cudagraph_capture_sizes)
+    found.cudagraph_capture_sizes = joining_sizes(sizes.cudagraph_capture_sizes or ())
     return found
 
 

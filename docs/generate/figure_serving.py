@@ -112,9 +112,11 @@ measured it, and a switch that is not in the code.
 {table(header, sorted(rows, key=lambda row: row[0]))}"""
 
 
-ENGINES = {"plain": "plain vLLM", "early exit": "early exit, two drafts at most from 46 requests on",
+ENGINES = {"plain": "plain vLLM, steps that a request joins 2.5 ms longer",
+           "slow joins": "plain vLLM, steps that a request joins 6 ms longer", "early exit": "early exit, two drafts at most from 46 requests on",
            "longer": "early exit, four drafts at any number of requests",
-           "none first": "early exit, no drafts while requests arrive"}  # fmt: skip
+           "none first": "early exit, no drafts while requests arrive",
+           "held": "early exit, steps 4 ms longer while requests arrive"}  # fmt: skip
 """What the stand-in for an engine stood for, in experiments/serving/api_server.py."""
 
 

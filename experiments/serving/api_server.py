@@ -7,9 +7,11 @@ as many requests, and gives as many random tokens. It is a thread of the API ser
 server of 128 clients there. Server and clients have a core each, so two cores are enough, and nothing else may run.
 
 plain        one token a step; a request joins the step after the next one, as vLLM plans ahead
+slow joins   the same, and a step that a request joins takes not 2.5 ms more than others but 6
 early exit   3.27 tokens a step up to 45 requests, and 2.5 beyond, in longer steps; a request joins the next step
 longer       3.27 tokens a step at any number of requests
 none first   as early exit, but no drafts while requests arrive: plain steps
+held         as early exit, but while requests arrive each step takes 4 ms more, so that more of them join the next one
 
 All clients of a closed loop begin at once. Of each run: throughput, p99 TTFT of all requests, the last first token of
 those that began together, and p99 TTFT of the requests that began a second later or more.
@@ -41,11 +43,14 @@ from selfspec_cli.engine.server import Server, ask, free_port
 from selfspec_cli.record.latency import RequestTimes, quantiles
 from selfspec_cli.stages.load import Loader
 
-PLAIN, DRAFTING, LONGER, NONE_FIRST = "plain", "early exit", "longer", "none first"
-ARMS = (PLAIN, DRAFTING, LONGER, NONE_FIRST)
+PLAIN, SLOW_JOINS, DRAFTING, LONGER, NONE_FIRST, HELD = ARMS = (
+    "plain", "slow joins", "early exit", "longer", "none first", "held"
+)  # fmt: skip
+JOINING = {PLAIN: 2.5, SLOW_JOINS: 6.0}  # milliseconds that a plain step takes more where a request joins
+HOLD = 4.0  # milliseconds
 FEW = 45  # requests up to which the table of lengths drafts four tokens
 K = 4
-ARRIVING = 0.03  # share of a step's requests that join it, from which on "none first" drafts nothing
+ARRIVING = 0.03  # share of a step's requests that join it, from which on requests arrive
 SETTLED = 1.0  # seconds after which requests no longer begin together
 IDLE = 0.0003
 START_SECONDS = 120.0
@@ -54,11 +59,12 @@ START_SECONDS = 120.0
 def step(arm: str, requests: int, joining: int) -> tuple[float, float]:
     """(seconds, mean tokens of a request) of a step. Fitted to what one H200 took: 3.4, 4.2, 6.4 ms for plain steps of
     1, 32, 128 requests; 4.7, 5.3, 6.7 ms for rounds of four drafts at 1, 8, 32, and 18 at 128; 8.2 and 13.8 ms for two
-    drafts at 64 and 128. That a plain step which a request joins takes 2.5 ms more is assumed."""
+    drafts at 64 and 128. What a plain step takes more where a request joins was not measured: hence two arms."""
     arriving = joining > max(1, ARRIVING * requests)
-    if arm == PLAIN:
-        return (3.4 + 0.0235 * requests + (2.5 if joining else 0.0)) / 1000, 1.0
+    if arm in JOINING:
+        return (3.4 + 0.0235 * requests + (JOINING[arm] if joining else 0.0)) / 1000, 1.0
     full = 0.3 if joining else 0.0  # such steps are full graphs under early exit
+    full += HOLD if arm == HELD and arriving else 0.0
     if arm == NONE_FIRST and arriving:
         return (3.4 + 0.0235 * requests + full) / 1000, 1.0
     if requests <= FEW:
@@ -119,7 +125,7 @@ class Engine:
         while not self.ended:
             with self.lock:
                 new, self.waiting = self.waiting, []
-            joining, planned = (planned, new) if self.arm == PLAIN else (new, [])
+            joining, planned = (planned, new) if self.arm in JOINING else (new, [])
             if planned and not (joining or self.running):
                 joining, planned = planned, []  # an engine that is idle plans nothing ahead
             if joining or self.running:

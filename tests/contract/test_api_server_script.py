@@ -32,6 +32,13 @@ def test_steps_are_as_long_as_they_were_measured(script):
     assert script.step(script.LONGER, 128, 0) == pytest.approx((0.018, 3.27), rel=0.02)
 
 
+def test_steps_that_a_request_joins_take_longer(script):
+    for arm, more in ((script.PLAIN, 2.5), (script.SLOW_JOINS, 6.0), (script.DRAFTING, 0.3), (script.HELD, 0.3)):
+        alone, joined = (script.step(arm, 100, joining)[0] for joining in (0, 1))
+        assert joined - alone == pytest.approx(more / 1000)
+    assert script.step(script.HELD, 100, 4)[0] == pytest.approx(script.step(script.DRAFTING, 100, 4)[0] + 0.004)
+
+
 def test_nothing_is_drafted_while_requests_arrive_where_that_is_asked(script):
     assert script.step(script.NONE_FIRST, 100, 4)[1] == 1.0
     assert script.step(script.NONE_FIRST, 100, 3) == script.step(script.DRAFTING, 100, 3)

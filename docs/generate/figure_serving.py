@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
@@ -97,7 +98,7 @@ def joins() -> str:
     rows = []
     for one in data_of("serving/full_graphs_apart_h200.json"):
         cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
-        rows.append((one["clients"], one["server"], one["table"] or None, number(one["tok_s"], 5),
+        rows.append((one["clients"], one["server"], one["table"], number(one["tok_s"], 5),
                      *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")), cpu,
                      one["unlike_answers"]))  # fmt: skip
     header = ("clients", "server", "table of lengths", "tok/s", "TTFT (ms)", "p99 TTFT (ms)", "TPOT (ms)",
@@ -113,7 +114,8 @@ measured it, and a switch that is not in the code.
 
 
 ENGINES = {"plain": "plain vLLM, steps that a request joins 2.5 ms longer",
-           "slow joins": "plain vLLM, steps that a request joins 6 ms longer", "early exit": "early exit, two drafts at most from 46 requests on",
+           "slow joins": "plain vLLM, steps that a request joins 6 ms longer",
+           "early exit": "early exit, two drafts at most from 46 requests on",
            "longer": "early exit, four drafts at any number of requests",
            "none first": "early exit, no drafts while requests arrive",
            "held": "early exit, steps 4 ms longer while requests arrive"}  # fmt: skip
@@ -127,9 +129,9 @@ def api_server() -> str:
         cells = []
         for name, digits in (("tok_s", 5), ("ttft_p99_ms", 3), ("last_of_the_start_ms", 3), ("settled_ttft_ms", 3),
                              ("settled_ttft_p99_ms", 3)):  # fmt: skip
-            values = sorted(run[name] for run in runs)
-            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-            cells.append(f"{number(middle, digits)} ({number(values[0], digits)} to {number(values[-1], digits)})")
+            values = [run[name] for run in runs]
+            middle, low, high = (number(of(values), digits) for of in (statistics.median, min, max))
+            cells.append(f"{middle} ({low} to {high})")
         rows.append((ENGINES[arm], len(runs), *cells))
     header = ("the engine stands for", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
               "TTFT, settled (ms)", "p99 TTFT, settled (ms)")  # fmt: skip

@@ -26,20 +26,19 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.paths import reference_model_dir
 from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine import children
-from selfspec_cli.engine.server import Server, ask, free_port
+from selfspec_cli.engine.server import started
 from selfspec_cli.record.latency import RequestTimes, quantiles
 from selfspec_cli.stages.load import Loader
 
@@ -53,7 +52,6 @@ K = 4
 ARRIVING = 0.03  # share of a step's requests that join it, from which on requests arrive
 SETTLED = 1.0  # seconds after which requests no longer begin together
 IDLE = 0.0003
-START_SECONDS = 120.0
 
 
 def step(arm: str, requests: int, joining: int) -> tuple[float, float]:
@@ -79,8 +77,7 @@ class Engine:
 
     engine_ranks_managed = (0,)
 
-    class resources:
-        engine_dead = False
+    resources = SimpleNamespace(engine_dead=False)
 
     def __init__(self, arm: str) -> None:
         self.arm, self.random = arm, random.Random(1)
@@ -159,8 +156,9 @@ class Engine:
         self.loop.call_soon_threadsafe(self.queue.put_nowait, found)
 
 
-def serve(arm: str, options: list[str]) -> None:
+def serve(arm: str, core: int, options: list[str]) -> None:
     """vLLM's API server, in front of the stand-in."""
+    os.sched_setaffinity(0, {core})
     known = importlib.metadata.version
 
     def version(name: str) -> str:  # vLLM knows its CPU build by this
@@ -193,30 +191,14 @@ def figures(times: Sequence[RequestTimes], clients: int, seconds: float) -> dict
 
 def measured(arm: str, cfg: RunConfig, given: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     """Start a server of this arm, ask it, and end it."""
-    port, log = free_port(), given.out.with_suffix(f".{arm.replace(' ', '_')}.log")
-    options = ["--model", cfg.model.path, "--dtype", "float32", "--enforce-eager", "--max-num-seqs",
-               str(given.clients), "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-    command = ["taskset", "-c", given.server_core, sys.executable, str(Path(__file__).resolve()), "--serve", arm,
-               "--out", str(given.out), *options]  # fmt: skip
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", arm, "--server-core", str(given.server_core),
+               "--out", str(given.out), "--model", cfg.model.path, "--dtype", "float32", "--enforce-eager",
+               "--max-num-seqs", str(given.clients)]  # fmt: skip
+    log = given.out.with_suffix(f".{arm.replace(' ', '_')}.log")
     environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with open(log, "wb") as out:
-        process = children.start(command, out, environment)
-    server = Server(f"http://127.0.0.1:{port}", cfg.model.path, cfg, process, log)
-    try:
-        until = time.monotonic() + START_SECONDS
-        while True:
-            server.check()
-            try:
-                ask(f"{server.url}/health", seconds=2.0)
-                break
-            except OSError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.5)
+    with started(command, (), cfg, log, environment) as server:
         found = Loader(scratch / arm)(cfg, server)
-        return [figures(repeat.requests, given.clients, repeat.seconds) for repeat in found.repeats]
-    finally:
-        children.end(process, signal.SIGINT, 20.0)
+    return [figures(repeat.requests, given.clients, repeat.seconds) for repeat in found.repeats]
 
 
 def arguments(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -226,17 +208,20 @@ def arguments(words: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--runs", type=int, default=3, help="of a server")
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=8.0, help="of a run")
-    parser.add_argument("--server-core", default="0")
+    parser.add_argument("--server-core", type=int, default=0)
     parser.add_argument("--client-core", type=int, default=1)
     parser.add_argument("--serve", choices=ARMS, help=argparse.SUPPRESS)  # what this script starts itself with
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_known_args(words)
+    given, options = parser.parse_known_args(words)
+    if options and not given.serve:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    return given, options
 
 
 def main() -> None:
     given, options = arguments()
     if given.serve:
-        return serve(given.serve, options)
+        return serve(given.serve, given.server_core, options)
     cfg = RunConfig(
         method=Method.baseline,
         model=ModelConfig(name="reference", path=str(reference_model_dir()), dtype="float32"),

@@ -165,12 +165,29 @@ def open_server(
         ConfigError, HeadError: what `cfg` asks for cannot be had.
         ServerError: it ended, or did not answer; the message has the end of its log.
     """
-    made, port = deployment(cfg, scratch), free_port()
+    made = deployment(cfg, scratch)
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    command = [*made.command(), cache, "--host", "127.0.0.1", "--port", str(port), *more]
+    with started([*made.command(), cache], more, cfg, log, _environment(made) | dict(environment or {})) as server:
+        yield server
+
+
+@contextmanager
+def started(
+    command: Sequence[str], more: Sequence[str], cfg: RunConfig | None, log: Path, environment: Mapping[str, str]
+) -> Iterator[Server]:
+    """Start a command that serves the OpenAI API, give it when it answers, and end it.
+
+    Args:
+        command, more: its words before and behind the address that it gets here. cfg: what it serves. log: where its
+            output goes. environment: all of its variables.
+
+    Raises:
+        ServerError: it ended, or did not answer; the message has the end of its log.
+    """
+    port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
-        process = children.start(command, out, _environment(made) | dict(environment or {}))
+        process = children.start([*command, "--host", "127.0.0.1", "--port", str(port), *more], out, environment)
     server = Server(f"http://127.0.0.1:{port}", "", cfg, process, log)
     try:
         _wait(server)

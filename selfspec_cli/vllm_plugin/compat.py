@@ -140,8 +140,8 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
         replacement=f"{_HERE}.v2.requests:tell_speculator",
         stage="worker",
-        reason="a V2 speculator is not told of new requests, whose own settings it must know",
-        unneeded_when="the V2 runner tells its speculator of new requests",
+        reason="it tells a V2 speculator of no new requests, and the graphs' manager of no lengths of queries",
+        unneeded_when="the V2 runner tells its speculator of new requests, and graphs are chosen by the longest query",
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",

@@ -1,12 +1,11 @@
 """experiments/serving/api_server.py: the stand-in for an engine behind vLLM's API server, and what is told of a run."""
 
 import asyncio
-import importlib
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scripts import importable
 
 from selfspec_cli.record.latency import RequestTimes
 
@@ -17,11 +16,8 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "serving"
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("api_server")
-    finally:
-        sys.path.remove(str(FOLDER))
+    with importable(FOLDER) as module:
+        yield module("api_server")
 
 
 def test_steps_are_as_long_as_they_were_measured(script):

@@ -293,17 +293,22 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
         assert graph_of(drafting, requests, 0)[2] == 1
 
 
-@pytest.mark.parametrize("attention", [
-    {"support": "UNIFORM_BATCH"},
-    {"supports_mm_inputs": True},
-    {"additional": "NEVER"},
-    {"kv_transfer_config": SimpleNamespace(kv_connector="any")},
+@pytest.mark.parametrize(("attention", "config"), [
+    ({"support": "UNIFORM_BATCH"}, {}),
+    ({"supports_mm_inputs": True}, {}),
+    ({"additional": "NEVER"}, {}),
+    ({}, {"kv_transfer_config": SimpleNamespace(kv_connector="any")}),
+    ({}, {"cache_config.kv_sharing_fast_prefill": True}),
+    ({}, {"parallel_config.decode_context_parallel_size": 2}),
+    ({}, {"parallel_config.prefill_context_parallel_size": 2}),
 ])  # fmt: skip
-def test_steps_have_the_graphs_that_vllm_gives_them_where_attention_cannot_be_captured_with_any_mix(attention):
+def test_steps_have_the_graphs_that_vllm_gives_them_where_not_any_mix_can_be_captured(attention, config):
     from vllm.config.compilation import CUDAGraphMode
 
     drafting, plain = manager({"length_table": "4:2"}), manager(None, decode_query_len=1)
-    drafting.vllm_config.kv_transfer_config = attention.get("kv_transfer_config")
+    for path, value in config.items():
+        part, _, name = path.rpartition(".")
+        setattr(getattr(drafting.vllm_config, part) if part else drafting.vllm_config, name, value)
     captured_with(drafting, **attention)
     captured = [one._capture_descs[CUDAGraphMode.PIECEWISE] for one in (drafting, plain)]
     assert captured[0] == captured[1]

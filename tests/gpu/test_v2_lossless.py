@@ -398,7 +398,7 @@ def graphs_of(it: Live) -> dict[str, int]:
 
     def watch(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
         chosen = dispatch(num_reqs, num_tokens, uniform, *args, **kwargs)
-        name = f"{chosen.cg_mode.name} {chosen.uniform_token_count or uniform}"
+        name = f"{chosen.cg_mode.name} {uniform}"
         found[name] = found.get(name, 0) + 1
         return chosen
 

@@ -1,6 +1,5 @@
 """docs/ builds without a network and without a dead link; what is generated of it is not stale; its figures exist."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from scripts import importable
 
 from selfspec_cli.record import profiles
 from selfspec_cli.record.profiles import Profile
@@ -19,11 +19,8 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def doc_pages():
     """docs/generate/doc_pages.py, which is a script with modules beside it."""
-    sys.path.insert(0, str(DOCS / "generate"))
-    try:
-        yield importlib.import_module("doc_pages")
-    finally:
-        sys.path.remove(str(DOCS / "generate"))
+    with importable(DOCS / "generate") as module:
+        yield module("doc_pages")
 
 
 def test_generated_pages_are_those_of_the_published_files(doc_pages):

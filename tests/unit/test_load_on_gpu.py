@@ -1,11 +1,10 @@
 """experiments/serving/load_on_gpu.py: what both sides are compared by, and where their servers run."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 from points import measured, point
+from scripts import importable
 
 from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.record.latency import RequestTimes
@@ -16,11 +15,8 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "serving"
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("load_on_gpu")
-    finally:
-        sys.path.remove(str(FOLDER))
+    with importable(FOLDER) as module:
+        yield module("load_on_gpu")
 
 
 def answers(arrivals, seconds, tokens=100):

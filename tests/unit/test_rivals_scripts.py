@@ -1,13 +1,12 @@
 """experiments/rivals/: drafts made of a model, and the tables that choose each method's fastest setting."""
 
-import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from points import ARM, BASELINE, against, baseline
+from scripts import importable
 
 from selfspec_cli.record import folder
 from selfspec_cli.record.tables import Record
@@ -18,11 +17,8 @@ FOLDER = Path(__file__).parents[2] / "experiments" / "rivals"
 @pytest.fixture(scope="module")
 def script():
     """A script of the folder by its name."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(FOLDER))
+    with importable(FOLDER) as module:
+        yield module
 
 
 def test_weights_of_four_bits_are_packed_as_eight_to_an_integer(script):

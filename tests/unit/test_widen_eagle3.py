@@ -1,10 +1,10 @@
 """A head that was widened with its model reads and writes the same numbers, padded with zeros."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import importable
 from torch.nn.functional import rms_norm
 
 HIDDEN, RATIO, EPS = 8, 4, 1e-5
@@ -15,14 +15,8 @@ OLD = {"hidden_size": HIDDEN, "intermediate_size": 12, "num_attention_heads": 2,
 @pytest.fixture(scope="module")
 def script():
     """experiments/rivals/widen_eagle3.py."""
-    place = str(Path(__file__).parents[2] / "experiments" / "rivals")
-    sys.path.insert(0, place)
-    try:
-        import widen_eagle3
-
-        yield widen_eagle3
-    finally:
-        sys.path.remove(place)
+    with importable(Path(__file__).parents[2] / "experiments" / "rivals") as module:
+        yield module("widen_eagle3")
 
 
 def padded(x):

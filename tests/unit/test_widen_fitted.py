@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-
 import pytest
 import torch
+from scripts import importable
 
 from selfspec_cli.config import paths
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -29,12 +27,8 @@ COLUMNS = {"o_proj": (128, 512), "down_proj": (192, 320)}
 
 @pytest.fixture(scope="module")
 def script():
-    folder = str(paths.experiments_dir() / "views")
-    sys.path.insert(0, folder)
-    try:
-        yield importlib.import_module("widen_fitted")
-    finally:
-        sys.path.remove(folder)
+    with importable(paths.experiments_dir() / "views") as module:
+        yield module("widen_fitted")
 
 
 @pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])

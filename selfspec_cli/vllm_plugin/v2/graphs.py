@@ -6,7 +6,7 @@ it replays what vLLM's plain decode step replays.
 
 A step that requests join has no uniform shape. vLLM replays the parts of it that lie between two attentions, and the
 host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit ends a
-request in half as many steps, so twice as many of them are such steps. Where an attention backend can be captured with
+request in fewer steps, so more of them are such steps. Where an attention backend can be captured with
 any mix of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for steps
 of short queries.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHORT_ROWS = 64
 """Rows (tokens of a query, times the query heads of a KV head) for which FlashAttention 3 has smaller tiles; for 128 it
 has large ones. On an H200 a step of 31 queries of 5 tokens and one of 32, with two heads each, takes 41 us a layer with
-the former and 55 with the latter, and only with the former has each query the bits that it has in a decode step."""
+the former and 55 with the latter, and the queries of some have other bits."""
 SHORT_TILES = "FLASH_ATTN"
 """The backend that has them."""
 
@@ -59,7 +59,8 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 self._plan(lambda one: one.uniform_token_count is not None, decode_query_len=width + 1,
                            compilation_config=fitting)  # fmt: skip
             if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-                self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=_joining(sizes))
+                joining = _with_sizes(sizes, joining_sizes(sizes.cudagraph_capture_sizes or ()))
+                self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=joining)
                 self._plan_short()
             self._plan(lambda one: one.uniform_token_count is None)
             self._keep(lambda one: True)
@@ -85,7 +86,7 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 return  # there are no such steps
             full = self._planned.get(CUDAGraphMode.FULL, {})
             twins = {one: replace(one, max_query_len=longest) for one in full
-                     if _joins(one) and one.num_tokens > longest >= -(-one.num_tokens // one.num_reqs)}  # fmt: skip
+                     if _joins(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
             full.update(dict.fromkeys(twins.values()))
             for candidates in self._candidates.values():
                 candidates += [twins[one] for one in candidates if one in twins]
@@ -158,18 +159,16 @@ def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:
             descriptor.max_query_len is None, descriptor.num_tokens)  # fmt: skip
 
 
-def _joining(sizes: Any) -> Any:
-    """vLLM's compilation config with the sizes of steps that requests join."""
-    found = copy.copy(sizes)
-    found.cudagraph_capture_sizes = joining_sizes(sizes.cudagraph_capture_sizes or ())
-    return found
-
-
 def _sizes_for(width: int, settings: ResolvedSettings, sizes: Any, limit: int) -> Any:
     """vLLM's compilation config with the sizes of a width's decode steps, where its limit has room for every width."""
     most = sizes.max_cudagraph_capture_size or 0
     if reach(settings, limit) > most:
         return sizes  # as the user chose them
+    return _with_sizes(sizes, [size for size in decode_sizes(settings, width, limit) if size <= most])
+
+
+def _with_sizes(sizes: Any, chosen: list[int]) -> Any:
+    """vLLM's compilation config with other sizes to capture."""
     found = copy.copy(sizes)
-    found.cudagraph_capture_sizes = [size for size in decode_sizes(settings, width, limit) if size <= most]
+    found.cudagraph_capture_sizes = chosen
     return found

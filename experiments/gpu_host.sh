@@ -121,6 +121,22 @@ load_widened() { # loads of a server, on one GPU beside other jobs
         --groups "closed,closed 32:3,closed 128:3,varying:4,poisson 30%,poisson 60%,bursts" \
         --period 5 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 --out "$out/load_widened.json"
 }
+load_128() { # the clients at which the API server's process is the limit, by turns
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128:6" \
+        --minutes 25 --kv-gib 10 --memory-share 0.21 --out "$out/load_128.json"
+}
+load_rust() { # loads of a server behind vLLM's front end in Rust
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 8,1,256,128,32,64 \
+        --groups "closed,closed 32:3,closed 128:6,poisson,bursts,random,off by table" --rust-frontend \
+        --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.21 --out "$out/load_rust.json"
+}
+load_rust_measured() { # the same, under a table that is measured behind that front end
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --lengths-at 32,64,128,256 --clients 256,32,128,64 --groups "lengths,closed:2,closed 256:3,closed 128:3,closed 32:4" \
+        --rust-frontend --minutes 10.5 --kv-gib 10 --memory-share 0.26 --out "$out/load_rust_measured.json"
+}
 load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --clients 128,32 --lengths-at 32,64,128 --groups lengths,varying:6 --period 5 --minutes 20 --kv-gib 10 \

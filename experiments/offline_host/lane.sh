@@ -22,6 +22,7 @@ needs() { # the steps of prep.sh that make what a job uses
     # shellcheck disable=SC2016 # a word of the job
     if words "$1" | grep -v '^views=' | grep -qE 'reference_model/|\$plain'; then echo weights; fi
     if words "$1" | grep -q -- '--join pieces'; then echo pieces; fi
+    if words "$1" | grep -q -- '--rust-frontend'; then echo frontend; fi
     for model in $(words "$1" | grep -oE -- '(model=\./|--model (\./)?)[a-z0-9_]+' | sed 's|.*[/ =]||' | sort -u); do
         case $model in
             smollm2 | smollm2_widened) echo smollm2 ;;

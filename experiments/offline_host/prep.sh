@@ -57,6 +57,14 @@ unpack_vllm() {
     mkdir -p "$vllm.part" && find "$stage/vllm" -name 'part-*' | sort -V | xargs cat | tar xJ -C "$vllm.part" &&
         mv "$vllm.part" "$vllm" && compile_modules "$vllm"
 }
+unpack_frontend() { # where vLLM's own package has it
+    xz -dc "$stage/frontend/vllm-rs.xz" >"$vllm/vllm/vllm-rs" && chmod +x "$vllm/vllm/vllm-rs"
+}
+find_frontend() {
+    use_packages
+    python3 -c 'import importlib.util as u, os, sys
+sys.exit(not os.access(u.find_spec("vllm").submodule_search_locations[0] + "/vllm-rs", os.X_OK))'
+}
 find_vllm() { python3 -c 'import importlib.util as u, sys; sys.exit(None if u.find_spec("vllm") else "no vLLM here")'; }
 unpack_weights() {
     local file name
@@ -92,6 +100,11 @@ else
     step vllm "" find_vllm &
 fi
 step site wheels/ packages &
+if grep -q '  frontend/' "$stage/manifest.sha256"; then
+    step frontend "vllm frontend/" unpack_frontend &
+else
+    step frontend "site vllm" find_frontend &
+fi
 step weights weights/ unpack_weights &
 step pieces smollm2/ ln -sfn "$stage/smollm2" "$models/pieces" &
 step check "site vllm weights" check &

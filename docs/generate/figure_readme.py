@@ -78,8 +78,8 @@ def served() -> str:
             for number, run in enumerate(runs, 1)]  # fmt: skip
     text = """Served over HTTP on H200s, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
 ask again at once; the second run on exchanged cards, the third with nothing else on the machine, the others with both
-servers on one card; the fifth had a slow host, and the sixth a slower one and full graphs for the steps that requests
-join ([load tests](docs/load.md)):
+servers on one card; the fifth had a slow host, and the sixth a slower one and, as all later ones, full graphs for the steps
+that requests join; in the eighth and the ninth both servers were behind vLLM's front end in Rust ([load tests](docs/load.md)):
 
 """
     return text + table(("clients", *map(str, clients)), rows)

@@ -8,7 +8,7 @@ import statistics
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
-         "load_h200_full_graphs")  # fmt: skip
+         "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured")  # fmt: skip
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
 RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
@@ -35,8 +35,9 @@ def served() -> str:
     text = """### serving: early exit beside plain vLLM, over HTTP
 
 The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level. Two H200s with a server on each, and from the fourth to the sixth file one H200 for both and every other program stopped
-while it was timed. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests
+level. Two H200s with a server on each, and from the fourth to the ninth file one H200 for both and every other program stopped
+while it was timed. In the eighth and the ninth both servers are behind vLLM's front end in Rust; the seventh is of the same
+machine and the same minutes as the eighth, behind the API server in Python. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests
 that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
@@ -48,6 +49,9 @@ arguments it was made.
 python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --gpus 2 --minutes 12 --out load.json
 experiments/gpu_host.sh MODELS OUT widened load_alone     # the third
 experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth to the sixth
+experiments/gpu_host.sh MODELS OUT widened load_128       # the seventh
+experiments/gpu_host.sh MODELS OUT widened load_rust      # the eighth
+experiments/gpu_host.sh MODELS OUT widened load_rust_measured   # the ninth
 experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 

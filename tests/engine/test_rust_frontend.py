@@ -21,9 +21,7 @@ from selfspec_cli.engine.deployment import deployment
 PROGRAM = os.environ.get("VLLM_RUST_FRONTEND_PATH", "")
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(
-        not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs"
-    ),
+    pytest.mark.skipif(not os.access(PROGRAM, os.X_OK), reason="VLLM_RUST_FRONTEND_PATH does not name vllm-rs"),
 ]
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Folder:\n", "for name in sorted(names):\n"]
 SERVE = """

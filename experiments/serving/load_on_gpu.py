@@ -169,7 +169,8 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                     draft_weights=given.draft_weights,
                     length_table=loads.every_width(given.k) if given.every_length or not table else table,
                     adaptive_length=given.adaptive,
-                    load=LoadConfig(clients=most, repeats=1, seconds=given.seconds))  # fmt: skip
+                    load=LoadConfig(clients=most, repeats=1, seconds=given.seconds,
+                                    frontend="rust" if given.rust_frontend else "python"))  # fmt: skip
     return replace(cfg, verification=given.verification)
 
 
@@ -317,13 +318,14 @@ class Session:
         return True
 
     def load_of(self, level: Level) -> LoadConfig:
+        load = replace(level.load, frontend=self.cfg.load.frontend)
         if level.share is None:
-            return level.load
+            return load
         most = max(int(word) for word in self.given.clients.split(","))
         full = self.found["rows"].get(f"closed {most}", {}).get(PLAIN, {}).get("req_s")
         if full is None:
             print(f"{level.name}: left out, the saturation is not known", flush=True)
-        return replace(level.load, rate=full and level.share * full)
+        return replace(load, rate=full and level.share * full)
 
     def prepare(self, level: Level) -> None:
         """The table and the requests' own wishes of a level, on the server that drafts."""
@@ -468,8 +470,6 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
     found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
     if name != DRAFTING:
         found["VLLM_PLUGINS"] = ""
-    if given.rust_frontend:
-        found["VLLM_USE_RUST_FRONTEND"] = "1"
     if given.gpus > 1:
         found["CUDA_VISIBLE_DEVICES"] = "0" if (name == DRAFTING) == given.swap else "1"
     return found

@@ -15,7 +15,7 @@ from selfspec_cli.commands.measuring import Means, Ways, measure
 from selfspec_cli.commands.screen import emit, rows_document, say, show_facts, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.config.validation import validate
 from selfspec_cli.engine import clients, server
 from selfspec_cli.progress import Progress
@@ -73,6 +73,7 @@ def as_loads(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
 def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dry_run: bool, debug: bool) -> None:
     """Start a server for the baseline and for each arm, one after the other, and ask them. more: options of vLLM's."""
     for cfg in runs:
+        server.front_end(cfg)
         if not dry_run and cfg.load.kind:
             _check_prompts(cfg)
     means = Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
@@ -111,6 +112,8 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     """Ask servers that run already; the exit code says how it went."""
     folder = Path(results_dir(runs))
     preflight.check_folder(str(folder))
+    if any(cfg.load.frontend != LoadConfig().frontend for cfg in runs):
+        raise ConfigError("load.frontend is about servers that selfspec starts; the one at --url has its own")
     urls = [url for url in (where.baseline, where.url) if url is not None]
     load_url.check(runs, urls)
     for cfg in runs:

@@ -50,6 +50,7 @@ POINT = (
     "rate",
     "load_share",
     "burst",
+    "frontend",
     "input_len",
     "output_len",
     "seed",

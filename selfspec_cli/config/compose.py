@@ -85,10 +85,10 @@ def compose_runs(
         validate(cfg)
     # Not what tuning found: it fits together, and what of it is unused the user has chosen otherwise.
     validate_command(composed, {word.key: word.typed for word in [*itertools.chain(*grids), *users]})
-    runs: dict[str, RunConfig] = {}
+    runs: dict[tuple[str, str], RunConfig] = {}
     keys = Keys()
-    for cfg in points:
-        runs.setdefault(keys.settings(cfg), cfg)
+    for cfg in points:  # what is no load test yet may become one, whose settings are in no key before
+        runs.setdefault((keys.settings(cfg), "" if cfg.load.kind else repr(cfg.load)), cfg)
     if not sweep and len(runs) > 1:
         raise ConfigError("one experiment at a time here; `selfspec sweep` runs several")
     return list(runs.values())

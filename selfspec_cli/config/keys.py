@@ -203,6 +203,8 @@ class Keys:
         facts |= method_settings(cfg) | {"device": device_of(cfg)}
         if cfg.model.load_format == "dummy":
             facts["seed"] = cfg.seed  # the weights themselves depend on it
+        if cfg.load.kind and cfg.load.frontend != "python":
+            facts["frontend"] = cfg.load.frontend
         known[ENGINE_KEY] = digest(facts)
         return known[ENGINE_KEY]
 
@@ -229,8 +231,9 @@ class Keys:
             text = (name, repr(vars(part)))
             if text not in self._parts:
                 facts, without = to_plain(part), NOT_IN_A_KEY.get(name, ())
-                if name == "load" and part.low_clients is None:
-                    without = ("low_clients", "period")
+                if name == "load":  # what came later leaves the keys of points without it as they were
+                    without = (*without, *(() if part.low_clients is not None else ("low_clients", "period")),
+                               *(() if part.frontend != "python" else ("frontend",)))  # fmt: skip
                 self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
             known[name] = self._parts[text]
         return known[name]

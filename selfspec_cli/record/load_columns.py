@@ -23,6 +23,7 @@ def asked_for(load: LoadConfig) -> dict[str, Any]:
         "batch": None, "repeats": load.repeats, "arrivals": load.kind, "clients": load.clients if closed else None,
         "low_clients": load.low_clients, "period": load.period if varying else None,
         "rate": load.rate, "load_share": load.share, "burst": None if closed else load.burst,
+        "frontend": None if load.frontend == "python" else load.frontend,
         "ttft_limit_ms": load.ttft_limit, "tpot_limit_ms": load.tpot_limit, "e2e_limit_ms": load.e2e_limit,
     }  # fmt: skip
 
@@ -52,9 +53,13 @@ def measured(point: Point) -> dict[str, Any]:
 
 
 def asked(row: Record) -> str:
-    """How much is asked of an engine at once, in words."""
+    """How much is asked of an engine at once, in words, and of which front end."""
     if row.arrivals is None:
         return f"batch {row.batch}"
+    return _arrivals(row) + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
+
+
+def _arrivals(row: Record) -> str:
     if row.clients is not None and row.low_clients is not None:
         return f"{row.clients} and {row.low_clients} clients by turns of {(row.period or 0) / 2:g} s"
     if row.clients is not None:

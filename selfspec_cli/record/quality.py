@@ -25,7 +25,7 @@ FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
 NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats", "arrivals", "clients",
-            "low_clients", "period", "rate", "load_share", "burst", "ttft_limit_ms", "tpot_limit_ms",
+            "low_clients", "period", "rate", "load_share", "burst", "frontend", "ttft_limit_ms", "tpot_limit_ms",
             "e2e_limit_ms")  # fmt: skip
 """Columns of a row that say nothing of an arm."""
 

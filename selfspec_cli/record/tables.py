@@ -146,6 +146,7 @@ class Record:
     read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
     low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
     period: float | None = None  # seconds in which the number of clients goes down and up once
+    frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
     point: str = ""  # id: the file results/runs/<id>.json
 
 

@@ -128,7 +128,7 @@ def _told_apart(made: list[Group]) -> list[Group]:
 def _alike(row: Record) -> tuple[object, ...]:
     return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
             row.temperature, row.device, row.arrivals, row.clients, row.low_clients, row.period,
-            row.load_share or row.rate, row.burst)  # fmt: skip
+            row.load_share or row.rate, row.burst, row.frontend)  # fmt: skip
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:

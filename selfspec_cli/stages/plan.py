@@ -18,7 +18,7 @@ from selfspec_cli.record import tables
 from selfspec_cli.record.point import Point
 
 COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats", "arrivals", "clients",
-              "low_clients", "period", "rate", "load_share", "burst")  # fmt: skip
+              "low_clients", "period", "rate", "load_share", "burst", "frontend")  # fmt: skip
 """Points that agree in these, and in the device, take about as long."""
 
 NOT_SHOWN = ("workload", "seed", "repeats")

@@ -95,11 +95,15 @@ def test_each_server_has_its_gpu_and_says_where_its_start_spends_its_time(script
         assert ("VLLM_PLUGINS" in found) == (name == script.PLAIN)
 
 
-@pytest.mark.parametrize("rust", [False, True])
-def test_all_servers_or_none_are_behind_the_front_end_in_rust(script, tmp_path, rust):
-    given = script.arguments(["--out", str(tmp_path / "load.json"), *["--rust-frontend"] * rust])
-    found = [script.environment(given, name, tmp_path) for name in (script.PLAIN, script.DRAFTING, script.CONTROL)]
-    assert [one.get("VLLM_USE_RUST_FRONTEND") for one in found] == [("1" if rust else None)] * 3
+@pytest.mark.parametrize(("words", "frontend"), [([], "python"), (["--rust-frontend"], "rust")])
+def test_all_servers_are_behind_one_front_end_and_rows_say_which(script, tmp_path, words, frontend):
+    given = script.arguments(["--out", str(tmp_path / "load.json"), "--table", "1:4", *words])
+    cfg = script.config(given, "1:4")
+    assert cfg.load.frontend == frontend
+    session = script.Session(given, cfg, {}, {"rows": {"closed 256": {script.PLAIN: {"req_s": 100.0}}}}, 0.0, None)
+    loads = [session.load_of(level) for level in script.levels(given)]
+    assert {load.frontend for load in loads} == {frontend}
+    assert {load.rate for load in loads} == {None, 30.0, 60.0, 90.0}
 
 
 def test_the_table_that_is_made_leaves_out_what_makes_the_slowest_requests_slower(script, tmp_path):

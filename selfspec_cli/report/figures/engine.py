@@ -101,7 +101,7 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
 def _family(row: Record, column: str) -> tuple[Any, ...]:
     """What rows have in common that differ in their load alone."""
     names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length", "burst",
-             "low_clients", "period")  # fmt: skip
+             "low_clients", "period", "frontend")  # fmt: skip
     return (*(getattr(row, name) for name in names), *(getattr(row, name, None) for name in LOADS if name != column))
 
 

@@ -141,7 +141,7 @@ def _family(row: Record) -> tuple[Any, ...]:
     """What rows have in common that belong on one chart."""
     load = "clients" if row.clients is not None else "rate"
     return (row.model, row.device if row.arm != "server" else "", row.workload, row.output_len, row.temperature, load,
-            row.low_clients, row.period, row.burst)  # fmt: skip
+            row.low_clients, row.period, row.burst, row.frontend)  # fmt: skip
 
 
 def _last(values: Sequence[float] | None) -> float | None:

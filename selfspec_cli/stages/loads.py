@@ -27,6 +27,8 @@ from selfspec_cli.texts.prompts import workload_prompts
 REPEATS = 2
 GAIN = 1.01
 """Drafts that are faster by less than this are left out: between loads that were measured they may cost."""
+ALIKE = 0.98
+"""Of the fastest one's speed: above it, lengths count as about as fast."""
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -97,15 +99,18 @@ def fastest(tried: Mapping[Name, Speed], plain: Speed) -> Name | None:
     """The fastest of what was tried at one load, None if plain decoding is as fast.
 
     With many requests the device is busy with verifying, and a long draft makes the round longer for those whose drafts
-    are hardly accepted, too. So what makes the slowest requests slower than plain decoding's (p99 TPOT) is not chosen
-    where something else pays.
+    are hardly accepted, too. So of what is about as fast, what makes the slowest requests slower than plain decoding's
+    (p99 TPOT) is left out where something else is there.
     """
-    paying = {name: one for name, one in tried.items() if one.tok_s >= GAIN * plain.tok_s}
+    best = max((one.tok_s for one in tried.values()), default=0.0)
+    if best < GAIN * plain.tok_s:
+        return None
+    alike = {name: one for name, one in tried.items() if one.tok_s >= max(ALIKE * best, GAIN * plain.tok_s)}
     limit = plain.tpot_p99_ms
-    harmless = {name: one for name, one in paying.items()
+    harmless = {name: one for name, one in alike.items()
                 if limit is None or one.tpot_p99_ms is None or one.tpot_p99_ms <= limit}  # fmt: skip
-    chosen = harmless or paying
-    return max(chosen, key=lambda name: chosen[name].tok_s, default=None)
+    chosen = harmless or alike
+    return max(chosen, key=lambda name: chosen[name].tok_s)
 
 
 def trims_from(found: Sequence[Load]) -> int | None:

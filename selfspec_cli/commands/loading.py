@@ -15,7 +15,7 @@ from selfspec_cli.commands.measuring import Means, Ways, measure
 from selfspec_cli.commands.screen import emit, rows_document, say, show_facts, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
-from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.config.validation import validate
 from selfspec_cli.engine import clients, server
 from selfspec_cli.progress import Progress
@@ -112,7 +112,7 @@ def elsewhere(runs: list[RunConfig], where: Elsewhere, *, as_json: bool, dry_run
     """Ask servers that run already; the exit code says how it went."""
     folder = Path(results_dir(runs))
     preflight.check_folder(str(folder))
-    if any(cfg.load.frontend != LoadConfig().frontend for cfg in runs):
+    if any(cfg.load.frontend == "rust" for cfg in runs):
         raise ConfigError("load.frontend is about servers that selfspec starts; the one at --url has its own")
     urls = [url for url in (where.baseline, where.url) if url is not None]
     load_url.check(runs, urls)

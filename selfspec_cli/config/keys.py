@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from selfspec_cli.config.schema import (
     EARLY_EXIT,
     SPECULATIVE,
     HeadConfig,
+    LoadConfig,
     Method,
     RunConfig,
     Runner,
@@ -114,6 +116,14 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
         return {}
     calibration = {"calibration": cfg.gate.calibration} if cfg.gate.kind == "calibrated" else {}
     return {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)} | calibration
+
+
+def _unused(load: LoadConfig) -> Iterator[str]:
+    """Settings that came later, where a load test does not use them: its key is what it was before there were any."""
+    if load.low_clients is None:
+        yield from ("low_clients", "period")
+    if load.frontend == "python":
+        yield "frontend"
 
 
 def _load(cfg: RunConfig) -> tuple[str, ...]:
@@ -231,9 +241,8 @@ class Keys:
             text = (name, repr(vars(part)))
             if text not in self._parts:
                 facts, without = to_plain(part), NOT_IN_A_KEY.get(name, ())
-                if name == "load":  # what came later leaves the keys of points without it as they were
-                    without = (*without, *(() if part.low_clients is not None else ("low_clients", "period")),
-                               *(() if part.frontend != "python" else ("frontend",)))  # fmt: skip
+                if name == "load":
+                    without = (*without, *_unused(part))
                 self._parts[text] = digest({key: facts[key] for key in facts if key not in without})
             known[name] = self._parts[text]
         return known[name]

@@ -137,6 +137,18 @@ load_rust_measured() { # the same, under a table that is measured behind that fr
         --lengths-at 32,64,128,256 --clients 256,32,128,64 --groups "lengths,closed:2,closed 256:3,closed 128:3,closed 32:4" \
         --rust-frontend --minutes 10.5 --kv-gib 10 --memory-share 0.26 --out "$out/load_rust_measured.json"
 }
+load_rust_long() { # every load of issue 17's table behind that front end, long where many clients begin at once, and
+    # adaptive verification beside it
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
+        --groups "closed 256@100,closed 128@100,trimmed@5,closed@25,off,poisson@10,bursts@10,random" --rust-frontend \
+        --few-seconds 20 --minutes 26 --kv-gib 6 --memory-share 0.17 --out "$out/load_rust_long.json"
+}
+load_python_long() { # the same at 128 clients behind the API server in Python, which they keep busy
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128@100" \
+        --minutes 25 --kv-gib 6 --memory-share 0.17 --out "$out/load_python_long.json"
+}
 load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --clients 128,32 --lengths-at 32,64,128 --groups lengths,varying:6 --period 5 --minutes 20 --kv-gib 10 \
@@ -168,6 +180,10 @@ lossless_kernels() { # the cases that have the most to do with kernels of ours
 lossless_more() { # of these, experts, latent attention, gates and adaptive verification
     python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_more.json" --only "int4 gate" "int4 length" \
         "mixtral E=4 k=5 plain draft_weights=int" "deepseek_v2 E=8 k=4 plain draft_weights"
+}
+lossless_trimmed() { # adaptive verification, with full graphs for the steps that requests join
+    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_trimmed.json" \
+        --only "compilation_config={} enable_adaptive"
 }
 lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns,
     # and last with full graphs also for the steps that requests join

@@ -36,8 +36,13 @@ varying  a closed loop of which most clients stop to ask every few seconds (--be
          length of the table; needs a server with graphs for every length (--every-length, or without --table). What
          the table reaches over the best fixed length is under `over_fixed`.
 
-A group may also be one level ("closed 128"), and say how many turns it has ("closed 128:3"); --turns is for those that
-do not.
+trimmed  from 32 clients on, fixed lengths of which two and more tokens are drafted, also on a server with adaptive
+         verification, which leaves drafts out of the verify pass that are hardly accepted. Where that server cannot be
+         started, it is left out.
+
+A group may also be one level ("closed 128"), and say how many turns it has ("closed 128:3"; --turns is for those that
+do not) and how many seconds its runs have ("closed 128@100", "closed:2@20"; --seconds and --few-seconds are for the
+others).
 
 --pin gives the processes of all servers the same cores, apart for the API server, the engine and the clients: where a
 step takes few milliseconds, the cores that a process happens to run on decide how fast its server is.
@@ -74,7 +79,7 @@ from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine import starting
-from selfspec_cli.engine.server import Server, open_server
+from selfspec_cli.engine.server import Server, ServerError, open_server
 from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import latency, tables
@@ -84,13 +89,16 @@ from selfspec_cli.stages.sweep import SweepResult
 
 VARYING = "clients come and go"
 PLAIN, DRAFTING, CONTROL, LAUNCHED = "plain", "early exit", "plain again", "launched first"
+TRIMMED = "adaptive verification"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
 FEW_CLIENTS = 8
+TRIMMED_CLIENTS = 32  # from which on adaptive verification is tried
 SETTLED = 0.1  # of a closed loop's run: after it, requests arrive one by one and no longer all at once
 HOT = 2.0  # the highest temperature that vLLM takes
-GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
+GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")  # and "trimmed", which adds a server
+GROUP = re.compile(r"(?P<name>[^:@]+)(?::(?P<turns>\d+))?(?:@(?P<seconds>\d+(?:\.\d+)?))?")
 FRONT_CORES, ENGINE_CORES = 2, 4  # with --pin: of the API servers and of the engines; the clients get the others
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
            "ttft_p99_ms", "tpot_ms", "tpot_p90_ms", "tpot_p99_ms", "itl_p99_ms", "e2e_ms", "e2e_p99_ms", "accept_rate",
@@ -126,7 +134,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths-at", default="32,64,128,256", help="clients at which every length is tried")
     parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
-    parser.add_argument("--groups", default=",".join(GROUPS), help="of levels, or levels; in their order, with turns")
+    parser.add_argument("--groups", default=",".join(GROUPS),
+                        help="of levels, or levels; in their order, with turns and seconds")  # fmt: skip
     parser.add_argument("--between", default="32,128", help="numbers of clients that the varying loop has by turns")
     parser.add_argument("--period", type=float, default=4.0, help="of the varying loop, seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
@@ -151,6 +160,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if given.swap and given.gpus == 1:
         parser.error("--swap exchanges the GPUs of the two servers, so it needs --gpus 2")
+    for word in given.groups.split(","):
+        if GROUP.fullmatch(word) is None:
+            parser.error(f"--groups {word!r}: NAME, NAME:TURNS, NAME@SECONDS or NAME:TURNS@SECONDS")
     return given
 
 
@@ -203,6 +215,10 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         fixed = {cell.k for cell in LengthTable.parse(given.table, given.k).cells} - {0}
     for k in sorted(fixed):
         yield Level("varying", f"{VARYING} k={k}", varying, 0.0, table=f"1:{k}", sides=(DRAFTING,))
+    for number in clients:
+        for k in sorted(set(loads.lengths(given.k)) - {1}) if number >= TRIMMED_CLIENTS else ():
+            yield Level("trimmed", f"trimmed {number} k={k}", closed(number), 0.98, table=f"1:{k}",
+                        sides=(PLAIN, DRAFTING, TRIMMED))  # fmt: skip
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
@@ -213,12 +229,17 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
 
 
 def planned(given: argparse.Namespace) -> Iterator[Level]:
-    """The levels that were asked for, by turns; a turn after the first has its number behind the level's name."""
+    """The levels that were asked for, by turns; a turn after the first has its number behind the level's name. What is
+    said of a level goes before what is said of its group."""
     chosen: dict[str, tuple[Level, int]] = {}
-    for word in given.groups.split(","):
-        group, _, turns = word.partition(":")
-        chosen |= {level.name: (level, int(turns or given.turns)) for level in levels(given)
-                   if group in (level.group, level.group.split()[0], level.name)}  # fmt: skip
+    words = [GROUP.fullmatch(word) for word in given.groups.split(",")]
+    said = {word["name"] for word in words if word}
+    for word in filter(None, words):
+        for level in levels(given):
+            group = word["name"] in (level.group, level.group.split()[0])
+            if word["name"] == level.name or (group and level.name not in said):
+                load = replace(level.load, seconds=float(word["seconds"])) if word["seconds"] else level.load
+                chosen[level.name] = (replace(level, load=load), int(word["turns"] or given.turns))
     for turn in range(1, max((turns for _, turns in chosen.values()), default=0) + 1):
         for level, turns in chosen.values():
             if turn > turns:
@@ -290,6 +311,9 @@ class Session:
     def run(self, level: Level) -> bool:
         """Measure a level, unless it is there or does not fit; whether it is there now."""
         rows = self.found["rows"]
+        if absent := [name for name in level.sides if name not in self.sides]:
+            print(f"{level.name}: left out, there is no server for {', '.join(absent)}", flush=True)
+            return False
         if all("tok_s" in rows.get(level.name, {}).get(side, {}) for side in level.sides):
             return True
         turns = 1 if self.given.gpus > 1 else len(level.sides)
@@ -304,8 +328,9 @@ class Session:
             return False
         began = time.monotonic()
         order = level.sides if len(rows) % 2 == 0 else level.sides[::-1]
-        if DRAFTING in order:
-            self.prepare(level)
+        for name in order:
+            if name in (DRAFTING, TRIMMED):
+                self.prepare(level, name)
         if self.given.gpus > 1:
             points = {name: future.result() for name, future in
                       [(name, self.pool.submit(self.measure, cfg, name)) for name in order]}  # fmt: skip
@@ -327,9 +352,9 @@ class Session:
             print(f"{level.name}: left out, the saturation is not known", flush=True)
         return replace(load, rate=full and level.share * full)
 
-    def prepare(self, level: Level) -> None:
-        """The table and the requests' own wishes of a level, on the server that drafts."""
-        side, length = self.sides[DRAFTING], level.length
+    def prepare(self, level: Level, name: str) -> None:
+        """The table and the requests' own wishes of a level, on a server that drafts."""
+        side, length = self.sides[name], level.length
         table = level.table or self.table
         if table != side.table:
             try:
@@ -419,8 +444,9 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     found["reached"] = found["throughput"] >= level.wanted
     if "tok_s" in row.get(CONTROL, {}):
         found["control"] = round(row[CONTROL]["tok_s"] / plain["tok_s"], 3)
-    if "tok_s" in (other := row.get(LAUNCHED, {})):
-        found[LAUNCHED] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
+    for side in (LAUNCHED, TRIMMED):
+        if "tok_s" in (other := row.get(side, {})):
+            found[side] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
                            for name in ("tok_s", *LATENCIES) if name in other and name in plain}  # fmt: skip
     for name in LATENCIES:
         if name in one and name in plain:
@@ -468,10 +494,11 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
     """Variables of a side's server."""
     # The phases of the start are read from lines of the level INFO, which the host may have turned off.
     found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
-    if name != DRAFTING:
+    drafts = name in (DRAFTING, TRIMMED)
+    if not drafts:
         found["VLLM_PLUGINS"] = ""
     if given.gpus > 1:
-        found["CUDA_VISIBLE_DEVICES"] = "0" if (name == DRAFTING) == given.swap else "1"
+        found["CUDA_VISIBLE_DEVICES"] = "0" if drafts == given.swap else "1"
     return found
 
 
@@ -520,6 +547,8 @@ def both(
                   DRAFTING: cfg}  # fmt: skip
         if given.control:
             wanted[CONTROL] = wanted[PLAIN]
+        if any(TRIMMED in level.sides for level in planned(given)):
+            wanted[TRIMMED] = replace(cfg, verification="adaptive")
         opening: dict[str, Future[Server]] = {}
         following: dict[str, Future[list[tuple[float, str]]]] = {}
         began = time.monotonic()
@@ -535,7 +564,13 @@ def both(
             following[name] = pool.submit(starting.follow, log, opening[name].done)
         sides = {}
         for name, future in opening.items():
-            server = future.result()
+            try:
+                server = future.result()
+            except ServerError as error:
+                if name != TRIMMED:
+                    raise
+                print(f"{name}: left out, its server cannot be started: {error}", flush=True)
+                continue
             lines = following[name].result()
             found.setdefault("start", {}).setdefault(name, []).append(
                 {"seconds": round(lines[-1][0], 1) if lines else None,

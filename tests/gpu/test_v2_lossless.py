@@ -162,7 +162,7 @@ class Case:
     accepted: int = 0
     preempted: int = 0
     read_first: int = 0  # steps whose tokens were read before the next one was launched
-    joined: int = 0  # steps that requests joined or that had other uneven queries, replayed as a full graph
+    joined: int = 0  # steps with a request in its prefill that were replayed as a full graph
     different: tuple[int, ...] = ()
     seconds: float = 0.0
 
@@ -177,10 +177,9 @@ class Case:
         # Grammars keep vLLM's order, and without asynchronous scheduling tokens are always read first.
         one_order = several_ranks or self.engine.get("async_scheduling") is False or self.requests == "company"
         orders = one_order or self.read_first > 0
-        # Steps that requests join are full graphs in compiled engines, but for pictures and adaptive verification.
+        # Steps that requests join are full graphs in compiled engines, but for pictures.
         compiled = self.engine.get("compilation_config") == {} and not several_ranks
-        others = self.requests == "pictures" or "enable_adaptive_verification" in self.spec
-        graphs = self.joined > 0 or others or not compiled
+        graphs = self.joined > 0 or self.requests == "pictures" or not compiled
         return 0 < self.accepted < self.drafted and orders and graphs and not self.different
 
 
@@ -243,10 +242,11 @@ def views(**engine: Any) -> Iterator[Case]:
         gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
         yield Case(model, LAYERS, 4, engine={**engine}, spec=gated)
     if engine.get("tensor_parallel_size", 1) == 1:
-        judged = {"draft_weights": "int4", "length_table": TABLE, "enable_adaptive_verification": True}
+        judged = {"draft_weights": "int4", "length_table": TABLE, **TRIMMED}
         yield Case("llama", LAYERS, 5, engine={**engine}, spec=judged)
 
 
+TRIMMED = {"enable_adaptive_verification": True}
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 """Draft lengths for 16 requests at once: the batch of the tests passes through all of them as it shrinks."""
 
@@ -265,7 +265,10 @@ def lengths(**engine: Any) -> Iterator[Case]:
     yield Case("qwen3", 1, 5, engine={**engine}, spec={"adaptive_length": True, "draft_cost": 0.6})
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
     if engine.get("tensor_parallel_size", 1) == 1:
-        yield Case("llama", *MIDDLE, engine={**engine}, spec={**table, "enable_adaptive_verification": True})
+        yield Case("llama", *MIDDLE, engine={**engine}, spec={**table, **TRIMMED})
+        yield Case("llama", *MIDDLE, engine={**engine, **COMPILED}, spec={**TRIMMED, **table})
+        crowded = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, **COMPILED}
+        yield Case("llama", *MIDDLE, "crowd", engine={**engine, **crowded}, spec={**TRIMMED})
 
 
 @cache
@@ -337,7 +340,7 @@ def run(case: Case) -> Case:
             reader._orders = orders
         graphs = graphs_of(it)
         outputs = generated(it, case)
-        case.read_first, case.joined = orders.asked // 2, graphs.get("FULL None", 0)
+        case.read_first, case.joined = orders.asked // 2, graphs.get("FULL joined", 0)
         counts = it.counts()
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
@@ -387,8 +390,8 @@ def watched(case: Case, steps: int = 100) -> dict[str, int]:
 
 
 def graphs_of(it: Live) -> dict[str, int]:
-    """Steps of an engine from now on, by the kind of graph that they replay and the tokens of each request (None where
-    these differ); empty for an engine whose worker is in another process."""
+    """Steps of an engine from now on, by the kind of graph that they replay and the tokens of each request: "joined"
+    where one is in its prefill, None where they differ else. Empty for an engine whose worker is in another process."""
     found: dict[str, int] = {}
     worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
     runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
@@ -398,7 +401,8 @@ def graphs_of(it: Live) -> dict[str, int]:
 
     def watch(num_reqs: int, num_tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
         chosen = dispatch(num_reqs, num_tokens, uniform, *args, **kwargs)
-        name = f"{chosen.cg_mode.name} {uniform}"
+        joined = uniform is None and kwargs.get("max_query_len", 0) is None
+        name = f"{chosen.cg_mode.name} {'joined' if joined else uniform}"
         found[name] = found.get(name, 0) + 1
         return chosen
 
@@ -420,7 +424,7 @@ GATED = [
     Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
     Case("llama", *MIDDLE, engine={"enforce_eager": True}),
     Case("llama", *MIDDLE, engine=COMPILED),
-    Case("llama", *MIDDLE, spec={"enable_adaptive_verification": True}),
+    Case("llama", *MIDDLE, spec=TRIMMED),
 ]
 
 

@@ -206,3 +206,40 @@ def test_servers_that_are_pinned_share_their_cores_and_leave_others_to_the_clien
     monkeypatch.setattr(script.os, "sched_getaffinity", lambda _: {0, 1})
     with pytest.raises(SystemExit, match="2 cores; more than 6 are needed"):
         script.pin(servers)
+
+
+def test_a_group_may_say_how_long_its_runs_are_and_a_level_goes_before_its_group(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "8,32,128", "--table", "1:4", "--seconds", "10"]
+    given = script.arguments([*words, "--groups", "closed 128:2@100,closed@25,off by table 32,bursts:2@2.5"])
+    assert [(level.name, level.load.seconds) for level in script.planned(given)] == [
+        ("closed 128", 100.0), ("closed 8", 25.0), ("closed 32", 25.0), ("off by table 32", 10.0),
+        ("bursts of 64", 2.5), ("closed 128 (2)", 100.0), ("bursts of 64 (2)", 2.5)]  # fmt: skip
+
+
+def test_a_group_that_cannot_be_read_is_named(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.arguments(["--out", str(tmp_path / "load.json"), "--groups", "closed@long"])
+    assert "'closed@long': NAME, NAME:TURNS" in capsys.readouterr().err
+
+
+def test_adaptive_verification_has_a_server_of_its_own_and_is_compared_at_fixed_lengths(script, tmp_path):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "8,64", "--table", "1:4", "--groups", "trimmed"]
+    given = script.arguments(words)
+    chosen = list(script.planned(given))
+    sides = (script.PLAIN, script.DRAFTING, script.TRIMMED)
+    assert [(level.name, level.table, level.sides) for level in chosen] == [
+        ("trimmed 64 k=2", "1:2", sides), ("trimmed 64 k=4", "1:4", sides)]  # fmt: skip
+    assert "VLLM_PLUGINS" not in script.environment(given, script.TRIMMED, tmp_path)
+    speeds = dict(zip(sides, (100.0, 150.0, 165.0), strict=True))
+    rows = {"trimmed 64 k=2": {side: {"tok_s": speed, "tpot_p99_ms": speed} for side, speed in speeds.items()}}
+    found = script.compared(chosen[0], rows)
+    assert found["throughput"] == 1.5 and found[script.TRIMMED] == {"tok_s": 1.65, "tpot_p99": 1.65}
+
+
+def test_levels_are_left_out_whose_server_is_not_there(script, tmp_path, capsys):
+    words = ["--out", str(tmp_path / "load.json"), "--clients", "64", "--table", "1:4", "--groups", "trimmed"]
+    given = script.arguments(words)
+    session = script.Session(given, script.config(given, "1:4"), {}, {"rows": {}}, 0.0, None)
+    session.sides = dict.fromkeys((script.PLAIN, script.DRAFTING))
+    assert not session.run(next(script.planned(given)))
+    assert "there is no server for adaptive verification" in capsys.readouterr().out

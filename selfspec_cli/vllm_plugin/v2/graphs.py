@@ -46,18 +46,21 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
         compilation_config: Any
         cudagraph_mode: CUDAGraphMode
         step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
+        any_step = False  # whether there are full graphs for steps that requests join; known when they are captured
 
         def _init_candidates(self) -> None:
             """As the base class for each width in turn, and then together: full graphs before all others."""
             self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
             settings = settings_of(self.vllm_config)
-            if settings is None or self.varlen_decode or self.decode_query_len != settings.k + 1:
-                return super()._init_candidates()  # graphs for any mix of widths are captured as they are
+            if settings is None or self.decode_query_len != settings.k + 1:
+                return super()._init_candidates()
             sizes = self.compilation_config
-            for width in widths(settings):
-                fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
-                self._plan(lambda one: one.uniform_token_count is not None, decode_query_len=width + 1,
-                           compilation_config=fitting)  # fmt: skip
+            if self.varlen_decode:  # for adaptive verification, vLLM's decode graphs hold any mix of widths
+                self._plan(self._decodes)
+            else:
+                for width in widths(settings):
+                    fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
+                    self._plan(self._decodes, decode_query_len=width + 1, compilation_config=fitting)
             if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
                 joining = _with_sizes(sizes, joining_sizes(sizes.cudagraph_capture_sizes or ()))
                 self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=joining)
@@ -75,6 +78,11 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 self._planned.setdefault(mode, {}).update(dict.fromkeys(filter(wanted, descriptors)))
             self._capture_descs.clear()
 
+        def _decodes(self, one: BatchExecutionDescriptor) -> bool:
+            """Whether a full graph is for decode steps alone."""
+            varying = self.varlen_decode and one.max_query_len == self.decode_query_len
+            return one.uniform_token_count is not None or varying
+
         def _set(self, values: Mapping[str, Any]) -> None:
             for name, value in values.items():
                 setattr(self, name, value)
@@ -86,7 +94,7 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 return  # there are no such steps
             full = self._planned.get(CUDAGraphMode.FULL, {})
             twins = {one: replace(one, max_query_len=longest) for one in full
-                     if _joins(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
+                     if not self._decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
             full.update(dict.fromkeys(twins.values()))
             for candidates in self._candidates.values():
                 candidates += [twins[one] for one in candidates if one in twins]
@@ -105,9 +113,10 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
         ) -> None:  # fmt: skip
             """Leaves out what the attention backends cannot do or have no use for; they are known only now."""
             if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-                any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
+                self.any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
                 short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
-                self._keep(lambda one: not _joins(one) or (any_step and (short or one.max_query_len is None)))
+                self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or self._decodes(one) or (
+                    self.any_step and (short or one.max_query_len is None)))  # fmt: skip
             super().capture(
                 model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
             )
@@ -116,8 +125,9 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
             self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
             max_query_len: int | None = None, *arguments: Any, **more: Any,
         ) -> BatchExecutionDescriptor:  # fmt: skip
-            """vLLM does not say how long the queries of a step are that requests join; here that is known."""
-            if max_query_len is None and self.step and self._planned:
+            """vLLM does not say how long the queries of a step are that requests join, lest it be taken for a decode
+            step; here that is known, and with these graphs it makes no difference."""
+            if max_query_len is None and self.step and self.any_step:
                 max_query_len = max(self.step.values())
             self.step = None
             return super().dispatch(
@@ -146,11 +156,6 @@ def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:
 def _heads_of_a_kv_head(config: Any) -> int:
     model, parallel = config.model_config, config.parallel_config
     return int(model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel))
-
-
-def _joins(descriptor: BatchExecutionDescriptor) -> bool:
-    """Whether a graph is for a step that requests join."""
-    return descriptor.cg_mode == CUDAGraphMode.FULL and descriptor.uniform_token_count is None
 
 
 def _rank(descriptor: BatchExecutionDescriptor) -> tuple[bool, bool, bool, int]:

@@ -263,6 +263,7 @@ def _tail(log: Path | None) -> str:
     if log is None:
         return ""
     lines = last_lines(log, 200)
-    errors = [line for line in lines if re.search(r"Error|error:|FATAL|refus", line)]
+    logged = re.compile(r"\b(DEBUG|INFO|WARNING)\b")  # a warning may name an error that has not happened
+    errors = [line for line in lines if re.search(r"Error|error,|error:|FATAL|refus", line) and not logged.search(line)]
     chosen = [re.sub(r"^.*?(?=\w*Error)", "", line, count=1) for line in errors[-2:] or lines[-2:]]
     return f": {' · '.join(line.strip()[:200] for line in chosen)}; all of it: {log}"

@@ -248,7 +248,10 @@ ATTRIBUTES = {
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
-    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs "
+    "enable_adaptive_verification",
+    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager": "req_states num_bonus_tokens "
+    "cost_tables _max_total_logits _batch_budget _stale_idx _pending_resets _copy_events _stale_confidences",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",

@@ -68,6 +68,22 @@ def test_a_step_of_too_many_logits_is_trimmed_at_any_load():
     assert tokens(made) < 17
 
 
+def test_a_draft_loop_costs_what_it_took_lately():
+    from selfspec_cli.vllm_plugin.v2.trimming import price_drafts_by, trim_from
+
+    made, took = manager(), [None]
+    verify = made.cost_tables[1]
+    price_drafts_by(made.req_states, SimpleNamespace(seconds=lambda: took[0]))
+    assert tokens(made) == 9 and made.cost_tables[0].tolist() == [1.0] * 10  # before there is one: as vLLM timed it
+    took[0] = 0.5
+    # Beside a loop of 500 ms, the first three drafts of each request are worth the 1 ms that one takes to verify.
+    assert tokens(made) == 15
+    assert made.cost_tables[0].tolist() == [500.0] * 10 and made.cost_tables[1] is verify
+    took[0] = 0.25
+    trim_from(made.req_states, 100)
+    assert tokens(made) == 17 and made.cost_tables[0][0] == 500.0  # nothing is ranked
+
+
 def test_below_that_load_nothing_is_copied_and_new_requests_are_not_forgotten():
     from selfspec_cli.vllm_plugin.v2.trimming import remember_under_load, trim_from
 

@@ -25,6 +25,7 @@ from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
+from selfspec_cli.vllm_plugin.v2.trimming import CLOCK
 from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
@@ -165,14 +166,17 @@ def copy_without_triton(speculator, monkeypatch):
     monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
 
 
-def propose(speculator, requests, lengths=None, **more):
-    """lengths: tokens that the target has keys and values for, of each request; 10 of all where it is None."""
+def propose(speculator, requests, lengths=None, sampled=None, admitted=None, **more):
+    """lengths: tokens that the target has keys and values for, of each request; 10 of all where it is None. sampled: by
+    each, one where it is None. admitted: drafts of each in the verify pass before; none where it is None."""
     seq_lens = torch.tensor(lengths or [10] * requests, dtype=torch.int32)
     batch = SimpleNamespace(
         num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
-        idx_mapping=torch.arange(requests),
+        idx_mapping=torch.arange(requests), num_draft_tokens_per_req=admitted,
+        cu_num_logits=torch.tensor([0, *(1 + places for places in admitted or ())], dtype=torch.int32).cumsum(0),
     )  # fmt: skip
-    sampled, rejected = torch.ones(requests, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
+    rejected = torch.zeros(requests, dtype=torch.int32)
     last = torch.arange(REQUESTS).unsqueeze(1)
     return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, None, None, **more)
 
@@ -225,6 +229,46 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     assert int(launched) == 9
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
+
+
+# ---- adaptive verification -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trimmed(config, monkeypatch):
+    """Drafts of at most K tokens, by load and acceptance; vLLM leaves out some of them."""
+    speculator = captured(config(adaptive_length=True, draft_cost=0.1), monkeypatch)
+    speculator.enable_adaptive_verification = True  # vLLM refuses it without a GPU
+    return speculator
+
+
+def test_a_draft_that_was_left_out_of_the_verify_pass_is_not_taken_for_a_rejected_one(trimmed):
+    propose(trimmed, 2)
+    assert trimmed.state.lengths.tolist() == [K, K, 0]
+    # Of the first request one draft was verified and stood, of the second all four were, and the second one did not.
+    propose(trimmed, 2, sampled=[2, 2], admitted=[1, K])
+    first, second, _ = trimmed.state.allowances.rates.tolist()
+    assert first == 1.0 > second
+    propose(trimmed, 2, sampled=[1, 1], admitted=[0, 0])  # nothing was verified, so nothing is known
+    assert trimmed.state.allowances.rates.tolist()[:2] == [first, second]
+
+
+def test_drafts_that_follow_steps_without_any_are_verified(trimmed):
+    propose(trimmed, 2)
+    assert 0 < trimmed.draft_token_confidence_probs[0, 0] <= 1
+    for _ in range(2):
+        propose(trimmed, 2, num_speculative_tokens=0)
+        assert (trimmed.draft_token_confidence_probs == 1).all()  # as of new requests
+    propose(trimmed, 1, num_speculative_tokens=1)
+    assert trimmed.draft_token_confidence_probs[0].tolist()[1:] == [0.0] * (K - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllm_learns_what_drafting_costs_where_one_rank_decides(plain, ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain.parallel_config, "world_size", ranks)
+        speculator, requests = start(plain)
+    assert getattr(requests, CLOCK, None) is (speculator.clock if ranks == 1 else None)
 
 
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------

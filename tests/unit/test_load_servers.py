@@ -83,6 +83,16 @@ def test_a_server_that_does_not_start_fails_its_points_with_the_reason(toys, tmp
     assert "its baseline failed" in points[-1].reason
 
 
+def test_the_reason_is_what_went_wrong_and_not_an_error_that_a_warning_names(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("(APIServer pid=1) WARNING [utils.py:2] This can cause errors like `OSError: [Errno 24]`. Raise it\n"
+                   "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+                   "  Value error, Model Runner V1 does not support: adaptive draft verification\n")  # fmt: skip
+    assert server._tail(log) == (
+        ": ValidationError: 1 validation error for VllmConfig · Value error, Model Runner V1 does not support: adaptive "
+        f"draft verification; all of it: {log}")  # fmt: skip
+
+
 def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):
     cfg = SimpleNamespace(engine=SimpleNamespace(enable_prefix_caching=False), load=LoadConfig())
     with open_server(cfg, [], tmp_path / "log", tmp_path) as found:

@@ -48,7 +48,12 @@ from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.reading import DraftClock
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
-from selfspec_cli.vllm_plugin.v2.trimming import trim_from
+from selfspec_cli.vllm_plugin.v2.trimming import (
+    forget_confidences,
+    judge_verified_drafts,
+    price_drafts_by,
+    trim_from,
+)
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
@@ -83,6 +88,8 @@ def init_with_early_exit(original: Init) -> Init:
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
         trim_from(req_states, speculator.settings.verification_from or 1)
+        if vllm_config.parallel_config.world_size == 1:
+            price_drafts_by(req_states, speculator.clock)
         return speculator
 
     return init_speculator
@@ -341,6 +348,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if not steps:
             if not (self.resting or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
+                forget_confidences(self.state)
                 self.resting = True
             return self.draft_tokens[:num_reqs].fill_(-1)
         self.resting = False
@@ -379,6 +387,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        if self.enable_adaptive_verification and not dummy_run:
+            judge_verified_drafts(self.state, batch)
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 

@@ -1,5 +1,5 @@
 """From how many running requests on vLLM's adaptive verification trims the verify pass; below, that costs more than it
-saves.
+saves. And what vLLM's choice of drafts rests on: what a draft loop costs, and which drafts were verified.
 
 vLLM decides when an engine starts whether verify passes are trimmed at all, because their graphs are others. Within
 such an engine a step may verify every draft: its budget is then all of them, and nothing has to be ranked.
@@ -9,16 +9,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-FROM = "early_exit_trims_from"
-"""Attribute of an engine's `RequestState`, which its speculator is made with and its manager of adaptive verification
-knows: running requests from which on drafts are left out."""
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from selfspec_cli.vllm_plugin.v2.reading import DraftClock
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+FROM, CLOCK = "early_exit_trims_from", "early_exit_draft_clock"
+"""Attributes of an engine's `RequestState`, which its speculator is made with and its manager of adaptive verification
+knows: running requests from which on drafts are left out, and a `DraftClock`."""
+UNKNOWN = 1.0
+"""The confidence that vLLM begins a request with."""
 
 
 def trim_from(requests: Any, count: int) -> None:
     """From now on, the engine of `requests` trims verify passes of so many requests and more."""
     setattr(requests, FROM, count)
+
+
+def price_drafts_by(requests: Any, clock: DraftClock) -> None:
+    """From now on, a draft loop costs what it took lately. Not for several ranks, which have to trim alike."""
+    setattr(requests, CLOCK, clock)
+
+
+def judge_verified_drafts(state: DraftState, batch: InputBatch) -> None:
+    """Let a draft that was left out of the verify pass not count as rejected, where lengths go by acceptance."""
+    if batch.num_draft_tokens_per_req is None or not len(state.allowances.ladder):
+        return
+    places = (batch.cu_num_logits.diff() - 1).to(state.lengths.dtype)  # the host does not know them
+    state.lengths[batch.idx_mapping] = torch.minimum(state.lengths[batch.idx_mapping], places)
+
+
+def forget_confidences(state: DraftState) -> None:
+    """Steps without drafts begin: what is drafted after them is verified, as that of new requests is."""
+    state.confidences.fill_(UNKNOWN)
 
 
 def trim_under_load(original: Callable[..., int]) -> Callable[..., int]:
@@ -32,6 +61,11 @@ def trim_under_load(original: Callable[..., int]) -> Callable[..., int]:
         total = sum(drafts.values())
         fits = total + len(drafts) * self.num_bonus_tokens <= self._max_total_logits
         if len(drafts) >= getattr(self.req_states, FROM, 1) or not fits:
+            # In the steps that vLLM timed for this, no draft was made.
+            clock = getattr(self.req_states, CLOCK, None)
+            if clock is not None and (seconds := clock.seconds()) is not None:
+                drafting, verifying = self.cost_tables
+                self.cost_tables = np.full_like(drafting, 1000 * seconds), verifying  # in milliseconds
             return original(self, num_tokens_per_req, draft_tokens)
         others = {name: tokens - drafts[name] for name, tokens in num_tokens_per_req.items()}
         self._batch_budget = (drafts, others, total)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
-from figure_serving import RUNS, VARYING, agreement, api_server, joins, orders, served, varying
+from figure_serving import RUNS, VARYING, agreement, api_server, joins, orders, served, trimmed, varying
 
 
 def gates() -> str:
@@ -212,6 +212,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/**/*",)),
     (quality, ("quality/**/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
+    (trimmed, ()),
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
     (api_server, ("serving/api_server_cpu.json",)),
     (joins, ("serving/full_graphs_apart_h200.json",)),

@@ -19,6 +19,8 @@ Chosen = Callable[[Record], bool]
 LOADS = (1, 16, 32, 128)
 REAL, SET = "**Real acceptance**", "**Synthetic acceptance: cost alone.** vLLM was told to accept two of three drafts"
 SAME = "the same"
+NEWEST = {"load_h200_rust_long": "behind vLLM's front end in Rust, newest run",
+          "load_h200_full_graphs": "behind vLLM's API server in Python, newest run of every load; a slow host"}  # fmt: skip
 
 
 def _own_layers(layer: int, weights: str = "shared") -> Chosen:
@@ -70,27 +72,29 @@ def speedups() -> str:
 
 
 def served() -> str:
-    """Throughput of a server over plain vLLM's in closed loops, of each run."""
-    runs = [data_of(f"serving/{name}.json") for name in SERVED]
-    levels = [level for level in runs[0]["compared"] if level.startswith("closed ")]
+    """Throughput of a server over plain vLLM's in closed loops: the newest run of every load behind each front end, and
+    all runs."""
+    runs = {name: data_of(f"serving/{name}.json") for name in SERVED}
+    levels = [level for level in runs[SERVED[0]]["compared"] if level.startswith("closed ")]
     clients = sorted(int(level.removeprefix("closed ")) for level in levels)
-    rows = [(f"run {number}", *(_reached(run, f"closed {count}") for count in clients))
-            for number, run in enumerate(runs, 1)]  # fmt: skip
+    rows = [(told, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients))
+            for name, told in NEWEST.items()]  # fmt: skip
+    reached = [[one for run in runs.values() if (one := _reached(run, f"closed {count}"))] for count in clients]
+    rows.append((f"all {len(runs)} runs, the lowest and the highest",
+                 *(f"{ratio(min(found))} to {ratio(max(found))}" for found in reached)))  # fmt: skip
     text = """Served over HTTP on H200s, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
-ask again at once; the second run on exchanged cards, the third with nothing else on the machine, the others with both
-servers on one card; the fifth had a slow host, and the sixth a slower one and, as all later ones, full graphs for the steps
-that requests join; in the eighth and the ninth both servers were behind vLLM's front end in Rust ([load tests](docs/load.md)):
+ask again at once. Hosts and versions differ; [load tests](docs/load.md) has each run, and the latencies:
 
 """
     return text + table(("clients", *map(str, clients)), rows)
 
 
-def _reached(run: dict[str, Any], level: str) -> str:
+def _reached(run: dict[str, Any], level: str) -> float | None:
     """Throughput over plain vLLM's; of several turns the median."""
     turns, once = run.get("over_turns", {}).get(level), run["compared"].get(level)
     if turns:
-        return ratio(turns["throughput"]["median"])
-    return ratio(once["throughput"]) if once else "not measured"
+        return float(turns["throughput"]["median"])
+    return float(once["throughput"]) if once else None
 
 
 def _table() -> str:

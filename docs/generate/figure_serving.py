@@ -8,7 +8,8 @@ import statistics
 from figure_cells import PUBLISHED, data_of, number, ratio, table
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
-         "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured")  # fmt: skip
+         "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
+         "load_h200_rust_long", "load_h200_python_long")  # fmt: skip
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
 RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
@@ -25,6 +26,8 @@ def served() -> str:
     for name in RUNS:
         found = data_of(f"serving/{name}.json")
         for level, over in found["compared"].items():
+            if level.startswith("trimmed"):
+                continue  # `trimmed` has them
             sides = found["rows"][level]
             speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
                       for side in ("plain", "early exit")]  # fmt: skip
@@ -35,10 +38,11 @@ def served() -> str:
     text = """### serving: early exit beside plain vLLM, over HTTP
 
 The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
-level. Two H200s with a server on each, and from the fourth to the ninth file one H200 for both and every other program stopped
-while it was timed. In the eighth and the ninth both servers are behind vLLM's front end in Rust; the seventh is of the same
-machine and the same minutes as the eighth, behind the API server in Python. [Load tests](load.md) says what each level is and what disturbed some of them. Settled are the requests
-that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
+level, and of 100 seconds at 128 and 256 clients in the tenth and eleventh file. Two H200s with a server on each, and from the
+fourth to the eleventh file one H200 for both and every other program stopped while it was timed. In the eighth, ninth and
+tenth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes as the
+eighth, and the eleventh as the tenth, behind the API server in Python. [Load tests](load.md) says what each level is and what
+disturbed some of them. Settled are the requests that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
 was timed. The last three have a second plain server, whose throughput over the first says how far a ratio near 1 is to be
@@ -52,6 +56,8 @@ experiments/gpu_host.sh MODELS OUT widened load_widened   # the fourth to the si
 experiments/gpu_host.sh MODELS OUT widened load_128       # the seventh
 experiments/gpu_host.sh MODELS OUT widened load_rust      # the eighth
 experiments/gpu_host.sh MODELS OUT widened load_rust_measured   # the ninth
+experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the tenth
+experiments/gpu_host.sh MODELS OUT widened load_python_long     # the eleventh
 experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
@@ -115,6 +121,34 @@ of 3 to 10 seconds by turns, in the order of the rows. One early exit server had
 measured it, and a switch that is not in the code.
 
 {table(header, sorted(rows, key=lambda row: row[0]))}"""
+
+
+def trimmed() -> str:
+    """Adaptive verification beside full verification, at fixed draft lengths."""
+    found = data_of("serving/load_h200_rust_long.json")
+    rows = []
+    for level, sides in found["rows"].items():
+        if not level.startswith("trimmed"):
+            continue
+        clients, drafts = level.removeprefix("trimmed ").split(" k=")
+        plain, full, ours = (sides[name] for name in ("plain", "early exit", "adaptive verification"))
+        rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
+        rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),
+                     *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)), *rounds))  # fmt: skip
+    header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
+              "tokens a round with drafts", "the same, adaptive", "rounds with drafts", "the same, adaptive")  # fmt: skip
+    return f"""### serving: adaptive verification with `adaptive_length`, as it was
+
+The run of the tenth file above: a third server on the card, started with `verification=adaptive`; 5 seconds a level, by turns.
+It drafted in hardly a round: what it had left out of the verify pass counted as rejected, and what it drafted after a pause
+was always left out, so that it did not begin again. Both have been repaired since, and not measured again
+([adaptive verification](draft_length.md#adaptive-verification)).
+
+```
+experiments/gpu_host.sh MODELS OUT widened load_rust_long
+```
+
+{table(header, sorted(rows))}"""
 
 
 ENGINES = {"plain": "plain vLLM, steps that a request joins 2.5 ms longer",

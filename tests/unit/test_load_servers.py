@@ -89,8 +89,9 @@ def test_the_reason_is_what_went_wrong_and_not_an_error_that_a_warning_names(tmp
                    "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
                    "  Value error, Model Runner V1 does not support: adaptive draft verification\n")  # fmt: skip
     assert server._tail(log) == (
-        ": ValidationError: 1 validation error for VllmConfig · Value error, Model Runner V1 does not support: adaptive "
-        f"draft verification; all of it: {log}")  # fmt: skip
+        ": ValidationError: 1 validation error for VllmConfig · Value error, Model Runner V1 does not support: "
+        f"adaptive draft verification; all of it: {log}"
+    )
 
 
 def test_a_server_that_ends_meanwhile_is_noticed(toys, tmp_path):

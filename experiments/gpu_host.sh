@@ -149,6 +149,18 @@ load_python_long() { # the same at 128 clients behind the API server in Python, 
         --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128@100" \
         --minutes 25 --kv-gib 6 --memory-share 0.17 --out "$out/load_python_long.json"
 }
+load_trimmed() { # adaptive verification beside full verification, and the loads that the run before had no time for
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
+        --groups "closed 256@20,trimmed@8,bursts@10,random" --rust-frontend --minutes 12 --kv-gib 6 --memory-share 0.17 \
+        --out "$out/load_trimmed.json"
+}
+load_two_api_servers() { # at 128 clients, with two API servers in Python on each side
+    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 \
+        --groups "closed 128:3@20,closed 256@20" --api-servers 2 --minutes 12 --kv-gib 6 --memory-share 0.17 \
+        --out "$out/load_two_api_servers.json"
+}
 load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --clients 128,32 --lengths-at 32,64,128 --groups lengths,varying:6 --period 5 --minutes 20 --kv-gib 10 \

@@ -51,6 +51,9 @@ step takes few milliseconds, the cores that a process happens to run on decide h
 several threads, where the API server is one Python process. vLLM has it; VLLM_RUST_FRONTEND_PATH names another
 program.
 
+--api-servers N gives each server N API servers in Python (vLLM's --api-server-count), between which its clients are
+spread.
+
 It needs locust. Where the start of each server spent its time is under `start`.
 """
 
@@ -152,6 +155,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="of each level")
     parser.add_argument("--pin", action="store_true", help="the same cores for the processes of all servers")
     parser.add_argument("--rust-frontend", action="store_true", help="vLLM's front end in Rust, for all servers")
+    parser.add_argument("--api-servers", type=int, default=1, help="in Python, of each server")
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2))
     parser.add_argument("--swap", action="store_true", help="with --gpus 2: plain decoding on the second GPU")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: fp32, eager")
@@ -160,6 +164,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if given.swap and given.gpus == 1:
         parser.error("--swap exchanges the GPUs of the two servers, so it needs --gpus 2")
+    if given.api_servers > 1 and given.rust_frontend:
+        parser.error("--api-servers is for those in Python, of which --rust-frontend takes the place")
     for word in given.groups.split(","):
         if GROUP.fullmatch(word) is None:
             parser.error(f"--groups {word!r}: NAME, NAME:TURNS, NAME@SECONDS or NAME:TURNS@SECONDS")
@@ -559,7 +565,8 @@ def both(
             log.unlink(missing_ok=True)
             # Both compile at once, so each has a cache of its own.
             cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / place.name
-            server = open_server(one, (), log, place, environment(given, name, cache))
+            more = ("--api-server-count", str(given.api_servers)) if given.api_servers > 1 else ()
+            server = open_server(one, more, log, place, environment(given, name, cache))
             opening[name] = pool.submit(stack.enter_context, server)
             following[name] = pool.submit(starting.follow, log, opening[name].done)
         sides = {}

@@ -243,3 +243,9 @@ def test_levels_are_left_out_whose_server_is_not_there(script, tmp_path, capsys)
     session.sides = dict.fromkeys((script.PLAIN, script.DRAFTING))
     assert not session.run(next(script.planned(given)))
     assert "there is no server for adaptive verification" in capsys.readouterr().out
+
+
+def test_several_api_servers_are_those_in_python(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.arguments(["--out", str(tmp_path / "load.json"), "--api-servers", "2", "--rust-frontend"])
+    assert "of which --rust-frontend takes the place" in capsys.readouterr().err

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def trim_under_load(original: Callable[..., int]) -> Callable[..., int]:
             # In the steps that vLLM timed for this, no draft was made.
             clock = getattr(self.req_states, CLOCK, None)
             if clock is not None and (seconds := clock.seconds()) is not None:
-                drafting, verifying = self.cost_tables
-                self.cost_tables = np.full_like(drafting, 1000 * seconds), verifying  # in milliseconds
+                self.cost_tables[0].fill(1000 * seconds)  # milliseconds, for any number of requests
             return original(self, num_tokens_per_req, draft_tokens)
         others = {name: tokens - drafts[name] for name, tokens in num_tokens_per_req.items()}
         self._batch_budget = (drafts, others, total)

@@ -348,7 +348,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if not steps:
             if not (self.resting or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
-                forget_confidences(self.state)
+                if self.enable_adaptive_verification:
+                    forget_confidences(self.state)
                 self.resting = True
             return self.draft_tokens[:num_reqs].fill_(-1)
         self.resting = False

@@ -149,7 +149,8 @@ load_python_long() { # the same at 128 clients behind the API server in Python, 
         --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128@100" \
         --minutes 25 --kv-gib 6 --memory-share 0.17 --out "$out/load_python_long.json"
 }
-load_trimmed() { # adaptive verification beside full verification, and the loads that the run before had no time for
+load_trimmed() { # adaptive verification beside full verification, and the loads that the run before had no time for; in a
+    # lane that has the host for itself, because vLLM times its verify passes as that server starts
     python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
         --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
         --groups "closed 256@20,trimmed@8,bursts@10,random" --rust-frontend --minutes 12 --kv-gib 6 --memory-share 0.17 \

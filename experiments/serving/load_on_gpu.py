@@ -544,8 +544,8 @@ def pin(servers: Iterable[Server]) -> dict[str, list[int]]:
 def both(
     given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Side]]:
-    """Both servers, and the control, started at once. Their threads live as long as `pool`: a process ends with the
-    thread that started it."""
+    """Both servers, and the control, started at once, and one with adaptive verification after them. Their threads live
+    as long as `pool`: a process ends with the thread that started it."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, draft_weights="shared",
@@ -555,40 +555,42 @@ def both(
             wanted[CONTROL] = wanted[PLAIN]
         if any(TRIMMED in level.sides for level in planned(given)):
             wanted[TRIMMED] = replace(cfg, verification="adaptive")
-        opening: dict[str, Future[Server]] = {}
-        following: dict[str, Future[list[tuple[float, str]]]] = {}
         began = time.monotonic()
-        for name, one in wanted.items():
+
+        def begin(name: str) -> tuple[Future[Server], Future[list[tuple[float, str]]]]:
             place = scratch / name.replace(" ", "_")
             place.mkdir()
             log = given.out.with_suffix(f".{place.name}.log")
             log.unlink(missing_ok=True)
-            # Both compile at once, so each has a cache of its own.
+            # Several compile at once, so each has a cache of its own.
             cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / place.name
             more = ("--api-server-count", str(given.api_servers)) if given.api_servers > 1 else ()
-            server = open_server(one, more, log, place, environment(given, name, cache))
-            opening[name] = pool.submit(stack.enter_context, server)
-            following[name] = pool.submit(starting.follow, log, opening[name].done)
+            server = open_server(wanted[name], more, log, place, environment(given, name, cache))
+            opening = pool.submit(stack.enter_context, server)
+            return opening, pool.submit(starting.follow, log, opening.done)
+
         sides = {}
-        for name, future in opening.items():
-            try:
-                server = future.result()
-            except ServerError as error:
-                if name != TRIMMED:
-                    raise
-                print(f"{name}: left out, its server cannot be started: {error}", flush=True)
-                continue
-            lines = following[name].result()
-            found.setdefault("start", {}).setdefault(name, []).append(
-                {"seconds": round(lines[-1][0], 1) if lines else None,
-                 "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
-            side = load.Loader(scratch / "raw" / name)
-            sides[name] = Side(server, side, str(wanted[name].length_table))
+        # While an engine with adaptive verification starts, vLLM times verify passes: nothing else may start then.
+        for names in ([name for name in wanted if name != TRIMMED], [name for name in wanted if name == TRIMMED]):
+            for name, (opening, following) in {name: begin(name) for name in names}.items():
+                try:
+                    server = opening.result()
+                except ServerError as error:
+                    if name != TRIMMED:
+                        raise
+                    print(f"{name}: left out, its server cannot be started: {error}", flush=True)
+                    continue
+                lines = following.result()
+                found.setdefault("start", {}).setdefault(name, []).append(
+                    {"seconds": round(lines[-1][0], 1) if lines else None,
+                     "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
+                side = load.Loader(scratch / "raw" / name)
+                sides[name] = Side(server, side, str(wanted[name].length_table))
         if given.orders:
             sides[LAUNCHED] = sides[DRAFTING]
         if given.pin:
             found["cores"] = pin(side.server for side in sides.values())
-        print(f"{len(wanted)} servers answer after {time.monotonic() - began:.0f} s", flush=True)
+        print(f"the servers answer after {time.monotonic() - began:.0f} s", flush=True)
         for name, started in found["start"].items():
             print(f"{name}: {json.dumps(started[-1])}", flush=True)
         yield sides

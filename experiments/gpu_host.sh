@@ -28,6 +28,8 @@ smol="$chat model=./smollm2_widened model.name=smollm2_widened"
 code="model.dtype=bfloat16 engine=h100 engine.kv_cache_gib=3 workload=headline"
 shape="model=llama3_8b_shape engine=h100 engine.kv_cache_gib=6 workload=decode"
 few="$shape ${many/1,4,16/1,4,16,32} acceptance_length=3.0 layer=8 k=3 draft_weights=int4 vocab=32768"
+server="--model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive" # of load_on_gpu.py
+table="1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948"                                    # of its first run
 ours="$code model=./plain_widened model.name=reference_plain_widened $one"
 
 # ---- checkpoints
@@ -111,59 +113,59 @@ attention() { python3 "$here/kernels/time_attention.py" --shapes 8b smollm2_wide
 # ---- servers
 
 load_alone() { # both GPUs, and nothing else on the machine
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --gpus 2 --minutes 8 --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed,random,off \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --gpus 2 --minutes 8 --table "$table" --groups closed,random,off \
         --out "$out/load_alone.json"
 }
 load_widened() { # loads of a server, on one GPU beside other jobs
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 8,1,256,128,32,64 \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 8,1,256,128,32,64 \
         --groups "closed,closed 32:3,closed 128:3,varying:4,poisson 30%,poisson 60%,bursts" \
         --period 5 --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.26 --out "$out/load_widened.json"
 }
 load_128() { # the clients at which the API server's process is the limit, by turns
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128:6" \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 256,128 --groups "closed 128:6" \
         --minutes 25 --kv-gib 10 --memory-share 0.21 --out "$out/load_128.json"
 }
 load_rust() { # loads of a server behind vLLM's front end in Rust
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 8,1,256,128,32,64 \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 8,1,256,128,32,64 \
         --groups "closed,closed 32:3,closed 128:6,poisson,bursts,random,off by table" --rust-frontend \
         --few-seconds 20 --minutes 25 --kv-gib 10 --memory-share 0.21 --out "$out/load_rust.json"
 }
 load_rust_measured() { # the same, under a table that is measured behind that front end
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+    python3 "$here/serving/load_on_gpu.py" $server \
         --lengths-at 32,64,128,256 --clients 256,32,128,64 --groups "lengths,closed:2,closed 256:3,closed 128:3,closed 32:4" \
         --rust-frontend --minutes 10.5 --kv-gib 10 --memory-share 0.26 --out "$out/load_rust_measured.json"
 }
 load_rust_long() { # every load of issue 17's table behind that front end, long where many clients begin at once, and
     # adaptive verification beside it
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
         --groups "closed 256@100,closed 128@100,trimmed@5,closed@25,off,poisson@10,bursts@10,random" --rust-frontend \
         --few-seconds 20 --minutes 26 --kv-gib 6 --memory-share 0.17 --out "$out/load_rust_long.json"
 }
 load_python_long() { # the same at 128 clients behind the API server in Python, which they keep busy
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 --groups "closed 128@100" \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 256,128 --groups "closed 128@100" \
         --minutes 25 --kv-gib 6 --memory-share 0.17 --out "$out/load_python_long.json"
 }
 load_trimmed() { # adaptive verification beside full verification, and the loads that the run before had no time for; in a
     # lane that has the host for itself, because vLLM times its verify passes as that server starts
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
         --groups "closed 256@20,trimmed@8,bursts@10,random" --rust-frontend --minutes 12 --kv-gib 6 --memory-share 0.17 \
         --out "$out/load_trimmed.json"
 }
 load_two_api_servers() { # at 128 clients, with two API servers in Python on each side
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
-        --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --every-length --clients 256,128 \
+    python3 "$here/serving/load_on_gpu.py" $server \
+        --table "$table" --every-length --clients 256,128 \
         --groups "closed 128:3@20,closed 256@20" --api-servers 2 --minutes 12 --kv-gib 6 --memory-share 0.17 \
         --out "$out/load_two_api_servers.json"
 }
 load_varying() { # a load that varies: a table that is measured on this machine, and each length of it for every load
-    python3 "$here/serving/load_on_gpu.py" --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive \
+    python3 "$here/serving/load_on_gpu.py" $server \
         --clients 128,32 --lengths-at 32,64,128 --groups lengths,varying:6 --period 5 --minutes 20 --kv-gib 10 \
         --memory-share 0.26 --out "$out/load_varying.json"
 }

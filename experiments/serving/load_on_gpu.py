@@ -238,9 +238,9 @@ def planned(given: argparse.Namespace) -> Iterator[Level]:
     """The levels that were asked for, by turns; a turn after the first has its number behind the level's name. What is
     said of a level goes before what is said of its group."""
     chosen: dict[str, tuple[Level, int]] = {}
-    words = [GROUP.fullmatch(word) for word in given.groups.split(",")]
-    said = {word["name"] for word in words if word}
-    for word in filter(None, words):
+    words = [word for text in given.groups.split(",") if (word := GROUP.fullmatch(text))]
+    said = {word["name"] for word in words}
+    for word in words:
         for level in levels(given):
             group = word["name"] in (level.group, level.group.split()[0])
             if word["name"] == level.name or (group and level.name not in said):

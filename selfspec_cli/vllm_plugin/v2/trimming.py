@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from selfspec_cli.vllm_plugin.v2.verdict import verified_places
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -38,10 +40,10 @@ def price_drafts_by(requests: Any, clock: DraftClock) -> None:
 
 def judge_verified_drafts(state: DraftState, batch: InputBatch) -> None:
     """Let a draft that was left out of the verify pass not count as rejected, where lengths go by acceptance."""
-    if batch.num_draft_tokens_per_req is None or not len(state.allowances.ladder):
-        return
-    places = (batch.cu_num_logits.diff() - 1).to(state.lengths.dtype)  # the host does not know them
-    state.lengths[batch.idx_mapping] = torch.minimum(state.lengths[batch.idx_mapping], places)
+    places = verified_places(batch) if len(state.allowances.ladder) else None
+    if places is not None:
+        requests = batch.idx_mapping
+        state.lengths[requests] = torch.minimum(state.lengths[requests], places.to(state.lengths.dtype))
 
 
 def forget_confidences(state: DraftState) -> None:

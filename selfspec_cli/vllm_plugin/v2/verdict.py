@@ -55,6 +55,14 @@ def with_short_drafts(original: type[RejectionSampler]) -> type[RejectionSampler
     return ShortDraftSampler
 
 
+def verified_places(batch: InputBatch) -> Tensor | None:
+    """Drafts of each request in the verify pass of a step, integers [rows]; None for a step without any.
+
+    From the device: the host does not know what adaptive verification left out.
+    """
+    return None if batch.num_draft_tokens_per_req is None else batch.cu_num_logits.diff() - 1
+
+
 @dataclass
 class DeviceRecorder:
     """Collects the record of `DraftRecorder` from drafts that stay on the device, without waiting for them.
@@ -67,13 +75,14 @@ class DeviceRecorder:
 
     def verdict(self, batch: InputBatch, num_sampled: Tensor, state: DraftState) -> None:
         """The verify pass is over, and the state still describes the drafts that it looked at."""
-        if batch.num_draft_tokens_per_req is None:
+        places = verified_places(batch)
+        if places is None:
             return
         requests = batch.idx_mapping
         self._rounds.append(
             (
                 list(batch.req_ids),
-                batch.cu_num_logits.diff() - 1,  # the host does not know what adaptive verification left out
+                places,
                 num_sampled.clone(),
                 state.lengths[requests],
                 state.statistics[requests],

@@ -158,6 +158,11 @@ load_trimmed() { # adaptive verification beside full verification, and the loads
         --groups "closed 256@20,trimmed@8,bursts@10,random" --rust-frontend --minutes 12 --kv-gib 6 --memory-share 0.17 \
         --out "$out/load_trimmed.json"
 }
+load_trimmed_short() { # adaptive verification beside full verification, where there is little time; the host as above
+    python3 "$here/serving/load_on_gpu.py" $server --table "$table" --every-length --clients 256,128,64,32 --seconds 6 \
+        --groups "trimmed 256 k=4,trimmed 128 k=4,trimmed 32 k=4,trimmed 64 k=4,trimmed 128 k=2,trimmed 256 k=2" \
+        --stagger 60 --rust-frontend --minutes 8 --kv-gib 6 --memory-share 0.17 --out "$out/load_trimmed_short.json"
+}
 load_two_api_servers() { # at 128 clients, with two API servers in Python on each side
     python3 "$here/serving/load_on_gpu.py" $server \
         --table "$table" --every-length --clients 256,128 \
@@ -199,6 +204,10 @@ lossless_more() { # of these, experts, latent attention, gates and adaptive veri
 lossless_trimmed() { # adaptive verification, with full graphs for the steps that requests join
     python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_trimmed.json" \
         --only "compilation_config={} enable_adaptive"
+}
+lossless_trimmed_once() { # the shorter case of these
+    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_trimmed_once.json" \
+        --only "plain compilation_config={} enable_adaptive"
 }
 lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns,
     # and last with full graphs also for the steps that requests join

@@ -37,8 +37,10 @@ varying  a closed loop of which most clients stop to ask every few seconds (--be
          the table reaches over the best fixed length is under `over_fixed`.
 
 trimmed  from 32 clients on, fixed lengths of which two and more tokens are drafted, also on a server with adaptive
-         verification, which leaves drafts out of the verify pass that are hardly accepted. Where that server cannot be
-         started, it is left out.
+         verification, which leaves drafts out of the verify pass that are hardly accepted; and on the same server with
+         every draft verified, as it is below `verification_from`. Where that server cannot be started, it is left out.
+         It starts when the others answer, or --stagger seconds after them: while it starts, it times verify passes, and
+         the others should be done with starting by then.
 
 A group may also be one level ("closed 128"), and say how many turns it has ("closed 128:3"; --turns is for those that
 do not) and how many seconds its runs have ("closed 128@100", "closed:2@20"; --seconds and --few-seconds are for the
@@ -68,7 +70,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -78,7 +80,7 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine import starting
@@ -92,7 +94,7 @@ from selfspec_cli.stages.sweep import SweepResult
 
 VARYING = "clients come and go"
 PLAIN, DRAFTING, CONTROL, LAUNCHED = "plain", "early exit", "plain again", "launched first"
-TRIMMED = "adaptive verification"
+TRIMMED, WHOLE = "adaptive verification", "adaptive, all verified"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
@@ -150,6 +152,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--wanted", type=float, help="speedup of closed loops; what issue 17 asks of the widened model")
+    parser.add_argument("--stagger", type=float, help="seconds after which the server with adaptive verification is "
+                        "started; without it, when the others answer")  # fmt: skip
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
@@ -224,7 +228,7 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
     for number in clients:
         for k in sorted(set(loads.lengths(given.k)) - {1}) if number >= TRIMMED_CLIENTS else ():
             yield Level("trimmed", f"trimmed {number} k={k}", closed(number), 0.98, table=f"1:{k}",
-                        sides=(PLAIN, DRAFTING, TRIMMED))  # fmt: skip
+                        sides=(PLAIN, DRAFTING, TRIMMED, WHOLE))  # fmt: skip
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
@@ -335,7 +339,7 @@ class Session:
         began = time.monotonic()
         order = level.sides if len(rows) % 2 == 0 else level.sides[::-1]
         for name in order:
-            if name in (DRAFTING, TRIMMED):
+            if name in (DRAFTING, TRIMMED, WHOLE):
                 self.prepare(level, name)
         if self.given.gpus > 1:
             points = {name: future.result() for name, future in
@@ -379,6 +383,8 @@ class Session:
             if cfg.read_first != self.read_first:  # not before the server's first step, when there is nothing to set
                 side.server.call("early_exit_set_read_first", cfg.read_first)
                 self.read_first = cfg.read_first
+        if name in (TRIMMED, WHOLE):
+            side.server.call("early_exit_set_verification_from", 1 if name == TRIMMED else LARGEST)
         # A run of its own for each point: both plain servers have the same key.
         result = SweepResult(results.new_run_id())
         point = load_url.measured(cfg, side.server, side.loader, ignore, result, None, name in (PLAIN, CONTROL))
@@ -450,7 +456,7 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     found["reached"] = found["throughput"] >= level.wanted
     if "tok_s" in row.get(CONTROL, {}):
         found["control"] = round(row[CONTROL]["tok_s"] / plain["tok_s"], 3)
-    for side in (LAUNCHED, TRIMMED):
+    for side in (LAUNCHED, TRIMMED, WHOLE):
         if "tok_s" in (other := row.get(side, {})):
             found[side] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
                            for name in ("tok_s", *LATENCIES) if name in other and name in plain}  # fmt: skip
@@ -544,7 +550,7 @@ def pin(servers: Iterable[Server]) -> dict[str, list[int]]:
 def both(
     given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Side]]:
-    """Both servers, and the control, started at once, and one with adaptive verification after them. Their threads live
+    """Both servers, and the control, started at once, and one with adaptive verification later. Their threads live
     as long as `pool`: a process ends with the thread that started it."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -569,23 +575,28 @@ def both(
             opening = pool.submit(stack.enter_context, server)
             return opening, pool.submit(starting.follow, log, opening.done)
 
+        opened = {name: begin(name) for name in wanted if name != TRIMMED}
+        if TRIMMED in wanted:
+            wait([opening for opening, _ in opened.values()], given.stagger)
+            opened[TRIMMED] = begin(TRIMMED)
         sides = {}
-        # While an engine with adaptive verification starts, vLLM times verify passes: nothing else may start then.
-        for names in ([name for name in wanted if name != TRIMMED], [name for name in wanted if name == TRIMMED]):
-            for name, (opening, following) in {name: begin(name) for name in names}.items():
-                try:
-                    server = opening.result()
-                except ServerError as error:
-                    if name != TRIMMED:
-                        raise
-                    print(f"{name}: left out, its server cannot be started: {error}", flush=True)
-                    continue
-                lines = following.result()
-                found.setdefault("start", {}).setdefault(name, []).append(
-                    {"seconds": round(lines[-1][0], 1) if lines else None,
-                     "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
-                side = load.Loader(scratch / "raw" / name)
-                sides[name] = Side(server, side, str(wanted[name].length_table))
+        for name, (opening, following) in opened.items():
+            try:
+                server = opening.result()
+            except ServerError as error:
+                if name != TRIMMED:
+                    raise
+                print(f"{name}: left out, its server cannot be started: {error}", flush=True)
+                continue
+            lines = following.result()
+            found.setdefault("start", {}).setdefault(name, []).append(
+                {"seconds": round(lines[-1][0], 1) if lines else None,
+                 "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
+            side = load.Loader(scratch / "raw" / name)
+            sides[name] = Side(server, side, str(wanted[name].length_table))
+            print(f"{name}: answers {time.monotonic() - began:.0f} s after the first began to start", flush=True)
+        if TRIMMED in sides:
+            sides[WHOLE] = sides[TRIMMED]
         if given.orders:
             sides[LAUNCHED] = sides[DRAFTING]
         if given.pin:

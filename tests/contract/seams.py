@@ -34,6 +34,11 @@ SIGNATURES = {
     "draft_tokens",
     f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences": "confidence_probs "
     "input_batch",
+    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.__init__": "max_num_reqs "
+    "num_speculative_steps device",
+    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.step": "idx_mapping num_sampled "
+    "num_rejected",
+    f"{V2_SPECULATOR}.observe_verification": "idx_mapping num_sampled num_rejected",
     "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
@@ -249,7 +254,8 @@ ATTRIBUTES = {
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
     "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs "
-    "enable_adaptive_verification",
+    "enable_adaptive_verification acceptance_estimator",
+    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator": "slope intercepts features predictions",
     f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager": "req_states num_bonus_tokens "
     "cost_tables _max_total_logits _batch_budget _stale_idx _pending_resets _copy_events _stale_confidences",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",

@@ -49,9 +49,11 @@ from selfspec_cli.vllm_plugin.v2.reading import DraftClock
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.trimming import (
+    acceptance_estimator,
     forget_confidences,
     judge_verified_drafts,
     price_drafts_by,
+    rejected_drafts,
     trim_from,
 )
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
@@ -115,6 +117,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
         self.clock = DraftClock(device)
+        if self.enable_adaptive_verification:
+            self.acceptance_estimator = acceptance_estimator(self.max_num_reqs, self.num_speculative_steps, device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
         self._loop: device_loop.DeviceLoop | None = None
@@ -137,7 +141,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._layer_names = attention_names(self.model, self.vllm_config)
-        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
+        self.end_step = EndStep(
+            self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device, self.acceptance_estimator
+        )
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -376,6 +382,13 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         with self.clock.drafting():
             run(num_reqs, steps, batch, upper_bound, skip_attention)
         return self.draft_tokens[:num_reqs]
+
+    def observe_verification(self, idx_mapping: Tensor, num_sampled: Tensor, num_rejected: Tensor) -> None:
+        """A verify pass is over: what the acceptance of drafts is estimated by, without places that held none."""
+        if self.acceptance_estimator is None or self.resting:
+            return
+        rejected = rejected_drafts(num_sampled, num_rejected, self.state.lengths[idx_mapping])
+        super().observe_verification(idx_mapping, num_sampled, rejected)
 
     def _begin(
         self,

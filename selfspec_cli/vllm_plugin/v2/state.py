@@ -33,9 +33,10 @@ class DraftState:
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
     draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
-    token was drafted from, whichever token that was, 0 where nothing was drafted: what vLLM's adaptive verification
-    ranks by), row_steps (int32, most drafts of each this round), row_limits (float32, what the gate compares with in
-    each, NaN for the gate's own), left_out (int32, tokens of the context that the row's drafts do not attend to).
+    token was drafted from, whichever token that was, or with adaptive verification, which ranks by them, how likely
+    such a draft is to be accepted; 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
+    row_limits (float32, what the gate compares with in each, NaN for the gate's own), left_out (int32, tokens of the
+    context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
     allowances: what decides how much a request may draft.

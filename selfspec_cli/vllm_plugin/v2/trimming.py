@@ -1,5 +1,6 @@
 """From how many running requests on vLLM's adaptive verification trims the verify pass; below, that costs more than it
-saves. And what vLLM's choice of drafts rests on: what a draft loop costs, and which drafts were verified.
+saves. And what vLLM's choice of drafts rests on: how likely drafts are to be accepted, what a draft loop costs, and
+which drafts were verified.
 
 vLLM decides when an engine starts whether verify passes are trimmed at all, because their graphs are others. Within
 such an engine a step may verify every draft: its budget is then all of them, and nothing has to be ranked.
@@ -12,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from selfspec_cli.vllm_plugin.v2.verdict import verified_places
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
     from selfspec_cli.vllm_plugin.v2.reading import DraftClock
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -26,6 +29,26 @@ FROM, CLOCK = "early_exit_trims_from", "early_exit_draft_clock"
 knows: running requests from which on drafts are left out, and a `DraftClock`."""
 UNKNOWN = 1.0
 """The confidence that vLLM begins a request with."""
+
+
+def acceptance_estimator(requests: int, k: int, device: torch.device) -> OnlineAcceptanceEstimator:
+    """vLLM's estimator, for so many slots of requests and k drafts a round: a logistic function of the log odds of a
+    distribution's greatest probability, fitted while the engine serves. It begins with that probability itself."""
+    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+    made = OnlineAcceptanceEstimator(requests, k, device)
+    made.slope.fill_(1.0)
+    made.intercepts.zero_()
+    return made
+
+
+def rejected_drafts(num_sampled: Tensor, num_rejected: Tensor, drafted: Tensor) -> Tensor:
+    """Of the places that a verify pass rejected, those that held a draft, int32 [rows].
+
+    num_sampled, num_rejected: int32 [rows] tokens that a request gained, and places without one. drafted: int32 [rows].
+    """
+    accepted = (num_sampled - 1).clamp(min=0)
+    return num_rejected.minimum((drafted - accepted).clamp(min=0))
 
 
 def trim_from(requests: Any, count: int) -> None:

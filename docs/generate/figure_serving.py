@@ -9,7 +9,7 @@ from figure_cells import PUBLISHED, data_of, number, ratio, table
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
          "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
-         "load_h200_rust_long", "load_h200_python_long")  # fmt: skip
+         "load_h200_rust_long", "load_h200_python_long", "load_h200_trimmed", "load_h200_two_api_servers")  # fmt: skip
 """Runs of experiments/serving/load_on_gpu.py on the widened reference model, in their order."""
 
 RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_control", "load_h200_smollm2_control",
@@ -39,9 +39,10 @@ def served() -> str:
 
 The widened reference model, E=3, k=4, 8-bit copies, a table of lengths, `adaptive_length`; one run of 8 to 30 seconds a
 level, and of 100 seconds at 128 and 256 clients in the tenth and eleventh file. Two H200s with a server on each, and from the
-fourth to the eleventh file one H200 for both and every other program stopped while it was timed. In the eighth, ninth and
-tenth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes as the
-eighth, and the eleventh as the tenth, behind the API server in Python. [Load tests](load.md) says what each level is and what
+fourth to the thirteenth file one H200 for both and every other program stopped while it was timed. In the eighth, ninth,
+tenth and twelfth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes
+as the eighth, and the eleventh as the tenth, behind the API server in Python. In the thirteenth each server has two API servers
+in Python. [Load tests](load.md) says what each level is and what
 disturbed some of them. Settled are the requests that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it
@@ -58,6 +59,8 @@ experiments/gpu_host.sh MODELS OUT widened load_rust      # the eighth
 experiments/gpu_host.sh MODELS OUT widened load_rust_measured   # the ninth
 experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the tenth
 experiments/gpu_host.sh MODELS OUT widened load_python_long     # the eleventh
+experiments/gpu_host.sh MODELS OUT widened load_trimmed         # the twelfth
+experiments/gpu_host.sh MODELS OUT widened load_two_api_servers # the thirteenth
 experiments/gpu_host.sh MODELS OUT smollm2 load_smollm2   # the last five
 ```
 
@@ -123,32 +126,45 @@ measured it, and a switch that is not in the code.
 {table(header, sorted(rows, key=lambda row: row[0]))}"""
 
 
+TRIMMED = {
+    "load_h200_rust_long": "As it was, beside `adaptive_length`: what it had left out of the verify pass counted as "
+    "rejected, and what it drafted after a pause was always left out, so that it did not begin again. Job `load_rust_long`.",
+    "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability. Job "
+    "`load_trimmed`.",
+    "load_h200_trimmed_estimated": "Drafts are admitted by how likely they are to be accepted, as vLLM's estimator learns it "
+    "while the engine serves; another host again. In the last column the same server verifies every draft, as it does below "
+    "`verification_from`. Job `load_trimmed_short`.",
+}
+"""Runs with a server with adaptive verification, and what was new in each."""
+
+
 def trimmed() -> str:
     """Adaptive verification beside full verification, at fixed draft lengths."""
-    found = data_of("serving/load_h200_rust_long.json")
-    rows = []
-    for level, sides in found["rows"].items():
-        if not level.startswith("trimmed"):
-            continue
-        clients, drafts = level.removeprefix("trimmed ").split(" k=")
-        plain, full, ours = (sides[name] for name in ("plain", "early exit", "adaptive verification"))
-        rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
-        rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),
-                     *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)), *rounds))  # fmt: skip
-    header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
-              "tokens a round with drafts", "the same, adaptive", "rounds with drafts", "the same, adaptive")  # fmt: skip
-    return f"""### serving: adaptive verification with `adaptive_length`, as it was
+    tables = []
+    for file, told in TRIMMED.items():
+        rows = []
+        for level, sides in data_of(f"serving/{file}.json")["rows"].items():
+            if not level.startswith("trimmed"):
+                continue
+            clients, drafts = level.removeprefix("trimmed ").split(" k=")
+            plain, full, ours = (sides[name] for name in ("plain", "early exit", "adaptive verification"))
+            whole = [number(one["tok_s"], 5) for name, one in sides.items() if name == "adaptive, all verified"]
+            rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
+            rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),
+                         ratio(ours["tok_s"] / full["tok_s"]),
+                         *(f"{side['tokens_a_round']:.2f}" for side in (full, ours)), *rounds, *whole))  # fmt: skip
+        header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
+                  "over every draft verified", "tokens a round with drafts", "the same, adaptive", "rounds with drafts",
+                  "the same, adaptive", "adaptive, every draft verified")  # fmt: skip
+        tables.append(f"`{file}.json`. {told}\n\n{table(header[: len(rows[0])], sorted(rows))}")
+    all_of_them = "\n\n".join(tables)
+    return f"""### serving: adaptive verification
 
-The run of the tenth file above: a third server on the card, started with `verification=adaptive`; 5 seconds a level, by turns.
-It drafted in hardly a round: what it had left out of the verify pass counted as rejected, and what it drafted after a pause
-was always left out, so that it did not begin again. Both have been repaired since, and not measured again
-([adaptive verification](draft_length.md#adaptive-verification)).
+The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
+beside one that verifies every draft, 5 to 8 seconds a level, by turns, everything else stopped. What it does is in
+[draft length](draft_length.md#adaptive-verification).
 
-```
-experiments/gpu_host.sh MODELS OUT widened load_rust_long
-```
-
-{table(header, sorted(rows))}"""
+{all_of_them}"""
 
 
 ENGINES = {"plain": "plain vLLM, steps that a request joins 2.5 ms longer",

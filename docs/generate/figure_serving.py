@@ -128,12 +128,11 @@ measured it, and a switch that is not in the code.
 
 TRIMMED = {
     "load_h200_rust_long": "As it was, beside `adaptive_length`: what it had left out of the verify pass counted as "
-    "rejected, and what it drafted after a pause was always left out, so that it did not begin again. Job `load_rust_long`.",
-    "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability. Job "
-    "`load_trimmed`.",
+    "rejected, and what it drafted after a pause was always left out, so that it did not begin again.",
+    "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability.",
     "load_h200_trimmed_estimated": "Drafts are admitted by how likely they are to be accepted, as vLLM's estimator learns it "
     "while the engine serves; another host again. In the last column the same server verifies every draft, as it does below "
-    "`verification_from`. Job `load_trimmed_short`.",
+    "`verification_from`.",
 }
 """Runs with a server with adaptive verification, and what was new in each."""
 
@@ -163,6 +162,12 @@ def trimmed() -> str:
 The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
 beside one that verifies every draft, 5 to 8 seconds a level, by turns, everything else stopped. What it does is in
 [draft length](draft_length.md#adaptive-verification).
+
+```
+experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the first
+experiments/gpu_host.sh MODELS OUT widened load_trimmed         # the second
+experiments/gpu_host.sh MODELS OUT widened load_trimmed_short   # the third
+```
 
 {all_of_them}"""
 

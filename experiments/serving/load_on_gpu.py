@@ -577,7 +577,9 @@ def both(
 
         opened = {name: begin(name) for name in wanted if name != TRIMMED}
         if TRIMMED in wanted:
-            wait([opening for opening, _ in opened.values()], given.stagger)
+            done, _ = wait([opening for opening, _ in opened.values()], given.stagger)
+            for opening in done:
+                opening.result()  # one that could not be started ends this before another one begins
             opened[TRIMMED] = begin(TRIMMED)
         sides = {}
         for name, (opening, following) in opened.items():

@@ -201,8 +201,7 @@ NEEDS = {
     "frontend": ["load_rust", "load_rust_measured", "load_rust_long", "load_trimmed", "load_trimmed_short"],
     "reference_widened": ["widened_one", "load_alone", "load_widened", "load_128", "load_rust", "load_rust_measured",
                           "load_rust_long", "load_python_long", "load_trimmed", "load_trimmed_short",
-                          "load_two_api_servers", "load_varying",
-                          "agree"],
+                          "load_two_api_servers", "load_varying", "agree"],
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
 # active rows.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
-MOST_LOG_ODDS = tl.constexpr(40.0)  # where one token has all of the probability
+MOST_LOG_ODDS = tl.constexpr(40.0)  # where one token has all of the probability; as in vLLM's estimator
 
 
 @triton.jit
@@ -222,8 +222,9 @@ class EndStep:
         tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
         """
         rows, k, buffers = logits.shape[0], state.draft_tokens.shape[1], state.buffers
-        of = self.estimator
-        learned = (of.slope, of.intercepts, of.features, of.predictions) if of else (state.confidences,) * 4
+        known, learned = self.estimator, (state.confidences,) * 4  # places that are not read where nothing is estimated
+        if known is not None:
+            learned = (known.slope, known.intercepts, known.features, known.predictions)
         _reduce_block[(rows, self.blocks)](
             logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
         )
@@ -256,7 +257,7 @@ class EndStep:
             K=k,
             GREEDY=tokens is None,
             MAPPED=self.vocab_ids is not None,
-            ESTIMATED=of is not None,
+            ESTIMATED=known is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
         )
         _turn[(1,)](state.step, state.round_limit, state.active, state.going, state.counts, K=k)

@@ -21,6 +21,7 @@ from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, SPECULATIVE_
 from selfspec_cli.early_exit.settings import GateConfig as GateConfig
 from selfspec_cli.early_exit.settings import HeadConfig as HeadConfig
 from selfspec_cli.early_exit.thresholds import gate_threshold as gate_threshold
+from selfspec_cli.early_exit.view import canonical
 
 
 class ConfigError(ValueError):
@@ -285,13 +286,19 @@ GROUPS: dict[str, str] = {
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
-    """`cfg` with its own `layer` and `k` in place of those that its model brings along."""
+    """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept.
+
+    Raises:
+        SettingsError: what names no context, or two of them.
+    """
     own = None if cfg.skip_layers else cfg.model.exit_layer  # of all layers some are skipped, unless `layer` says so
     layer = own if cfg.layer is None else cfg.layer
     k = cfg.k
     if k is None:
         k = cfg.speculative.get(SPECULATIVE_LENGTH) or cfg.model.draft_length or DRAFT_LENGTH
-    return replace(cfg, layer=layer, k=k)
+    found = replace(cfg, layer=layer, k=k)
+    canonical(found)
+    return found
 
 
 def vocab_size(cfg: RunConfig) -> int | None:

@@ -28,10 +28,11 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
-from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
+from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
+from selfspec_cli.early_exit.view import DraftView
 
 
 def validate(cfg: RunConfig) -> None:
@@ -50,8 +51,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
-    _validate_draft_weights(cfg)
-    _validate_skip_layers(cfg)
+    _validate_view(cfg)
     _validate_draft_sample_method(cfg)
     _validate_verification(cfg)
     _validate_bandit(cfg)
@@ -172,39 +172,26 @@ def _validate_method(cfg: RunConfig) -> None:
         )
 
 
-def _validate_draft_weights(cfg: RunConfig) -> None:
+def _validate_view(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
     weights, method = cfg.draft_weights, cfg.method
     if cfg.draft_weights_path is not None and method is Method.layer_skip:
         path = Path(cfg.draft_weights_path).expanduser()
         if not path.is_file():
             raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
-        if not DRAFT_WEIGHTS[weights].copies:
-            raise ConfigError(f"draft_weights_path={path} with draft_weights={weights}: name the kind of copies that "
-                              "it holds, such as draft_weights=int4")  # fmt: skip
-    if weights == "shared" or method is Method.baseline:
+    if method is Method.baseline:
         return
     if method is not Method.layer_skip:
-        raise ConfigError(
-            f"draft_weights={weights} with method={method}: it has no early-exit draft; use method=layer_skip, or "
-            "draft_weights=shared"
-        )
+        skipped = bool(skipped_layers(cfg.skip_layers))
+        for name, given in (("draft_weights", weights != "shared"), ("skip_layers", skipped)):
+            if given:
+                raise ConfigError(f"{name}={getattr(cfg, name)} with method={method}: it has no "
+                                  "early-exit draft; use method=layer_skip, or leave it out")  # fmt: skip
+        return
+    DraftView.of(cfg).check()
     reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
     if reason is not None:
         raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
-
-
-def _validate_skip_layers(cfg: RunConfig) -> None:
-    skipped = skipped_layers(cfg.skip_layers)
-    if not skipped or cfg.method is Method.baseline:
-        return
-    if cfg.method is not Method.layer_skip:
-        raise ConfigError(
-            f"skip_layers={cfg.skip_layers} with method={cfg.method}: it has no early-exit draft; use "
-            "method=layer_skip, or leave it out"
-        )
-    if cfg.layer is not None:
-        check_skipped(skipped, cfg.layer)
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:

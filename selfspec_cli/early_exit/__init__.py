@@ -15,6 +15,8 @@ One line per room:
     head_metadata.py what a head's file says of it, checked without its tensors; no torch
     head_module.py   a head that runs; draft vocabularies
     draft_weights/   the kinds of weights that a draft runs on, one object in one module each; no torch
+    contexts/        what a draft attends to, one object in one module each; no torch
+    view.py          what drafts, as one object: layers, weights, context, head, vocabulary; no torch
     layers.py        which layers draft, as users write them; no torch
     data_aware.py    copies of a weight made for the data that it meets: GPTQ's rounding, corrections of low rank
     fitted_weights.py  such copies on disk, tied to the model that they were made of

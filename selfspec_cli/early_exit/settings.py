@@ -32,22 +32,6 @@ DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
 
-def deepest_exit_layer(num_layers: int, draft_weights: str, skip_layers: str | None = None) -> int:
-    """The last exit layer that can draft: all layers where the draft is cheaper than the model anyway, because it runs
-    on copies of the weights or skips layers; all but one where it is not."""
-    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers - 1
-
-
-def default_exit_layer(num_layers: int, draft_weights: str = "shared", skip_layers: str | None = None) -> int:
-    """The exit layer where nobody says: all layers of a cheaper view, half of them otherwise."""
-    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers // 2
-
-
-def is_cheaper_view(draft_weights: str, skip_layers: str | None) -> bool:
-    """Whether a draft through all layers costs less than a plain step."""
-    return DRAFT_WEIGHTS[draft_weights].copies or bool(skip_layers)
-
-
 @dataclass
 class GateConfig:
     """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold`."""
@@ -166,10 +150,17 @@ class DraftSettings:
         spec_keys=("skip_layers",),
         methods=DRAFTING,
     )
+    draft_context: str = knob(
+        "full",
+        help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
+        limits="full, window:TOKENS (see draft_window), or a kind that an installed package adds",
+        spec_keys=("draft_context",),
+        methods=DRAFTING,
+    )
     draft_window: int | None = knob(
         None,
         help="drafts attend to the first block of the context and to the blocks of at least so many of its last "
-        "tokens, which makes drafts in long contexts cheaper; the verify pass attends to everything",
+        "tokens, which makes drafts in long contexts cheaper: draft_context=window:TOKENS",
         unit="tokens",
         low=16,
         unset="all of the context",

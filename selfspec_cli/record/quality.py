@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.early_exit import view
 from selfspec_cli.record import profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
@@ -211,7 +212,7 @@ def score_in_words(score: Mapping[str, Any]) -> str:
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:
     """An arm by the settings that make it one."""
-    names = ("speculative", "E", "k", "head", "vocab", "draft_weights", "draft_sample_method", "gate", "threshold")
+    names = ("speculative", "k", *view.all_columns(), "draft_sample_method", "gate", "threshold")
     told = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
     return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in told.items())])
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.keys import draft_options, run_key
+from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.config.speculative import in_words
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency, load_columns
 from selfspec_cli.record.point import FAILED, OK, Point, median
 
@@ -143,6 +144,7 @@ class Record:
     speculative: str | None = None  # of arm vllm: the method and its settings
     draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
     draft_weights_file: str | None = None  # that the copies came from; empty: they were rounded when the engine started
+    draft_context: str | None = None  # what drafts attend to, where no other column says it; empty: all of the context
     read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
     low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
     period: float | None = None  # seconds in which the number of clients goes down and up once
@@ -201,10 +203,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
-        columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
-        columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}
+        columns |= {**DraftView.of(cfg).columns(), "verification": str(cfg.verification)}
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
-        columns["draft_weights_file"] = _name_of(cfg.draft_weights_path)
         columns["read_first"] = None if cfg.read_first else False
     return columns
 

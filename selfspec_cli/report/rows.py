@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_columns import asked
@@ -45,13 +46,8 @@ def _arm(row: Record) -> str:
         return f"vLLM n-gram k={row.k}{runner}"
     if row.arm == "draft_model":
         return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}{drawn}"
-    cheaper = row.draft_weights not in (None, "shared") or row.skip_layers  # drafts with all layers, if nobody says
-    layer = f"E={row.E}" if row.E is not None else "E=all" if cheaper else "E=half"
-    layer += f" without {row.skip_layers}" if row.skip_layers else ""
-    head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
-    head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
-    head += f" of {row.draft_weights_file}" if row.draft_weights_file else ""
-    tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
+    layer, head, context = view.label(row)
+    tail = f" · {context}" if context else ""
     tail += " · launched first" if row.read_first is False else ""
     tail += drawn + (" · adaptive verification" if row.verification == "adaptive" else "")
     if row.arm == "skip":

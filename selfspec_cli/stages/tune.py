@@ -27,6 +27,7 @@ from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, preflight, search
@@ -215,13 +216,15 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 def survey(
     cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
 ) -> list[Exit]:
-    """Log and time each exit once, in the order given (from the shallowest on). Of one kind of weights, one set of
-    layers to skip and one way to take tokens no more are looked at once two in a row expect less than the best before.
+    """Log and time each exit once, in the order given (from the shallowest on).
+
+    Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
+    than the best before.
     """
     found: list[Exit] = []
-    worse: dict[tuple[str | None, ...], int] = {}
+    worse: dict[tuple[DraftView, str], int] = {}
     for number, cfg in enumerate(cfgs):
-        view = (cfg.draft_weights, cfg.skip_layers, cfg.draft_weights_path, cfg.draft_sample_method)
+        view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) < 2:
             one = _surveyed(cfg, folder, open_engine, budget)
             best = max((known.best.speedup for known in found), default=0.0)

@@ -19,11 +19,12 @@ weights/          what a draft step multiplies by: replace.py puts other parts i
                   step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
+contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples
 v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
                   allowances.py: what decides there how much a request drafts; requests.py tells the speculator of new
-                  ones; begin.py: how a round begins; window.py: what of the context its drafts leave out; kernels.py:
+                  ones; begin.py: how a round begins; kernels.py:
                   what happens between two forward passes; statistics.py: the gates' part of it, written from their
                   expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many places for
                   drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to which size;

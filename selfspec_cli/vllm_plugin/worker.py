@@ -115,10 +115,10 @@ class EarlyExitWorker:
         drafter.set_read_first(on)
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
-        """Draft with other layers or on other weights from the next round on, on an eager engine.
+        """Draft with other layers, weights or context from the next round on, on an eager engine.
 
-        view: the keys layer_skip, skip_layers, draft_weights and draft_weights_path of a speculative_config; those
-        left out are at their default. Head, gate and draft length stay. Raises SettingsError for a view that there
+        view: the key layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its
+        default. Head, gate and draft length stay. Raises SettingsError for a view that there
         cannot be, and on an engine that compiles: its code and its CUDA graphs are of the view that it was started
         with.
         """
@@ -136,7 +136,7 @@ class EarlyExitWorker:
             raise SettingsError("a view can be changed on an eager engine only; allowed: enforce_eager = True")
         wanted = ResolvedSettings.from_user({"method": "layer_skip", **view}, self.early_exit_layers())
         require_draft_weights(wanted.draft_weights, facts_of(config, self.vllm_config.parallel_config))
-        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path")
+        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path", "draft_context", "draft_window")
         drafter.set_view(replace(drafter.settings, **{name: getattr(wanted, name) for name in names}))
 
     def _early_exit_drafter(self) -> Any:

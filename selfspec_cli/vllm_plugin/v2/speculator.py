@@ -35,9 +35,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import Target
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
+from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
+from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
@@ -58,7 +59,6 @@ from selfspec_cli.vllm_plugin.v2.trimming import (
 )
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
-from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
@@ -171,7 +171,8 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
-        refuse_window(self.settings.draft_window, [group for groups in self.attn_groups for group in groups])
+        drafting = [group for groups in self.attn_groups for group in groups]
+        self._context = kernel_for(self.settings.context, drafting, self.vllm_config)
         self._configure_decode_metadata_update()
 
     def _configure_decode_metadata_update(self) -> None:
@@ -407,14 +408,14 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 
     def _leave_out(self, steps: int) -> None:
-        """What of the context the drafts of this round do not attend to, under `draft_window`."""
-        window = self.settings.draft_window
-        if window is None:
+        """What of the context the drafts of this round do not attend to, under `draft_context`."""
+        context = self._context
+        if context is None:
             return
-        (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_window`
+        (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_context`
         size = self.block_tables.block_sizes[group]
-        shorten(self.state, self.block_tables.input_block_tables[group], size, window)
-        self.draft_max_seq_len = min(self.draft_max_seq_len, window + 2 * size + steps)
+        context.shorten(self.state, self.block_tables.input_block_tables[group], size)
+        self.draft_max_seq_len = min(self.draft_max_seq_len, context.longest(size) + steps)
 
     def _compile(self, num_tokens: int) -> None:
         """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""

@@ -14,6 +14,8 @@ from selfspec_cli.early_exit.contexts import Context, context_of
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+from selfspec_cli.early_exit.head_metadata import spec_of
+from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
 from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
@@ -130,6 +132,19 @@ class ResolvedSettings(DraftSettings):
         settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
         return settings
 
+    def _check_head(self) -> None:
+        """Raises SettingsError for a kind of head that has to be fitted and has no file, and for one that its file does
+        not hold."""
+        kind, path = self.head.kind, self.head.path
+        if path is None and HEADS[kind].targets:
+            raise SettingsError(
+                f"head = {kind!r} is fitted to a model, and no head_path names its file; make it with `selfspec fit "
+                f"model=MODEL head={kind} layer={self.layer}` and give head_path = the file that it writes"
+            )
+        held = None if path is None or kind == type(self.head).kind else spec_of(path, self.layer)
+        if held is not None and held.kind != kind:
+            raise SettingsError(f"head = {kind!r} and head_path = {path!r}, which holds {held.name}: leave head out")
+
     def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
         """Fill in what was left open, and refuse what does not go together."""
         if self.method == "skip":
@@ -154,6 +169,7 @@ class ResolvedSettings(DraftSettings):
         view.check()
         self.layer = _exit_layer(spec.get("layer_skip"), num_layers, view)
         self.view.check()
+        self._check_head()
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.bandit:
             raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
@@ -167,6 +183,15 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(f"{KEY} and {VLLM_KEY} mean the same setting; give one")
             self.length_table = str(LengthTable.from_vllm(spec[VLLM_KEY], self.k))
         self.length_table = checked_table(self.length_table, self.k, self.gate.kind)
+
+
+def _vocabulary(value: object, key: str) -> str:
+    """A draft vocabulary in its own spelling: full, a number of tokens, or a path."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return str(value)
+    if isinstance(value, str) and value and not (value.isdigit() and int(value) < 1):
+        return value
+    raise SettingsError(f"{key} = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids")
 
 
 def checked_table(text: str | None, k: int, gate: str) -> str | None:
@@ -197,6 +222,8 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     about, types = option.knob, {option.type, *get_args(option.type)}
     if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
         return value
+    if option.key == "vocab":
+        return _vocabulary(value, key)
     if option.key == "skip_layers":
         return as_text(skipped_layers(value, key))
     if option.key == "verification" and isinstance(value, bool):

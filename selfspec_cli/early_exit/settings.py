@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.contexts import FULL
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
@@ -53,7 +54,11 @@ class HeadConfig:
     """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here."""
 
     kind: str = knob(
-        "lens", help="what turns the exit layer's hidden state into logits", choices=HEADS, methods=METHODS
+        "lens",
+        help="what turns the exit layer's hidden state into logits",
+        choices=HEADS,
+        spec_keys=("head",),
+        methods=METHODS,
     )
     path: str | None = knob(
         None,
@@ -125,7 +130,9 @@ class DraftSettings:
     head: HeadConfig = field(default_factory=HeadConfig)
     vocab: str = knob(
         "full",
-        help="draft vocabulary: full, so many of the most frequent tokens, or a file of token ids",
+        help="draft vocabulary: full, so many of the most frequent tokens (in a speculative_config: so many of the "
+        "first ids, which a tokenizer of byte pairs gives to the tokens that it found most often), or a file of token ids",
+        spec_keys=("vocab",),
         methods=METHODS,
     )
     draft_weights: str = knob(
@@ -151,7 +158,7 @@ class DraftSettings:
         methods=DRAFTING,
     )
     draft_context: str = knob(
-        "full",
+        FULL,
         help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
         limits="full, window:TOKENS (see draft_window), or a kind that an installed package adds",
         spec_keys=("draft_context",),
@@ -255,13 +262,17 @@ USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
     """Settings as a user would write them in a speculative_config; `ResolvedSettings.from_user` reads them back.
 
-    The threshold in force is written as `threshold`, whatever key it was from.
+    The threshold in force is written as `threshold`, whatever key it was from; head, draft vocabulary and context
+    only where they are not the default, and the kind of a head only where no file says it.
     """
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob
         if about.spec_keys and not about.of_vllm and settings.method in about.methods:
             spec[about.spec_keys[0]] = knobs.read(settings, option.key)
+    for key, value in (("head", HeadConfig.kind), ("vocab", DraftSettings.vocab), ("draft_context", FULL)):
+        if spec.get(key) == value or (key == "head" and settings.head.path is not None):
+            del spec[key]
     if settings.method == "layer_skip":
         spec = {key: value for key, value in spec.items() if key not in THRESHOLD_KEYS}
         spec["threshold"] = gate_threshold(settings)

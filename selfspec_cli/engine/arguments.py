@@ -61,7 +61,8 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
         return None
     if cfg.method in EARLY_EXIT:
         head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
-        return to_spec(replace(cfg, head=head, gate=gate))
+        # The file that was found, or made, has the draft vocabulary.
+        return to_spec(replace(cfg, head=head, gate=gate, vocab=RunConfig.vocab))
     if cfg.method is Method.vllm:
         return spec_of(cfg) | vllm_keys(cfg)
     spec = {"method": cfg.method.value, SPECULATIVE_LENGTH: cfg.k, "model": str(shallow_model(cfg, scratch))}

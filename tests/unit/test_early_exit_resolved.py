@@ -144,7 +144,7 @@ def test_every_key_that_a_speculative_config_gets():
     assert to_spec(settings) == {
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "draft_context": "full", "verification_from": None, "length_table": None,
+        "draft_window": 64, "verification_from": None, "length_table": None,
         "adaptive_length": False, "bandit": False, "draft_cost": None, "read_first": True,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
@@ -246,3 +246,34 @@ def test_copies_from_a_file():
 )  # fmt: skip
 def test_of_settings_that_travelled(change, text):
     assert said(travelled, **change) == text
+
+
+# ---- a head and a draft vocabulary that no file says -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(32768, "32768"), ("32768", "32768"), ("full", "full"), ("a.txt", "a.txt")]
+)
+def test_a_draft_vocabulary_is_a_number_or_a_file(given, kept):
+    settings = read(layer_skip=3, head="lens", vocab=given)
+    assert (settings.vocab, settings.head.kind) == (kept, "lens")
+    assert to_spec(settings).get("vocab", "full") == kept
+    assert ResolvedSettings.from_dict(settings.to_dict()) == read(**to_spec(settings)) == settings
+
+
+@pytest.mark.parametrize("value", [0, "0", -3, True, 1.5, ""])
+def test_what_is_no_draft_vocabulary_is_refused(value):
+    assert said(read, vocab=value) == (
+        f"vocab = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids"
+    )
+
+
+def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_it(tmp_path):
+    message = said(read, layer_skip=3, head="translator")
+    assert "selfspec fit model=MODEL head=translator layer=3" in message and "head_path" in message
+    file = tmp_path / "layer3_lsq.pt"
+    file.touch()
+    assert read(layer_skip=3, head="lsq", head_path=str(file)).head.kind == "lsq"
+    assert said(read, layer_skip=3, head="translator", head_path=str(file)) == (
+        f"head = 'translator' and head_path = {str(file)!r}, which holds lsq: leave head out"
+    )

@@ -31,7 +31,6 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "verification_from": None,
         "draft_cost": None,
         "draft_window": None,
-        "draft_context": "full",
         "read_first": True,
         "gate": "varH",
         "threshold": 5.0,

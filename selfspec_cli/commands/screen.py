@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
 from selfspec_cli.record.folder import RecordError
@@ -33,24 +35,14 @@ if TYPE_CHECKING:
 POINT = (
     "arm",
     "model",
-    "E",
     "k",
-    "head",
-    "vocab",
-    "draft_weights",
-    "skip_layers",
+    *view.all_columns(),
     "draft_sample_method",
     "verification",
     "gate",
     "threshold",
     "batch",
-    "clients",
-    "low_clients",
-    "period",
-    "rate",
-    "load_share",
-    "burst",
-    "frontend",
+    *load_patterns.COLUMNS,
     "input_len",
     "output_len",
     "seed",

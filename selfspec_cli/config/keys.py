@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config import digests as files
 from selfspec_cli.config import machine, speculative
 from selfspec_cli.config.facts import device_of
@@ -112,8 +113,7 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
 
 def _unused(load: LoadConfig) -> Iterator[str]:
     """Settings that came later, where a load test does not use them: its key is what it was before there were any."""
-    if load.low_clients is None:
-        yield from ("low_clients", "period")
+    yield from load_patterns.unused_settings(load)
     if load.frontend == "python":
         yield "frontend"
 

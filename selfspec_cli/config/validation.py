@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
@@ -299,20 +300,8 @@ def _validate_engine(cfg: RunConfig) -> None:
 
 def _validate_load(cfg: RunConfig) -> None:
     load = cfg.load
-    if load.rate is not None and (load.clients is not None or load.share is not None):
-        other = "clients" if load.clients is not None else "share"
-        raise ConfigError(f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; "
-                          "requests arrive at a rate, or each client sends its own when the last one has ended"
-                          )  # fmt: skip
-    if load.burst > 1 and load.kind == "closed":
-        raise ConfigError(f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
-                          "load.rate or load.share")  # fmt: skip
-    if load.low_clients is not None and (load.kind != "closed" or load.low_clients >= (load.clients or 0)):
-        raise ConfigError(f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
-                          "(load.clients) it is the smaller number of clients, which ask all the time")  # fmt: skip
-    if load.requests is not None and load.clients is not None and load.requests < load.clients and load.share is None:
-        raise ConfigError(f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than "
-                          f"clients; use load.requests={load.clients} or more")  # fmt: skip
+    if (reason := load_patterns.problem(load)) is not None:
+        raise ConfigError(reason)
     if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
         raise ConfigError(f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
                           f"a {', '.join(PROMPT_TABLES)} file have columns")  # fmt: skip

@@ -131,7 +131,7 @@ class DraftSettings:
     vocab: str = knob(
         "full",
         help="draft vocabulary: full, so many of the most frequent tokens (in a speculative_config: so many of the "
-        "first ids, which a tokenizer of byte pairs gives to the tokens that it found most often), or a file of token ids",
+        "first ids, which byte pair encoding gives to the tokens that it found most often), or a file of token ids",
         spec_keys=("vocab",),
         methods=METHODS,
     )

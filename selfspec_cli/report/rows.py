@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from selfspec_cli import load_patterns
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.intervals import overlap
@@ -123,8 +124,7 @@ def _told_apart(made: list[Group]) -> list[Group]:
 
 def _alike(row: Record) -> tuple[object, ...]:
     return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
-            row.temperature, row.device, row.arrivals, row.clients, row.low_clients, row.period,
-            row.load_share or row.rate, row.burst, row.frontend)  # fmt: skip
+            row.temperature, row.device, *load_patterns.comparable(row))  # fmt: skip
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:

@@ -252,7 +252,7 @@ def show_fitted_weights(made: list[Fitted]) -> None:
     """What each file loses of a product's mean square, and how to use it."""
     for one in made:
         shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
-        say(f"{one.kind} rank {one.rank}: {shares} of a product's mean square is lost (medians over the layers)")
+        say(f"{one.kind}: {shares} of a product's mean square is lost (medians over the layers)")
         say(f"    draft_weights={one.kind} draft_weights_path={one.path}")
     say(f"{made[0].tokens} tokens, {made[-1].seconds:.0f} s", "bold")
 

@@ -287,7 +287,7 @@ def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
     Raises:
         SettingsError: a combination that there is not, such as a lens of rank 15.
     """
-    asked = HeadSpec(head.kind, head.target, head.rank, head.bias, head.kl)
+    asked = HeadSpec(head.kind, head.target, head.rank, head.bias)
     if head.path is None:
         return asked
     return spec_of(Path(head.path).expanduser(), layer) or asked

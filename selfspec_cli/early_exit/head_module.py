@@ -42,7 +42,7 @@ class ExitHead(nn.Module):
         sizes = check_shapes(self.kind, shapes, {} if vocab_ids is None else {"rows": len(vocab_ids)})
         self.rank = sizes.get("rank")
         for name, tensor in given.items():
-            # A Parameter so that .to() and training find it; frozen because only training.py turns gradients on.
+            # A Parameter, so that .to() finds it; frozen, because nothing trains it.
             self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
 
     @property

@@ -72,7 +72,6 @@ class HeadConfig:
     )
     rank: int | None = knob(None, help="rank of a head of low rank", low=1, unset="full", methods=METHODS)
     bias: bool = knob(False, help="fitted with a constant term", methods=METHODS)
-    kl: bool = knob(False, help="trained by KL divergence after its closed form", methods=METHODS)
 
 
 @dataclass

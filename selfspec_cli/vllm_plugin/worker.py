@@ -263,7 +263,7 @@ class EarlyExitWorker:
         chosen = range(self.early_exit_layers()) if layers is None else layers
         self._early_exit_moments = Moments(self.model_runner.get_model(), chosen, self.vllm_config)
 
-    def early_exit_fit_weights(self, path: str, kind: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
+    def early_exit_fit_weights(self, path: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
         """Make copies of the weights for what was collected, and save them; returns what is left of the error by layer.
 
         Raises SettingsError where there can be no such copies.
@@ -272,12 +272,12 @@ class EarlyExitWorker:
 
         moments = self._early_exit_moments
         moments.end()
-        fitted, report = moments.fitted(kind, rank, about)
+        fitted, report = moments.fitted(kind, about)
         fitted_weights.save(path, fitted)
         return {"layers": report, "tokens": moments.tokens}
 
     def early_exit_collect_mode(self, mode: str) -> None:
-        """What the forward passes from now on are for: fit, validate, test, train or replay."""
+        """What the forward passes from now on are for: fit, validate, test or replay."""
         self.model_runner.get_model().early_exit_tap.collector.begin(mode)
 
     def early_exit_collected(self) -> dict[str, Any]:

@@ -198,8 +198,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("shared (the target's own)", YES, "nothing is copied", LOSSLESS, CASES),
         Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
             COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
-        Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, with 5 and 6 bits for one "
-            "request at a time", COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
+        Row("int8, int4", YES, "groups of 64; on CUDA for bfloat16 models",
+            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
             f"{CASES} (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares"),

@@ -75,8 +75,9 @@ def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
     assert not (paths.conf_dir() / "gate").exists() and not (paths.conf_dir() / "head").exists()
     head = one("head=translator_r7_bias").head
-    assert (head.kind, head.rank, head.bias, head.kl) == ("translator", 7, True, False)
-    assert "a head of kind lens has no KL training" in refusal("head=lens_kl")
+    assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
+    assert "a head of kind lens has no bias" in refusal("head=lens_bias")
+    assert "did you mean 'translator'" in refusal("head=translator_kl")
     assert "did you mean 'translator_r15'" in refusal("head=translater_r15")
 
 

@@ -249,19 +249,19 @@ def test_a_damaged_file_is_refused_without_torch(cfg, damage):
 def test_a_file_is_called_what_it_holds(cfg, tmp_path):
     """A row of head.path=x_lsq.safetensors once said "lens"."""
     fitted(cfg, "lsq", target="argmax")
-    fitted(cfg, "translator", kl=True)
+    fitted(cfg, "translator")
     folder = head_folder(cfg)
-    for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator_kl", "translator_kl")):
+    for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator", "translator")):
         given = replace(cfg, head=HeadConfig(path=str(folder / f"{file}.safetensors")))
         assert head_spec(given.head, given.layer).name == name
         check(given)
     assert head_spec(HeadConfig(path=str(tmp_path / "ee_layer3_lsq.pt"))).name == "lsq"
     assert head_spec(HeadConfig(path=str(tmp_path / "gone.safetensors"))).name == "lens"
     given = replace(given, head=HeadConfig(kind="lsq", path=given.head.path))
-    with pytest.raises(ConfigError, match=r"head=lsq with head.path=.*: the file holds translator_kl"):
+    with pytest.raises(ConfigError, match=r"head=lsq with head.path=.*: the file holds translator"):
         check(given)
     (folder / "layer3_lsq_argmax.safetensors").unlink()
-    assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator_kl"
+    assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator"
 
 
 def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):

@@ -184,24 +184,22 @@ def test_the_commands_say_what_was_found(opened, tmp_path):
 
 def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
     (made,) = fit_weights.run(
-        [config(tmp_path, draft_weights="int4")], open_engine=opened[0], ranks=[8], prompts=6,
+        [config(tmp_path, draft_weights="int4")], open_engine=opened[0], prompts=6,
         out=tmp_path / "c.safetensors",
     )  # fmt: skip
     engine = opened[1]
     assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
     assert engine.cfg.engine.enforce_eager and engine.asked == [(3, 6, 0.0, 1)]
-    assert engine.fitted[:3] == (str(tmp_path / "c.safetensors"), "int4", 8)
+    assert engine.fitted[:2] == (str(tmp_path / "c.safetensors"), "int4")
     assert made.tokens == 123 and made.medians == pytest.approx({"nearest": 0.3, "fitted": 0.15})
     words = [f"{name}={tmp_path}" for name in ("head_dir", "results_dir")]
     words += ["draft_weights=int4", "workload.prompts=random"]
-    planned = document(
-        call("fit-weights", "draft_weights=int4,int5", "--rank", "0", "--rank", "4", "--dry-run", "--json")
-    )
+    planned = document(call("fit-weights", "draft_weights=int4,int8", "--dry-run", "--json"))
     assert [name.rpartition("/")[2] for name in planned["files"]] == [
-        f"weights-{kind}{rank}.safetensors" for kind in ("int4", "int5") for rank in ("", "-r4")
+        f"weights-{kind}.safetensors" for kind in ("int4", "int8")
     ]
-    assert call("fit-weights", "draft_weights=int4,int5", "--out", "x.safetensors").exit_code == 2
-    shown = call("fit-weights", *words, "--rank", "4")
+    assert call("fit-weights", "draft_weights=int4,int8", "--out", "x.safetensors").exit_code == 2
+    shown = call("fit-weights", *words)
     assert shown.exit_code == 0 and "draft_weights=int4 draft_weights_path=" in shown.stdout, shown.output
     refused = call("fit-weights", "workload.prompts=random")
     assert refused.exit_code == 2 and "name the kind of copies to make; allowed: fp8" in refused.output.replace(

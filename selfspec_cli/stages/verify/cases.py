@@ -54,7 +54,8 @@ class GateSetting:
 class Case:
     """Requests and how they run.
 
-    batch: in flight at once. gates: one to set, or those that alternate where they change meanwhile; none leaves the arm's
+    batch: in flight at once. gates: one to set, or those that alternate where they change;
+    none leaves the arm's
     own. fresh: with an empty prefix cache. waves: see `requests.answers`.
     """
 

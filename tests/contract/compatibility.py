@@ -203,7 +203,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             f"{CASES} (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares"),
-        Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
+        Row("copies of experts", YES, "router and shared experts stay the target's own",
             COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
             "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets"),

@@ -56,7 +56,7 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "prose", "chat", "random")
+PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "random")
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -127,8 +127,8 @@ class WorkloadConfig:
     temperature: float = knob(0.0, help="of sampling; 0 is greedy", low=0)
     prompts: str = knob(
         "heldout",
-        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat "
-        "(questions, in the model's template), random (token ids), or a text file",
+        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat, "
+        "coding or edits (questions, in the model's template), random (token ids), or a text file",
     )
 
 

@@ -17,7 +17,7 @@ from selfspec_cli import __version__
 from selfspec_cli.commands import configs, deploying, findings, runs, screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.measuring import Ways, measure, shown_starting
-from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, say, warn
+from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, PULL_GOES_ON, ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
@@ -87,6 +87,19 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
             screen.show_checks(checks)
             say("A run could work here." if fine else "A run could not work here.", "bold")
         raise typer.Exit(0 if fine else 1)
+
+
+@app.command(
+    epilog="Examples: selfspec pull model=HuggingFaceTB/SmolLM2-135M-Instruct   ·   selfspec pull model=ORG/NAME "
+    "model.revision=COMMIT draft_weights=int4 engine=h100",
+    cls=TakesSettings,
+)
+def pull(overrides: Overrides = None, as_json: Json = False, dry_run: DryRun = False, debug: Debug = False) -> None:
+    """Download a model from the Hugging Face Hub: only what vLLM reads, at one commit; go on after a break."""
+    with guard(as_json, debug, PULL_GOES_ON):
+        from selfspec_cli.commands import pulling
+
+        pulling.pull(configs.one(overrides, None), as_json=as_json, dry_run=dry_run)
 
 
 @app.command("options", epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json")

@@ -61,6 +61,7 @@ BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 GOES_ON = "what was measured so far is kept, and the same command goes on from there"
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
+PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
 ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 

@@ -130,7 +130,7 @@ KINDS = ("chat", "coding", "edits")
 @cache
 def edits() -> Sequence[str]:
     """Requests to change one function of the held-out standard library each, with the function's source."""
-    found = []
+    found: list[str] = []
     for _, text in library.held_out_text():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and _is_edited(node):

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import configs, deploying, findings, runs, screen
+from selfspec_cli.commands import cloud, configs, deploying, findings, runs, screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.measuring import Ways, measure, shown_starting
 from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, PULL_GOES_ON, ROWS_KEPT, emit, guard, say, warn
@@ -169,6 +169,8 @@ def sweep(
         if again and retry_failed:
             raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
+        if runs[0].launcher.kind == "sky":
+            return cloud.launch(runs[0], overrides or [], as_json=as_json, dry_run=dry_run)
         ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
         measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)
 

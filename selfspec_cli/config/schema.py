@@ -247,6 +247,7 @@ class LauncherKind(StrEnum):
     joblib = "joblib"  # side by side on the GPUs of this host
     submitit = "submitit"  # as Slurm jobs
     ray = "ray"  # on a Ray cluster
+    sky = "sky"  # on a spot machine in the cloud; the command hands the whole sweep to SkyPilot
 
 
 CLUSTERS = ("slurm", "local", "debug")
@@ -265,6 +266,7 @@ class LauncherConfig:
     cluster: str = knob("slurm", help="what submitit submits to; local: processes of this host", choices=CLUSTERS)
     partition: str | None = knob(None, help="of Slurm", unset="Slurm's default")
     minutes: int = knob(240, help="that a Slurm job may take", unit="min", low=1)
+    bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
 
 
 def _default_engine() -> EngineConfig:

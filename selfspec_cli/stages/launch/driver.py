@@ -62,7 +62,10 @@ def run(
             f"--reuse-baseline with launcher={cfg.launcher.kind}: a point is compared with a baseline of the same GPU, "
             "and which GPU a worker gets is not known; leave --reuse-baseline out"
         )
-    launcher = LAUNCHERS[str(cfg.launcher.kind)]
+    launcher = LAUNCHERS.get(str(cfg.launcher.kind))
+    if launcher is None:
+        raise ConfigError(f"launcher={cfg.launcher.kind}: it is for selfspec sweep alone; allowed here: local, "
+                          f"{', '.join(LAUNCHERS)}")  # fmt: skip
     units = cut(plan.families, launcher.workers(cfg))
     planned = {one.key: one for one in plan.points}
     finished: set[str] = set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from figure_cells import PUBLISHED, ROOT, data_of, table
+from figure_cells import ROOT, at, data_of, names, table
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
@@ -39,13 +39,10 @@ figure of a file there. The [glossary](glossary.md) explains the words, and [rea
 
 
 def left_out() -> list[str]:
-    """Files of results/published that no part of the page is about. Logs and locks are no results: git ignores them."""
-    patterns = [pattern for _, files in PARTS for pattern in files] + list(NO_FIGURES)
-    covered = {path for pattern in patterns for path in PUBLISHED.glob(pattern)}
-    covered |= {path for name in point_folders() for path in (PUBLISHED / name).glob("*.[ct]sv")}
-    covered |= set(PUBLISHED.rglob("runs/*"))
-    files = {path for path in PUBLISHED.rglob("[!.]*") if path.is_file() and path.parent.name != "logs"}
-    return sorted(str(path.relative_to(PUBLISHED)) for path in files - covered)
+    """Published files that no part of the page is about."""
+    patterns = [pattern for _, files in PARTS for pattern in files] + [*NO_FIGURES, "*/runs/*"]
+    covered = {name for pattern in patterns for name in names(pattern)}
+    return sorted(set(names()) - covered)
 
 
 def page() -> str:
@@ -97,7 +94,7 @@ WRITTEN = {
     "docs/getting_started.md": ("install", installs),
     "docs/profile.md": ("profiles", profile_tables),
     "docs/quality.md": ("quality", quality_tables),
-    "docs/rivals.md": ("rivals", lambda: rivals_tables(PUBLISHED / "rivals")),
+    "docs/rivals.md": ("rivals", lambda: rivals_tables(at("rivals"))),
 }
 """Pages that have a generated part, with the name of the two markers that it stands between and what writes it."""
 

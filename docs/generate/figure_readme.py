@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from figure_cells import PUBLISHED, ROOT, data_of, ratio, table
+from figure_cells import ROOT, at, data_of, ratio, table
 from figure_serving import LOADS as SERVED
 
 sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
@@ -44,8 +44,8 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
     ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers",
      "gpu/plain_widened_one_newer", _own_layers(24, "int4")),
     ("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; one H100",
-     "all 30 layers on 8-bit integers", "gpu/smollm2_four_bits_h100", _own_layers(30, "int8")),
-    ("the same; one H200", SAME, "gpu/smollm2_read_first_h200",
+     "all 30 layers on 8-bit integers", "gpu/smollm2/four_bits_h100", _own_layers(30, "int8")),
+    ("the same; one H200", SAME, "gpu/smollm2/read_first_h200",
      lambda row: _own_layers(30, "int8")(row) and row.read_first is None),
     ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
      lambda row: _own_layers(3)(row) and row.gate == "varH"),
@@ -61,7 +61,7 @@ LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
 
 def speedups() -> str:
     """The table of speedups, and below it where another method of vLLM was faster than early exit."""
-    parts, faster = [_table(), served()], list(lost(PUBLISHED / "rivals"))
+    parts, faster = [_table(), served()], list(lost(at("rivals")))
     if not faster:
         return "\n\n".join(parts)
     told = (
@@ -112,7 +112,7 @@ def _table() -> str:
 
 
 def _speed(line: tuple[str, str, str, Chosen], load: int) -> float | None:
-    points = folder.read(PUBLISHED / line[2])[0]
+    points = folder.read(at(line[2]))[0]
     found = [row.speedup for row in map(tables.row, points)
              if line[3](row) and row.batch == load and row.input_len <= 128 and row.speedup is not None]  # fmt: skip
     return max(found, default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 
-from figure_cells import PUBLISHED, data_of, number, ratio, table
+from figure_cells import data_of, number, ratio, table, text_of
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
          "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
@@ -211,7 +211,7 @@ python experiments/serving/api_server.py --out api_server.json
 def orders() -> str:
     """Early exit that reads a step's tokens before it launches the next one, or launches that late, and in vLLM's order,
     over plain vLLM."""
-    lines = (PUBLISHED / "serving" / "host_time_h200.txt").read_text(encoding="utf-8").splitlines()
+    lines = text_of("serving/host_time_h200.txt").splitlines()
     steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
              for line in lines]  # fmt: skip
     return f"""### serving: when a step's tokens are read

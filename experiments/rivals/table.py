@@ -1,6 +1,6 @@
 """The tables of docs/rivals.md, from the points of results folders: of each method the setting that was the fastest.
 
-    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...]    print them
+    python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
     PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/rivals.md
 
 A table a model, workload and batch, each against the baseline of its own command; all arms that were measured stand in
@@ -17,6 +17,7 @@ from selfspec_cli.record import folder, tables
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.report.rows import Group, groups, headline, label, times
+from selfspec_cli.report.sources import folders as results_folders
 
 COLUMNS = ("fastest setting of each method", "speedup", "accept rate", "tokens a verify step",
            "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
@@ -35,7 +36,7 @@ def main() -> None:
 
 def rivals_tables(place: Path) -> str:
     """The tables of every results folder in a folder, one after the other."""
-    found = sorted(runs.parent for runs in place.glob("*/runs"))
+    found = results_folders(place)
     if not found:
         return "Nothing has been measured on a quiet machine yet."
     return "\n".join(line for each in found for line in markdown(each)).strip()
@@ -44,8 +45,8 @@ def rivals_tables(place: Path) -> str:
 def lost(place: Path) -> Iterator[str]:
     """For each model, text and load of every results folder in a folder: where another method was faster than early
     exit by more than noise, which is an interval wholly above that of early exit."""
-    for runs in sorted(place.glob("*/runs")):
-        points = [point for point in folder.read(runs.parent)[0] if point.ok]
+    for one in results_folders(place):
+        points = [point for point in folder.read(one)[0] if point.ok]
         for group in groups(tables.row(point) for point in points):
             best = best_of_each(group.rows)
             own = next((row for row in best if row.arm == "layer_skip"), None)

@@ -182,7 +182,7 @@ def headline(rows: Iterable[Record]) -> str:
 LITTLE_BUSY = 0.5
 """Share of the time for which the multiprocessors of a GPU are busy. Plain decoding at the cost of 5 to 8 B parameters
 keeps them busy for 0.7 of it on an H100, and at the cost of 1.8 B for 0.3 to 0.4, where the host decided how fast it
-was (results/published/gpu/smollm2_slow_host_h100)."""
+was (results/published/gpu/smollm2.jsonl.xz/slow_host_h100)."""
 
 
 def _of_the_host(rows: Iterable[Record]) -> list[str]:

@@ -38,7 +38,7 @@ def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_page
 
 def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monkeypatch):
     module = sys.modules["figure_profiles"]
-    monkeypatch.setattr(module, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(sys.modules["figure_cells"], "PUBLISHED", tmp_path)
     assert "Nothing has been profiled" in module.profile_tables()
     kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
     work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}

@@ -67,4 +67,4 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
     assert told.endswith(f"; {baseline().device})")
     tables = script("table").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
-    assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "cpu")
+    assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "none")

@@ -1,9 +1,10 @@
-"""Writes what is generated: docs/figures.md, and the parts of other pages that stand between two markers.
+"""What is generated of the pages: the page of all published figures, and the parts of others between two markers.
 
     PYTHONPATH=. python docs/generate/doc_pages.py
 
-tests/unit/test_docs.py compares these pages with what this would write. A new folder of points in results/published gets
-a table by itself, and a file that no part of the page is about is listed at its end.
+writes those parts, and tests/unit/test_docs.py compares them with what this would write. The page of all figures is kept
+in no file: `make docs` adds it to the site. A new folder of points in results/published gets a table there by itself, and
+a file that no part of the page is about is listed at its end.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record import tables
 
-PAGE = ROOT / "docs" / "figures.md"
-
 HEAD = """# Published figures
 
-This page is generated from `results/published/` by `docs/generate/`. A test compares the two, so a figure here is the
-figure of a file there. The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
+This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
 
 - **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
   drafting costs, and nothing about how good the drafts of any model are. Every such row has a length in the column
@@ -100,12 +98,12 @@ WRITTEN = {
 
 
 def pages() -> dict[Path, str]:
-    """Every page that is written here, or has a part that is, and what it should be.
+    """Every page that has a part that is written here, and what it should be.
 
     Raises:
         ValueError: a page has lost its markers.
     """
-    made = {PAGE: page()}
+    made = {}
     for name, (marker, write) in WRITTEN.items():
         path, text = ROOT / name, write()
         parts = re.split(f"(<!-- /?{marker} -->)", path.read_text(encoding="utf-8"))

@@ -58,8 +58,8 @@ def names(pattern: str = "*") -> list[str]:
     found = [path for path in PUBLISHED.rglob("[!.]*") if path.is_file()]
     packed = [path for path in found if path.name.endswith(archive.SUFFIX)]
     every = [*(set(found) - set(packed)), *(file for one in packed for file in archive.contents(one))]
-    told = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
-    return sorted(name for name in told if fnmatchcase(name, pattern))
+    called = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
+    return sorted(name for name in called if fnmatchcase(name, pattern))
 
 
 def text_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Published files of single GPU runs as sections of docs/figures.md."""
+"""Published files of single GPU runs as sections of the page of all figures."""
 
 from __future__ import annotations
 

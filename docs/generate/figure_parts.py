@@ -1,4 +1,4 @@
-"""Published files that are no points as sections of docs/figures.md."""
+"""Published files that are no points as sections of the page of all figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from figure_cells import at, data_of, names, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
 from figure_quality import COLUMNS, cells
-from figure_serving import RUNS, VARYING, agreement, api_server, joins, orders, served, trimmed, varying
+from figure_serving import RUNS, VARYING, adaptive_verification, agreement, api_server, full_graphs, orders, served, varying
 
 
 def gates() -> str:
@@ -213,10 +213,10 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/*",)),
     (quality, ("quality/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
-    (trimmed, ()),
+    (adaptive_verification, ()),
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
     (api_server, ("serving/api_server_cpu.json",)),
-    (joins, ("serving/full_graphs_apart_h200.json",)),
+    (full_graphs, ("serving/full_graphs_apart_h200.json",)),
     (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/*lossless*.json",)),

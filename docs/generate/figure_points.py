@@ -1,4 +1,4 @@
-"""Folders of measured points as sections of docs/figures.md."""
+"""Folders of measured points as sections of the page of all figures."""
 
 from __future__ import annotations
 

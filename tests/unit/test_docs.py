@@ -29,7 +29,7 @@ def test_generated_pages_are_those_of_the_published_files(doc_pages):
 
 
 def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_pages):
-    page = (DOCS / "figures.md").read_text(encoding="utf-8")
+    page = doc_pages.page()
     folders = doc_pages.point_folders()
     assert len(folders) > 8
     for name in [*folders, *doc_pages.left_out()]:
@@ -59,10 +59,10 @@ def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/which_models.md", "docs/upstream.md", "docs/blog/early_exit.md"])
-def test_every_speedup_that_is_quoted_is_a_published_one(name):
+def test_every_speedup_that_is_quoted_is_a_published_one(doc_pages, name):
     text = (ROOT / name).read_text(encoding="utf-8")
     quoted = set(re.findall(r"\b\d+\.\d\dx", text))
-    published = set(re.findall(r"\b\d+\.\d\dx", (DOCS / "figures.md").read_text(encoding="utf-8")))
+    published = set(re.findall(r"\b\d+\.\d\dx", doc_pages.page()))
     assert len(quoted) > 5
     assert quoted - published <= {"1.85x"}, "1.85x is a prediction of the lab book; others have to be published figures"
 
@@ -103,6 +103,13 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(site):
         assert [url for url in parser.urls if url and re.match(r"(https?:)?//", url)] == [], page.name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\s*['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+@pytest.mark.slow
+def test_the_page_of_all_figures_is_made_with_the_site(site, doc_pages):
+    page = (site / "figures.html").read_text(encoding="utf-8")
+    assert all(f">{name}<" in page for name in doc_pages.point_folders())
+    assert not (DOCS / "figures.md").exists()
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ import re
 from pathlib import Path
 
 from figure_cells import ROOT, at, data_of, names, table
+from figure_grid import by_arm, by_load
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
-from figure_readme import speedups
+from figure_readme import settings, speedups
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record import tables
@@ -86,15 +87,20 @@ def installs() -> str:
     return "\n\n".join(parts)
 
 
-WRITTEN = {
-    "README.md": ("speedups", speedups),
-    "docs/rows.md": ("columns", columns),
-    "docs/getting_started.md": ("install", installs),
-    "docs/profile.md": ("profiles", profile_tables),
-    "docs/quality.md": ("quality", quality_tables),
-    "docs/rivals.md": ("rivals", lambda: rivals_tables(at("rivals"))),
-}
-"""Pages that have a generated part, with the name of the two markers that it stands between and what writes it."""
+WRITTEN = (
+    ("README.md", "speedups", speedups),
+    ("docs/which_models.md", "settings", settings),
+    ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
+    ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
+    ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
+    ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
+    ("docs/rows.md", "columns", columns),
+    ("docs/getting_started.md", "install", installs),
+    ("docs/profile.md", "profiles", profile_tables),
+    ("docs/quality.md", "quality", quality_tables),
+    ("docs/rivals.md", "rivals", lambda: rivals_tables(at("rivals"))),
+)
+"""Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""
 
 
 def pages() -> dict[Path, str]:
@@ -103,10 +109,10 @@ def pages() -> dict[Path, str]:
     Raises:
         ValueError: a page has lost its markers.
     """
-    made = {}
-    for name, (marker, write) in WRITTEN.items():
+    made: dict[Path, str] = {}
+    for name, marker, write in WRITTEN:
         path, text = ROOT / name, write()
-        parts = re.split(f"(<!-- /?{marker} -->)", path.read_text(encoding="utf-8"))
+        parts = re.split(f"(<!-- /?{marker} -->)", made.get(path) or path.read_text(encoding="utf-8"))
         if len(parts) != 5:
             raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
         made[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"

@@ -6,10 +6,12 @@ import csv
 import json
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import archive
+from selfspec_cli.record import archive, folder
+from selfspec_cli.record.point import Point
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "published"
@@ -60,6 +62,18 @@ def names(pattern: str = "*") -> list[str]:
     every = [*(set(found) - set(packed)), *(file for one in packed for file in archive.contents(one))]
     called = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
     return sorted(name for name in called if fnmatchcase(name, pattern))
+
+
+@lru_cache(maxsize=64)
+def _points(path: Path) -> tuple[Point, ...]:
+    points, warnings = folder.read(path)
+    assert not warnings, warnings
+    return tuple(points)
+
+
+def points_of(name: str) -> tuple[Point, ...]:
+    """The points of a published folder."""
+    return _points(at(name))
 
 
 def text_of(name: str) -> str:

@@ -7,27 +7,35 @@ from collections.abc import Callable
 from figure_cells import at, data_of, names, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
 from figure_quality import COLUMNS, cells
-from figure_serving import RUNS, VARYING, adaptive_verification, agreement, api_server, full_graphs, orders, served, varying
+from figure_serving import (
+    RUNS,
+    VARYING,
+    adaptive_verification,
+    agreement,
+    api_server,
+    full_graphs,
+    orders,
+    served,
+    varying,
+)
 
 
 def gates() -> str:
-    """One line a run of experiments/gates/compare.py: plain decoding, the best without a gate, the best with one."""
+    """The arms of every run of experiments/gates/compare.py."""
     lines = []
     for file in names("gates/*_E*"):
         rows = rows_of(file) if file.endswith(".csv") else data_of(file).get("rows")
         if not rows or not {"gate", "speedup"} <= set(rows[0]):
             continue
-        drafted = [row for row in rows if int(row["k"])]
-        plain = next((row for row in rows if not int(row["k"])), None)
-        best = {kind: max((row for row in drafted if (row["gate"] == "none") == (kind == "none")), default=None,
-                          key=lambda row: float(row["speedup"])) for kind in ("none", "gate")}  # fmt: skip
-        lines.append((f"`{file}`", rows[0]["E"], len(drafted), plain and number(plain["tok_s_median"], 4),
-                      *(setting(row) for row in best.values())))  # fmt: skip
+        for row in [] if file.endswith("screened.csv") else rows:
+            between = f"{ratio(row['speedup_min'])} to {ratio(row['speedup_max'])}"
+            lines.append((f"`{file}`", row["E"], row["k"] or "plain", gate_of(row), number(row["tok_s_median"], 4),
+                          f"{ratio(row['speedup'])} ({between})"))  # fmt: skip
     text = """### gates: comparisons on one engine
 
-Arms of one engine take turns prompt by prompt. `fixed` files hold every draft length without a gate and some settings;
-`grid` files hold the best points of a grid, measured a second time. `grid_E3_screened.csv` is a first screening on a few
-prompts, whose best point is partly luck. Files with "widened" are from one H200, the others from two CPU cores.
+Arms of one engine take turns prompt by prompt; every arm is a row. `fixed` files hold every draft length without a gate and
+some settings; `grid` files hold the best points of a grid, measured a second time. `gates/grid_E3_screened.csv` is the
+first screening of one of them, 98 arms on a few prompts, whose order is partly luck; it is not shown. Files with "widened" are from one H200, the others from two CPU cores.
 
 ```
 python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
@@ -35,16 +43,13 @@ python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 -
 ```
 
 """
-    header = ("file", "E", "drafting arms", "plain tok/s", "best without a gate", "best with a gate")
+    header = ("file", "E", "k", "gate", "tok/s", "speedup (lowest to highest of the repeats)")
     return text + table(header, lines)
 
 
-def setting(row: dict[str, str] | None) -> str | None:
-    """A row of a gate's comparison in words."""
-    if row is None:
-        return None
-    gate = "" if row["gate"] == "none" else f", {row['gate']} at {float(row['threshold']):.3g}"
-    return f"{ratio(row['speedup'])} (k={row['k']}{gate})"
+def gate_of(row: dict[str, str]) -> str:
+    """The gate of a row of a comparison, with its threshold."""
+    return "" if row["gate"] == "none" else f"{row['gate']} at {float(row['threshold']):.3g}"
 
 
 def gate_costs() -> str:

@@ -22,7 +22,6 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder as results_folder
 from selfspec_cli.report.formats import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
@@ -665,16 +664,24 @@ def report(
             reporting.page(folder, out or folder, where or [], figures, as_json, reload)
 
 
-@app.command(epilog="Example: selfspec export results_dir=results/mine")
-def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Make summary.csv and accept.tsv of a results folder again from its points."""
+@app.command(
+    epilog="Examples: selfspec export results_dir=results/mine   ·   selfspec export results_dir=results/mine "
+    "--archive results/published/mine.jsonl.xz"
+)
+def export(
+    overrides: Folder = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the tables, if not results_dir.")] = None,
+    packed: Annotated[
+        Path | None, typer.Option("--archive", help="Write the folder as one file NAME.jsonl.xz, to publish it.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the tables of a results folder again from its points, or pack the folder into one file."""
     with guard(as_json, debug):
-        folder = configs.results_dir(overrides)
-        if not (folder / results_folder.RUNS).is_dir():
-            raise ConfigError(f"{folder} holds no runs/: nothing was measured there")
-        count, warnings = results_folder.export(folder)
-        warn(warnings)
-        made = {"points": count, "summary": folder / results_folder.SUMMARY, "accept": folder / results_folder.ACCEPT}
+        from selfspec_cli.commands import reporting
+
+        made = reporting.export(configs.results_dir(overrides), out, packed)
         emit(made) if as_json else screen.show_facts(made)
 
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from selfspec_cli.commands.screen import emit, guard, say, warn
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
-from selfspec_cli.record import query, tables
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tables import Record
 from selfspec_cli.report.rows import group_title, label, times
@@ -138,7 +138,7 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     if len(named) > 1:
         raise ConfigError(f"{RESULTS} is given twice")
     place = Path(named[0] if named else RunConfig().results_dir)
-    if not (place / results.RUNS).is_dir():
+    if not archive.is_folder(place / results.RUNS):
         raise ConfigError(f"{place} holds no runs/: nothing was measured there; name a folder: {RESULTS}=FOLDER")
     return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
 

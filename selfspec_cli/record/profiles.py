@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.record import archive
+
 FOLDER, FORMAT = "profiles", 1
 SHARES = {
     "trunk": ("trunk",),
@@ -107,9 +109,9 @@ def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
     """The newest profile of each run key of a results folder. Files that hold none are left alone."""
     names = {item.name for item in fields(Profile)}
     found: list[Profile] = []
-    for file in (Path(results) / FOLDER).glob("[!.]*.json"):
+    for file in archive.files(Path(results) / FOLDER, "[!.]*.json"):
         with suppress(ValueError, OSError, TypeError, KeyError):
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(archive.read_text(file))
             if data["format"] == FORMAT:
                 found.append(Profile(**{name: value for name, value in data.items() if name in names}))
     return {profile.key: profile for profile in sorted(found, key=lambda one: one.run_id)}

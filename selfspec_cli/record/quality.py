@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import profiles
+from selfspec_cli.record import archive, profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
@@ -156,9 +156,9 @@ def read(results: str | os.PathLike[str]) -> Book:
 def _documents(folder: Path) -> list[dict[str, Any]]:
     """The JSON objects of a folder, oldest first, so that the newest stays."""
     found = []
-    for file in folder.glob("[!.]*.json"):
+    for file in archive.files(folder, "[!.]*.json"):
         with suppress(ValueError, OSError):
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(archive.read_text(file))
             if isinstance(data, dict):
                 found.append(((str(data.get("time")), file.stem.partition("-")[2]), data))
     return [data for _, data in sorted(found, key=lambda pair: pair[0])]

@@ -1,7 +1,7 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
 # make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run every test that this machine can run; says how long each part took
-# make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
+# make mutants  small faults in the code, one by one: which of them the tests notice (hours; tests/mutation/README.md)
 # make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make prometheus  install what the test of the metrics needs (Prometheus); without it that test is skipped

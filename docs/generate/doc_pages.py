@@ -18,7 +18,7 @@ from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
-from figure_readme import settings, speedups
+from figure_readme import served, settings, speedups
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record import tables
@@ -50,6 +50,8 @@ def page() -> str:
     now = [points_section(name) for name in names if "earlier" not in name]
     before = [points_section(name) for name in names if "earlier" in name]
     others = [write() for write, _ in PARTS]
+    others += ["### Quality", quality_tables(), "### Profiles", profile_tables()]
+    others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
     parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
@@ -90,15 +92,13 @@ def installs() -> str:
 WRITTEN = (
     ("README.md", "speedups", speedups),
     ("docs/which_models.md", "settings", settings),
+    ("docs/load.md", "served", served),
     ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
     ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
     ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
     ("docs/rows.md", "columns", columns),
     ("docs/getting_started.md", "install", installs),
-    ("docs/profile.md", "profiles", profile_tables),
-    ("docs/quality.md", "quality", quality_tables),
-    ("docs/rivals.md", "rivals", lambda: rivals_tables(at("rivals"))),
 )
 """Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""
 

@@ -1,4 +1,4 @@
-"""Published profiles (`selfspec profile`) as the tables of docs/profile.md."""
+"""Published profiles (`selfspec profile`) as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md, from the published folders of `experiments/quality_table.py`."""
+"""The tables of quality, from the published folders of `experiments/quality_table.py`."""
 
 from __future__ import annotations
 

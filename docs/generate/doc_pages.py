@@ -21,7 +21,7 @@ from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
-from selfspec_cli.record import tables
+from selfspec_cli.record.columns import TABLES, header, meanings
 
 HEAD = """# Published figures
 
@@ -61,9 +61,18 @@ def page() -> str:
 
 
 def columns() -> str:
-    """The table of a row's columns."""
-    rows = [(f"`{name}`", meaning) for name, meaning in tables.meanings(tables.Record).items()]
-    return table(("column", "what it holds"), rows)
+    """A table of the columns of each file of a results folder."""
+    parts = []
+    for file, kind in TABLES.items():
+        meaning = {
+            "key": "joins the tables: of one setting on one workload",
+            "point": "joins the tables: of one measurement",
+        }
+        meaning |= meanings(kind)
+        rows = [(f"`{name}`", meaning.get(name)) for name in header(kind)]
+        about = " ".join((kind.__doc__ or "").split())
+        parts += [f"### {file}", f"{about} {len(rows)} columns.", table(("column", "what it holds"), rows)]
+    return "\n\n".join(parts)
 
 
 def installs() -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from figure_cells import number, percent, points_of, ratio, table
 
 from selfspec_cli.record import tables
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 from selfspec_cli.report.rows import label
 
 

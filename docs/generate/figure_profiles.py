@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from figure_cells import at, percent, table
 
 from selfspec_cli.record import archive, profiles
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.profiles import SHARES, Profile
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.rows import group_title, label
 
 FOLDER = "profile"

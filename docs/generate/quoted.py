@@ -22,6 +22,7 @@ from typing import Any
 from figure_cells import data_of, points_of
 
 from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
 
 EXTERNAL = "external:"
 UNITS = {"x": 1.0, "%": 100.0}
@@ -59,7 +60,7 @@ def _one(source: str) -> float:
 
 
 @lru_cache(maxsize=64)
-def _rows(folder: str) -> tuple[tables.Record, ...]:
+def _rows(folder: str) -> tuple[Record, ...]:
     return tuple(map(tables.row, points_of(folder)))
 
 

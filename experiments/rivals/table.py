@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli.record import folder, tables
+from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
 

@@ -72,4 +72,4 @@ def export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any
     count, warnings = results.export(folder, out)
     warn(warnings)
     place = out or folder
-    return {"points": count, "tables": [str(place / name) for name, _ in results.TABLES if (place / name).is_file()]}
+    return {"points": count, "tables": [str(place / name) for name in results.TABLES if (place / name).is_file()]}

@@ -17,7 +17,8 @@ from pathlib import Path
 from selfspec_cli.config.schema import ConfigError
 
 SUFFIX = ".jsonl.xz"
-MADE = ("summary.csv", "accept.tsv", "quality.csv", "loads.csv", "profiles.csv", "heads.csv", "views.csv")
+MADE = ("summary.csv", "details.csv", "loads.csv", "quality.csv", "profiles.csv", "accept.tsv", "heads.csv",
+        "views.csv")  # fmt: skip
 """Tables that are made of the other files, and therefore not kept."""
 KEPT = (".json", ".csv", ".tsv", ".yaml")
 

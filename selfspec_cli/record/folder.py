@@ -19,12 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import archive, profiles, quality, tables
+from selfspec_cli.record import archive, columns, profiles, quality, tables
+from selfspec_cli.record.columns import TABLES, AcceptRow, Summary
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
-from selfspec_cli.record.tables import AcceptRow, Record
 
-RUNS, SUMMARY, ACCEPT = "runs", "summary.csv", "accept.tsv"
-TABLES: tuple[tuple[str, type], ...] = ((SUMMARY, Record), (ACCEPT, AcceptRow))
+RUNS, SUMMARY = "runs", "summary.csv"
 
 
 class RecordError(Exception):
@@ -90,10 +89,11 @@ def _sync(folder: Path) -> None:
 
 
 def _add_lines(results: Path, point: Point) -> None:
-    rows = (tables.row(point), tables.accept_row(point))
-    for (name, kind), made in zip(TABLES, rows, strict=True):
-        if made is not None:
-            _add_line(results / name, tables.header_line(kind), tables.line(made))
+    row, accept = tables.row(point), tables.accept_row(point)
+    for name, kind in reversed(TABLES.items()):  # summary.csv last: what it lists is in the others, too (`prepare`)
+        made = accept if kind is AcceptRow else row
+        if made is not None and columns.has_line(kind, made):
+            _add_line(results / name, columns.header_line(kind), columns.line(kind, made))
 
 
 def _add_line(path: Path, head: str, line: str) -> None:
@@ -205,9 +205,10 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
             points, warnings = read(results)
             rows = [tables.row(point) for point in points]
             accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
-            for (name, kind), made in zip(TABLES, (rows, accepts), strict=True):
+            for name, kind in TABLES.items():
+                made = [one for one in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, one)]
                 if made or (place / name).exists():
-                    _replace(place / name, tables.text(kind, made))  # type: ignore[arg-type]
+                    _replace(place / name, columns.text(kind, made))
     return len(points), warnings
 
 
@@ -262,7 +263,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
     except OSError as error:
         raise ConfigError(_not_writable(folder, error)) from error
     warnings = []
-    for name, kind in TABLES:
+    for name, kind in TABLES.items():
         path = folder / name
         if _listed(path, kind) is None:
             aside = next(other for n in range(1, 1000) if not (other := folder / f"{name}.{n}").exists())
@@ -270,7 +271,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
             warnings.append(f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
                             f"{name} is made from {folder / RUNS}")  # fmt: skip
     ids = [file.stem for file in _files(results)]
-    if sorted(_listed(folder / SUMMARY, Record) or []) != ids:
+    if sorted(_listed(folder / SUMMARY, Summary) or []) != ids:
         export(results)
     return warnings
 
@@ -283,9 +284,9 @@ def _listed(path: Path, kind: type) -> list[str] | None:
         return []
     except (UnicodeDecodeError, OSError):
         return None
-    if text and not (text.startswith(tables.header_line(kind)) and text.endswith("\n")):
+    if text and not (text.startswith(columns.header_line(kind)) and text.endswith("\n")):
         return None
-    width = len(tables.header(kind))
+    width = len(columns.header(kind))
     rows = list(csv.reader(text.splitlines()[1:], delimiter="\t" if kind is AcceptRow else ","))
     return [cells[-1] for cells in rows] if all(len(cells) == width for cells in rows) else None
 

@@ -32,6 +32,22 @@ SHARES = {
 COLUMNS = tuple(f"{name}_share" for name in SHARES)
 
 
+@dataclass
+class Shares:
+    """Where the wall time of a run key goes under a profiler, by its newest profile (`selfspec profile`)."""
+
+    trunk_share: float | None = None  # of the wall time under a profiler (`selfspec profile`): the layers that draft
+    head_share: float | None = None  # the exit head
+    gate_share: float | None = None  # taking a draft token, and asking the gate
+    draft_share: float | None = None  # the rest of drafting
+    verify_share: float | None = None  # the full model: verify passes and prefill
+    sampler_share: float | None = None  # sampling, and accepting or rejecting drafts
+    scheduler_share: float | None = None  # on a GPU while no kernel runs, as the next one
+    detokenise_share: float | None = None  # text of the tokens, and making outputs
+    host_share: float | None = None  # the GPU waits for the host inside the other parts
+    idle_share: float | None = None  # nothing of the above, and the rest of an engine step
+
+
 @dataclass(frozen=True)
 class Profile:
     """Where the time of one arm went.

@@ -30,6 +30,34 @@ NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed
 """Columns of a row that say nothing of an arm."""
 
 
+@dataclass
+class Quality:
+    """What is known of an arm's output, by the newest findings; `ppl` and `delta_ppl` are columns of summary.csv."""
+
+    verdict: str | None = None  # of `selfspec verify`
+    verdict_cases: int | None = None  # that it looked at
+    ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents
+    ppl_high: float | None = None
+    delta_ppl_low: float | None = None
+    delta_ppl_high: float | None = None
+    ppl_protocol: str | None = None  # corpus, window, stride; empty: drawn windows of `perplexity_tokens`, by bench
+    ppl_of_greedy: float | None = None  # what the arm generates, under the plain model (`selfspec ppl`)
+    ppl_of_greedy_low: float | None = None  # 95 % intervals, by bootstrap over prompts
+    ppl_of_greedy_high: float | None = None
+    delta_ppl_of_greedy: float | None = None  # minus that of the baseline's continuations of the same prompts
+    delta_ppl_of_greedy_low: float | None = None
+    delta_ppl_of_greedy_high: float | None = None
+    ppl_of_sampled: float | None = None
+    ppl_of_sampled_low: float | None = None
+    ppl_of_sampled_high: float | None = None
+    delta_ppl_of_sampled: float | None = None
+    delta_ppl_of_sampled_low: float | None = None
+    delta_ppl_of_sampled_high: float | None = None
+    generated_protocol: str | None = None  # prompts, lengths, temperature
+    scores: str | None = None  # of `selfspec eval`, each with its standard error
+    scores_protocol: str | None = None
+
+
 @dataclass(frozen=True)
 class Scores:
     """Documents, or continuations of prompts, under one distribution. nats: negative log-likelihoods, one a document.

@@ -12,9 +12,9 @@ from typing import Any
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import archive, folder, query, tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point, median
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report import rows as names
 from selfspec_cli.report import sources
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import sources
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 
 UNVERIFIED = ("baseline", "skip")
 """Arms without drafts that are verified."""

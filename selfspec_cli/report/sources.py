@@ -11,9 +11,9 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, folder, profiles, query, tables
+from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.record.targets import Target, targets_of
 
 

@@ -22,8 +22,8 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.stages.launch import driver, submitit
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder, head_rows, tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.head_rows import HeadRow
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import details, figures, page, rows, sources, table
 from selfspec_cli.report import make as report

@@ -9,7 +9,7 @@ from points import ARM, BASELINE, against, baseline
 from scripts import importable
 
 from selfspec_cli.record import folder
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "rivals"
 

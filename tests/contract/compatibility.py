@@ -17,7 +17,7 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu/lossless*.json`."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu.jsonl.xz`."""
 
 
 @dataclass(frozen=True)

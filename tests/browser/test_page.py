@@ -1,7 +1,7 @@
 """The page in headless Chromium: no error in the console, nothing that axe-core finds, and what a reader does works.
 
-Needs Chromium, its driver, and axe-core from npm: `make browser` installs them. Without them these tests are skipped,
-with the reason. SHOTS=FOLDER keeps a screenshot of each page that is looked at.
+Needs Chromium, its driver, and axe-core from npm: `make programs` installs them.
+SHOTS=FOLDER keeps a screenshot of each page that is looked at.
 """
 
 import os
@@ -10,21 +10,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 from page_points import profile, sweep_points
 
 from selfspec_cli.record import folder
 from selfspec_cli.report import make
 
-ROOT = Path(__file__).parents[2]
-AXE = ROOT / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-MISSING = [
-    name for name, found in (("chromium", CHROMIUM), ("chromedriver", DRIVER), ("axe-core", AXE.is_file())) if not found
-]
-
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed; make browser installs them")
+CHROMIUM, DRIVER = programs.chromium(), shutil.which("chromedriver")
+pytestmark = programs.needs("chromium", "chromedriver", "axe-core")
 
 QUIET = (
     "--headless",
@@ -80,7 +74,7 @@ def shown(driver, page, width=1280, scheme="light"):
 
 def violations(driver):
     """What axe-core finds, as rule and elements."""
-    driver.execute_script(AXE.read_text(encoding="utf-8"))
+    driver.execute_script(programs.AXE.read_text(encoding="utf-8"))
     script = "const done = arguments[0]; axe.run().then((told) => done(told.violations))"
     return [
         (rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in driver.execute_async_script(script)
@@ -111,7 +105,7 @@ def pages(tmp_path_factory):
             parts = {"verify": 0.6, "sampler": 0.1, "host": 0.04, "idle": 0.06}
             drafting = {"trunk": 0.1, "head": 0.05, "gate": 0.02, "draft": 0.03} if number else {}
             folder.save_profile(place / "made_up", profile(point, parts | drafting), b"")
-    published = ROOT / "results" / "published"
+    published = programs.ROOT / "results" / "published"
     sources = {"made_up": place / "made_up", "cpu": published / "cpu.jsonl.xz", "published": published}
 
     class Pages(dict):

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import counting
 import pytest
 from harness import Live, differing, greedy, live, ragged_prompts, tokens
 from models import save_tiny, vocab_of
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(counting.PerTest(), "selfspec-counting")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_counted() -> None:
+    counting.count()
+
 
 FULL = os.environ.get("SELFSPEC_FULL") == "1"
 """Every gate over every prompt, instead of over some of them."""

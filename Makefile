@@ -24,6 +24,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 # Tests that start engines: a file stays in one process, which keeps what its tests share.
 BY_FILE := -n $(JOBS) --dist loadfile
 REPORTS := $(VENV)/.reports
+GRID := tests/engine/test_lossless.py tests/engine/test_lossless_others.py tests/engine/test_sampling.py
 MUTANTS ?= costs gates settings v1 lengths vocabulary weights heads v2
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took. $(call tests,NAME,ARGUMENTS): a part of pytest's.
@@ -61,10 +62,12 @@ test: $(INSTALLED) programs
 	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 
-# Every gate over every prompt of every architecture, large samples, and what is marked nightly.
+# Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
+nightly: export SELFSPEC_FULL = 1
+nightly: export SELFSPEC_SEEDS = 4096
 nightly: $(INSTALLED) programs
 	$(begin)
-	SELFSPEC_FULL=1 SELFSPEC_SEEDS=4096 $(PYTEST) tests/engine/test_lossless.py tests/engine/test_sampling.py $(BY_FILE)
+	$(call timed,grid,$(PYTEST) --junitxml=$(REPORTS)/grid.xml $(GRID) $(BY_FILE))
 	$(call timed,nightly,$(PYTEST) -m nightly --junitxml=$(REPORTS)/nightly.xml tests $(BY_FILE))
 	$(summary)
 

@@ -75,13 +75,13 @@ def shown(driver, page, width=1280, scheme="light"):
 def violations(driver):
     """What axe-core finds, as rule and elements."""
     driver.execute_script(programs.AXE.read_text(encoding="utf-8"))
-    script = "const done = arguments[0]; axe.run().then((told) => done(told.violations))"
+    script = "const done = arguments[0]; axe.run().then((found) => done(found.violations))"
     return [
         (rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in driver.execute_async_script(script)
     ]
 
 
-def told_by_console(driver):
+def console_messages(driver):
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
@@ -120,7 +120,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("name", ["made_up", "cpu", "published"])
 def test_no_error_no_violation_and_nothing_wider_than_the_screen(driver, pages, name, width, scheme):
     shown(driver, pages[name], width, scheme)
-    assert told_by_console(driver) == []
+    assert console_messages(driver) == []
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
     script = "return [...document.querySelectorAll('.chart')].map((chart) => !!chart.querySelector('svg path'))"
     charts = driver.execute_script(script)
@@ -185,8 +185,8 @@ def test_a_figure_shows_another_panel_and_its_points(driver, pages):
         assert time.monotonic() < until, "the figure did not change"
         time.sleep(0.1)
     driver.execute_script("document.querySelector('#by_threshold figcaption button').click()")
-    told = driver.execute_script("return document.getElementById('only').textContent")
-    assert "points of one figure" in told
+    hint = driver.execute_script("return document.getElementById('only').textContent")
+    assert "points of one figure" in hint
     assert all("varH" in cell for cell in column(driver, "arm"))
     driver.execute_script("document.querySelector('#only button').click()")
     assert driver.execute_script("return document.getElementById('only').hidden")
@@ -220,4 +220,4 @@ def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(dr
         time.sleep(0.1)
     assert driver.execute_script("return document.getElementById('watched')") is None
     assert driver.execute_script("return Math.round(scrollY)") == 300
-    assert told_by_console(driver) == []
+    assert console_messages(driver) == []

@@ -3,7 +3,7 @@
 The reference is exact: the model is small enough (32 tokens) to enumerate all 32^3 continuations. Each engine's sample
 is compared with it (chi-square, cells with fewer than five expected merged) and with the plain engine's sample
 (chi-square of two samples). The first has power: it must reject temperature 0.9 and the lossy method `skip`.
-`make nightly` takes 4,096 seeds. The algorithm's own distribution is enumerated without samples in tests/unit/test_reference.py.
+`make nightly` takes 4,096 seeds. tests/unit/test_reference.py has the exact distribution of the algorithm itself.
 """
 
 from __future__ import annotations

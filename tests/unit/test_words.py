@@ -35,7 +35,26 @@ RETIRED = {
 
 EXEMPT = ("CHANGELOG.md", "results/LOG.md", "results/published/", "tests/unit/test_words.py")
 
-LEFT = ("docs/",)
+LEFT = (
+    "README.md",
+    "docs/",
+    "experiments/",
+    "pyproject.toml",
+    "selfspec_cli/commands/",
+    "selfspec_cli/config/",
+    "selfspec_cli/early_exit/",
+    "selfspec_cli/engine/",
+    "selfspec_cli/record/",
+    "selfspec_cli/report/",
+    "selfspec_cli/stages/",
+    "selfspec_cli/texts/",
+    "selfspec_cli/vllm_plugin/",
+    "tests/contract/",
+    "tests/engine/test_holds.py",
+    "tests/gpu/",
+    "tests/mutation/explained.toml",
+    "tests/unit/",
+)
 """Files and folders in which some are still to be replaced. An entry goes as soon as its place is clean."""
 
 TEXT = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".html", ".js", ".css", ".sh", "Makefile")

@@ -25,7 +25,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 BY_FILE := -n $(JOBS) --dist loadfile
 REPORTS := $(VENV)/.reports
 GRID := tests/engine/test_lossless.py tests/engine/test_lossless_others.py tests/engine/test_sampling.py
-MUTANTS ?= costs gates settings v1 lengths vocabulary weights heads v2
+MUTANTS ?= reference costs gates settings v1 lengths vocabulary weights heads v2
 
 # $(call timed,NAME,COMMAND): run a part, and note how long it took. $(call tests,NAME,ARGUMENTS): a part of pytest's.
 define timed

@@ -74,6 +74,22 @@ def test_rejected_drafts_leave_nothing_behind(model):
     torch.testing.assert_close(model([4, 5], used, 3), model([4, 5], clean, 3))
 
 
+@pytest.mark.slow
+def test_the_decoder_is_a_llama(model):
+    """The logits of transformers' Llama with the same weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=DEPTH, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, rms_norm_eps=model.eps, rope_theta=model.theta, tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.load_state_dict(dict(model.weights))
+    text = [3, 9, 200, 41, 7, 7, 90]
+    with torch.no_grad():
+        want = theirs(input_ids=torch.tensor([text])).logits[0]
+    torch.testing.assert_close(model(text, model.new_cache(len(text)), 0), want, atol=1e-4, rtol=1e-4)
+
+
 def test_the_gate_is_maxp():
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(1)) * 2
     statistic = GATES["maxp"].statistic(Distribution(logits), 1.0)

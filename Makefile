@@ -32,10 +32,11 @@ define timed
 @begun=$$(date +%s); $(2) && echo $$(($$(date +%s) - begun)) >$(REPORTS)/$(1).seconds
 endef
 tests = $(call timed,$(1),$(PYTEST) -m "not nightly" --junitxml=$(REPORTS)/$(1).xml $(2))
-begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS)
+begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
+side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo quick quick-lint quick-tests test nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -43,24 +44,25 @@ demo: $(INSTALLED)
 
 quick: $(INSTALLED)
 	$(begin)
-	$(call timed,quick,$(MAKE) -j2 -O --no-print-directory quick-lint quick-tests)
+	@$(side_by_side) part-lint quick-tests
 	$(summary)
-
-quick-lint: $(INSTALLED)
-	$(call timed,lint,$(LINT))
 
 quick-tests: $(INSTALLED)
 	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
+# Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs
 	$(begin)
-	$(call timed,lint,$(LINT))
+	@$(side_by_side) part-lint part-contract part-gpu part-browser
 	$(call tests,unit,tests/unit $(SIDE_BY_SIDE) --durations=10)
-	$(call tests,contract,tests/contract)
-	$(call tests,gpu,tests/gpu)
-	$(call tests,browser,tests/browser)
 	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
 	$(summary)
+
+part-lint: $(INSTALLED)
+	$(call timed,lint,$(LINT))
+
+part-contract part-gpu part-browser: part-%: $(INSTALLED)
+	$(call tests,$*,tests/$*)
 
 # Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
 nightly: export SELFSPEC_FULL = 1

@@ -1,6 +1,7 @@
 """What a run of the tests did: its parts with their times, what was skipped and why.
 
-    python tests/summary.py FOLDER    reads each part's seconds (FOLDER/NAME.seconds), and its JUnit file if it has one
+    python tests/summary.py FOLDER    reads each part's seconds (FOLDER/NAME.seconds), and its JUnit file if it has one;
+                                      the run began when FOLDER/begun was made
 
 Exits with 1 if a test was skipped for want of a program that this machine could have installed.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,15 +50,15 @@ def read(seconds: Path) -> Part:
     return part
 
 
-def table(parts: list[Part]) -> str:
-    """A line a part, and one for all."""
-    lines = [f"{'part':9} {'seconds':>8} {'tests':>6} {'skipped':>8} {'engines':>8} {'compiled':>9} {'tokens':>8}"]
+def table(parts: list[Part], seconds: int) -> str:
+    """A line a part, and one for the run, which took `seconds`: fewer than its parts where some ran side by side."""
+    lines = [f"{'part':13} {'seconds':>8} {'tests':>6} {'skipped':>8} {'engines':>8} {'compiled':>9} {'tokens':>8}"]
     rows = [(part.name, part.seconds, part.tests, sum(map(len, part.skipped.values())), part.counts) for part in parts]
     every: Counter[str] = sum((row[4] for row in rows), Counter())
-    rows.append(("all", *(sum(row[place] for row in rows) for place in (1, 2, 3)), every))
-    for name, seconds, tests, skipped, counts in rows:
+    rows.append(("all", seconds, *(sum(row[place] for row in rows) for place in (2, 3)), every))
+    for name, took, tests, skipped, counts in rows:
         engines = [str(counts[key]) if counts["engines"] else "" for key in ("engines", "compiled", "tokens")]
-        lines.append(f"{name:9} {seconds:8} {tests or '':>6} {skipped or '':>8} "
+        lines.append(f"{name:13} {took:8} {tests or '':>6} {skipped or '':>8} "
                      f"{engines[0]:>8} {engines[1]:>9} {engines[2]:>8}".rstrip())  # fmt: skip
     return "\n".join(lines)
 
@@ -76,7 +78,7 @@ def main(folder: str) -> int:
     """Print it; see above."""
     parts = [read(one) for one in sorted(Path(folder).glob("*.seconds"), key=lambda one: one.stat().st_mtime_ns)]
     said, avoidable = skips(parts)
-    print(f"\n{table(parts)}\n\n{said}")
+    print(f"\n{table(parts, round(time.time() - (Path(folder) / 'begun').stat().st_mtime))}\n\n{said}")
     if avoidable:
         print(f"FAILED: tests were skipped for want of {', '.join(avoidable)}, which this machine can install: "
               "make programs")  # fmt: skip

@@ -22,13 +22,14 @@ requests.py       what a request asks of drafting (its own draft length or thres
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples
 v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
-                  allowances.py: what decides there how much a request drafts; requests.py tells the speculator of new
-                  ones; begin.py: how a round begins; window.py: what of the context its drafts leave out; kernels.py:
-                  what happens between two forward passes; statistics.py: the gates' part of it, written from their
-                  expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many places for
-                  drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to which size;
-                  trimming.py: from which load on drafts are left out of the verify pass; resting.py: steps without
-                  drafts; reading.py: when a step's tokens are read; device_loop.py: a loop inside a CUDA graph
+                  draft_budget.py: what decides there how much a request drafts; requests.py tells the speculator of new
+                  ones; round_setup.py: how a round begins; window.py: what of the context its drafts leave out;
+                  kernels.py: what happens between two forward passes; statistics.py: the gates' part of it, written
+                  from their expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many
+                  places for drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to
+                  which size; trimming.py: from which load on drafts are left out of the verify pass;
+                  drafting_disabled.py: steps without drafts; step_order.py: when a step's tokens are read;
+                  device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,

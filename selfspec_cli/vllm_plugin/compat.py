@@ -117,7 +117,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.engine.core:EngineCore.step_with_batch_queue",
-        replacement=f"{_HERE}.v2.reading:read_before_launching",
+        replacement=f"{_HERE}.v2.step_order:read_before_launching",
         stage="scheduler",
         reason="it launches a step before it reads the last one's tokens, also where drafting would hide the reading",
         unneeded_when="vLLM reads first where a drafter keeps the device busy behind the sampling",
@@ -145,7 +145,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        replacement=f"{_HERE}.v2.resting:leave_out_drafting",
+        replacement=f"{_HERE}.v2.drafting_disabled:leave_out_drafting",
         stage="worker",
         reason="it hands steps to the speculator in which nothing is drafted, at the cost of five small kernels",
         unneeded_when="the V2 runner leaves its speculator out of steps without drafts",

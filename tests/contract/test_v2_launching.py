@@ -100,7 +100,7 @@ def test_a_request_that_waits_for_a_place_costs_the_device_nothing(world):
 
 
 def test_steps_are_launched_as_late_as_the_host_can_be_done_before_the_tokens(world):
-    from selfspec_cli.vllm_plugin.v2.reading import SLACK
+    from selfspec_cli.vllm_plugin.v2.step_order import SLACK
 
     here = world()
     here.serve(2, 600)

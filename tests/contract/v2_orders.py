@@ -12,7 +12,7 @@ def by_turns() -> Any:
     It decides nothing by times and never waits: for either the reader would ask again, and with two questions a step
     every step would have the same order.
     """
-    from selfspec_cli.vllm_plugin.v2.reading import Order
+    from selfspec_cli.vllm_plugin.v2.step_order import Order
 
     class ByTurns(Order):
         asked = 0

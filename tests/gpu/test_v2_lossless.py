@@ -330,7 +330,7 @@ def baseline(case: Case) -> list[Any]:
 
 def run(case: Case) -> Case:
     """Fill in `case` from a drafting engine, in which tokens are read before the next launch by turns."""
-    from selfspec_cli.vllm_plugin.v2.reading import reader_of
+    from selfspec_cli.vllm_plugin.v2.step_order import reader_of
 
     expected = baseline(case)
     start = time.perf_counter()

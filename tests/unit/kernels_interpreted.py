@@ -19,7 +19,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.vllm_plugin.v1.round import blocks_left_out, without_blocks
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
-from selfspec_cli.vllm_plugin.v2.begin import begin_round
+from selfspec_cli.vllm_plugin.v2.round_setup import begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights import gemv

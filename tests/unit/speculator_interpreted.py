@@ -255,10 +255,10 @@ def test_a_draft_that_was_left_out_of_the_verify_pass_is_not_taken_for_a_rejecte
     assert trimmed.state.lengths.tolist() == [K, K, 0]
     # Of the first request one draft was verified and stood, of the second all four were, and the second one did not.
     propose(trimmed, 2, sampled=[2, 2], admitted=[1, K])
-    first, second, _ = trimmed.state.allowances.rates.tolist()
+    first, second, _ = trimmed.state.budget.rates.tolist()
     assert first == 1.0 > second
     propose(trimmed, 2, sampled=[1, 1], admitted=[0, 0])  # nothing was verified, so nothing is known
-    assert trimmed.state.allowances.rates.tolist()[:2] == [first, second]
+    assert trimmed.state.budget.rates.tolist()[:2] == [first, second]
 
 
 def test_drafts_that_follow_steps_without_any_are_verified(trimmed):
@@ -405,7 +405,7 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
     taken, take_in = [], v2.take_in
     monkeypatch.setattr(v2, "take_in", lambda state, slots, *more: taken.append(slots) or take_in(state, slots, *more))
     propose(drafting, 2, num_speculative_tokens=0)
-    assert drafting.resting
+    assert drafting.drafting_disabled
     drafting.state.lengths.fill_(3)  # of requests that were there before
     told(drafting, {0: asking(k=0), 1: asking()})
     told(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
@@ -423,16 +423,16 @@ def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in
     """What a place's request drafted last is judged as a round begins, where lengths go by acceptance."""
     speculator = captured(config(adaptive_length=True), monkeypatch)
     speculator.state.lengths.fill_(4)
-    speculator.state.allowances.usual.fill_(0.5)
+    speculator.state.budget.usual.fill_(0.5)
     told(speculator, {0: asking()})
     propose(speculator, 1)
-    assert speculator.state.allowances.rates.tolist() == [0.5, 1.0, 1.0]
+    assert speculator.state.budget.rates.tolist() == [0.5, 1.0, 1.0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
     told(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
-    limits = speculator.state.allowances.own_limits.tolist()
+    limits = speculator.state.budget.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
     counted = []
@@ -443,7 +443,7 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
     assert counted == [True, False]
-    assert speculator.state.allowances.cell_limits.tolist()[1] == pytest.approx(0.9)
+    assert speculator.state.budget.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):

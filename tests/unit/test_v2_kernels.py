@@ -30,7 +30,7 @@ def test_the_kernels_in_tritons_interpreter():
 
 
 def test_how_much_is_drafted_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "begin_interpreted.py"), TRITON_INTERPRET="1")
+    assert " passed" in run("-m", "pytest", "-q", str(HERE / "round_setup_interpreted.py"), TRITON_INTERPRET="1")
 
 
 def test_the_speculator_in_tritons_interpreter():
@@ -138,7 +138,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from selfspec_cli.vllm_plugin.v2.begin import _begin_round
+from selfspec_cli.vllm_plugin.v2.round_setup import _begin_round
 
 TYPES = dict.fromkeys(_begin_round.arg_names, "*i32")
 TYPES |= dict.fromkeys(("positions", "sample_positions", "idx_mapping", "requests", "draft_tokens", "step", "counts",
@@ -147,11 +147,11 @@ TYPES |= dict.fromkeys(("confidences", "row_limits", "cell_limits", "own_limits"
                        "*fp32")
 TYPES |= dict.fromkeys(("num_reqs", "max_num_reqs", "max_model_len", "steps", "number_of_cells"), "i32")
 TYPES |= dict.fromkeys(("weight", "usual_weight"), "fp32")
-for rungs, limits in ((0, False), (4, True)):
-    constants = {"K": 5, "ROWS": 512, "RUNGS": rungs, "LIMITS": limits}
+for levels, limits in ((0, False), (4, True)):
+    constants = {"K": 5, "ROWS": 512, "LEVELS": levels, "LIMITS": limits}
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
-    print("estimated" if rungs else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+    print("estimated" if levels else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
 """
 
 

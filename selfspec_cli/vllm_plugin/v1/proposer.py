@@ -261,7 +261,7 @@ class _EarlyExit(DraftModelProposer):
         """The round's first state: requests that sampled a token, may draft and have room for another."""
         rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
-        allowed = self.lengths.allowances(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
+        allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, allowance in enumerate(allowed) if allowance.k]
         self.counters.allowed(limit, [(allowance.k, allowance.off) for allowance in allowed])
         if not kept:

@@ -1,4 +1,5 @@
-"""What the V2 draft loop does on the device between two forward passes: end a step, count. begin.py begins a round.
+"""What the V2 draft loop does on the device between two forward passes: end a step, count. How a round begins is in
+round_setup.py.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
 statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.

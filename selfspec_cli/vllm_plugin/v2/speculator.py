@@ -42,12 +42,12 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2 import device_loop
-from selfspec_cli.vllm_plugin.v2.allowances import Ending
-from selfspec_cli.vllm_plugin.v2.begin import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.reading import DraftClock
+from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.trimming import (
     acceptance_estimator,
     forget_confidences,
@@ -114,7 +114,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
-        self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
+        self.drafting_disabled = False  # whether the last round drafted nothing, and what it was told is taken in
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
         self.clock = DraftClock(device)
         if self.enable_adaptive_verification:
@@ -192,7 +192,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         for planner in self._planners("length_table"):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
-        self.state.allowances.set_table(table)
+        self.state.budget.set_table(table)
         self._set_limits_by_load()
 
     def set_read_first(self, on: bool) -> None:
@@ -212,7 +212,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
 
     def _set_limits_by_load(self) -> None:
         limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
-        self.state.allowances.cell_limits.copy_(torch.tensor(limits))
+        self.state.budget.cell_limits.copy_(torch.tensor(limits))
 
     def _limit(self, threshold: float | None) -> float:
         """What the gate compares with under a threshold; NaN: the gate's own."""
@@ -352,13 +352,13 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self._compile(input_batch.num_tokens_after_padding)
         verdict = (num_sampled, num_rejected, last_sampled)
         if not steps:
-            if not (self.resting or dummy_run):
+            if not (self.drafting_disabled or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
                 if self.enable_adaptive_verification:
                     forget_confidences(self.state)
-                self.resting = True
+                self.drafting_disabled = True
             return self.draft_tokens[:num_reqs].fill_(-1)
-        self.resting = False
+        self.drafting_disabled = False
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
         self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
@@ -385,7 +385,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
 
     def observe_verification(self, idx_mapping: Tensor, num_sampled: Tensor, num_rejected: Tensor) -> None:
         """A verify pass is over: what the acceptance of drafts is estimated by, without places that held none."""
-        if self.acceptance_estimator is None or self.resting:
+        if self.acceptance_estimator is None or self.drafting_disabled:
             return
         rejected = rejected_drafts(num_sampled, num_rejected, self.state.lengths[idx_mapping])
         super().observe_verification(idx_mapping, num_sampled, rejected)

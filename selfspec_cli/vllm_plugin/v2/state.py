@@ -17,7 +17,7 @@ from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
-from selfspec_cli.vllm_plugin.v2.allowances import Allowances
+from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -39,7 +39,7 @@ class DraftState:
     context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
-    allowances: what decides how much a request may draft.
+    budget: what decides how much a request may draft.
     Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
     this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
     features: names of the statistics.
@@ -66,7 +66,7 @@ class DraftState:
     counts: Tensor
     max_model_len: int
     features: tuple[str, ...]
-    allowances: Allowances
+    budget: DraftBudget
     _copy: LateCopy | None = None
 
     @classmethod
@@ -114,7 +114,7 @@ class DraftState:
             zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
             max_model_len,
             features,
-            Allowances.of(table or LengthTable.fixed(k), ladder, rows, device),
+            DraftBudget.of(table or LengthTable.fixed(k), ladder, rows, device),
         )
 
     def forget(self) -> None:

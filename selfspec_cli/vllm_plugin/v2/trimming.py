@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
-    from selfspec_cli.vllm_plugin.v2.reading import DraftClock
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 
 FROM, CLOCK = "early_exit_trims_from", "early_exit_draft_clock"
 """Attributes of an engine's `RequestState`, which its speculator is made with and its manager of adaptive verification
@@ -63,7 +63,7 @@ def price_drafts_by(requests: Any, clock: DraftClock) -> None:
 
 def judge_verified_drafts(state: DraftState, batch: InputBatch) -> None:
     """Let a draft that was left out of the verify pass not count as rejected, where lengths go by acceptance."""
-    places = verified_places(batch) if len(state.allowances.ladder) else None
+    places = verified_places(batch) if len(state.budget.ladder) else None
     if places is not None:
         requests = batch.idx_mapping
         state.lengths[requests] = torch.minimum(state.lengths[requests], places.to(state.lengths.dtype))

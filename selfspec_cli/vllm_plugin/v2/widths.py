@@ -2,8 +2,8 @@
 
 The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many places, for
 the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on the
-device (begin.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and by
-its own wish, and not at all where nobody may, or where what was accepted lately does not pay for drafting. Steps
+device (round_setup.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and
+by its own wish, and not at all where nobody may, or where what was accepted lately does not pay for drafting. Steps
 without places are vLLM's plain decode steps.
 """
 

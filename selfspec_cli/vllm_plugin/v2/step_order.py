@@ -52,8 +52,8 @@ WAITED = 150e-6
 class DraftClock:
     """When the host had launched the last step, and how long the device drafted behind earlier ones.
 
-    launched: the forward pass; done: all of the step, with its drafts. In seconds of `time.perf_counter`; resting.py
-    sets them.
+    launched: the forward pass; done: all of the step, with its drafts. In seconds of `time.perf_counter`;
+    drafting_disabled.py sets them.
     """
 
     def __init__(self, device: torch.device) -> None:

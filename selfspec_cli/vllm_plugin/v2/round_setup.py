@@ -18,7 +18,7 @@ from torch import Tensor
 from selfspec_cli.early_exit import acceptance, estimate
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
-from selfspec_cli.vllm_plugin.v2.allowances import Ending
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def _take_in(
     ends,
     stops,
     rates,
-    rungs,
+    levels,
     usual,
     WORDS: tl.constexpr,
-    RUNGS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """One program for each new request, by its line of `told`."""
     line = told + WORDS * tl.program_id(0)
@@ -49,9 +49,9 @@ def _take_in(
     tl.store(own_lengths + request, tl.load(line + 3))
     tl.store(own_limits + request, tl.load(line + 4).to(tl.float32, bitcast=True))
     tl.store(lengths + request, 0)
-    if RUNGS > 0:
+    if LEVELS > 0:
         tl.store(rates + request, tl.load(usual))
-        tl.store(rungs + request, RUNGS)
+        tl.store(levels + request, LEVELS)
 
 
 def take_in(
@@ -66,7 +66,7 @@ def take_in(
     Under load requests join in most steps, and the host launches what it says of them while others wait for their
     tokens. So all of it is one copy and one kernel.
     """
-    allowed = state.allowances
+    allowed = state.budget
     told = [
         (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
         for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
@@ -79,10 +79,10 @@ def take_in(
         allowed.ends,
         allowed.stops,
         allowed.rates,
-        allowed.rungs,
+        allowed.levels,
         allowed.usual,
         WORDS=allowed.arrivals.shape[1],
-        RUNGS=len(allowed.ladder),
+        LEVELS=len(allowed.ladder),
     )
 
 
@@ -105,28 +105,28 @@ def _by_acceptance(
     rises,
     falls,
     rates,
-    rungs,
+    levels,
     usual,
     weight,
     usual_weight,
-    RUNGS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """Every row's estimate after the verdict on its last draft, and the length that it leads to."""
     judged = real & (sampled > 0) & (drafted > 0)
     accepted = tl.where(judged, tl.minimum(sampled - 1, drafted), 0)
     tried = tl.where(judged, _trials(accepted, drafted), 0)
     rate = _updated(tl.load(rates + request, mask=real, other=0.0), accepted, tried, weight)
-    rung = tl.load(rungs + request, mask=real, other=1)
-    low, high = tl.full(rung.shape, 0, tl.int32), tl.full(rung.shape, 0, tl.int32)
-    for step in tl.static_range(RUNGS):
+    level = tl.load(levels + request, mask=real, other=1)
+    low, high = tl.full(level.shape, 0, tl.int32), tl.full(level.shape, 0, tl.int32)
+    for step in tl.static_range(LEVELS):
         low = _reached(low, rate, tl.load(rises + step))
         high = _reached(high, rate, tl.load(falls + step))
-    rung = tl.maximum(_clamped(rung, low, high), 1)
+    level = tl.maximum(_clamped(level, low, high), 1)
     tl.store(rates + request, rate, mask=judged)
-    tl.store(rungs + request, rung, mask=judged)
+    tl.store(levels + request, level, mask=judged)
     stood, all_tried = tl.sum(accepted, axis=0), tl.sum(tried, axis=0)
     tl.store(usual, _updated(tl.load(usual), stood, all_tried, usual_weight))
-    return tl.load(ladder + rung - 1, mask=real, other=0)
+    return tl.load(ladder + level - 1, mask=real, other=0)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells"])
@@ -159,7 +159,7 @@ def _begin_round(
     rises,
     falls,
     rates,
-    rungs,
+    levels,
     usual,
     target_seq_lens,
     num_sampled,
@@ -174,7 +174,7 @@ def _begin_round(
     usual_weight,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    RUNGS: tl.constexpr,
+    LEVELS: tl.constexpr,
     LIMITS: tl.constexpr,
 ):
     """One program for all rows; those past the batch are padding that does no attention work."""
@@ -199,10 +199,10 @@ def _begin_round(
         tl.store(row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
     allowed = tl.minimum(allowed, tl.load(own_lengths + request, mask=real, other=0))
     allowed = tl.minimum(allowed, tl.minimum(tl.load(limit), steps))
-    if RUNGS > 0:
+    if LEVELS > 0:
         drafted = tl.load(lengths + request, mask=real, other=0)
         by_acceptance = _by_acceptance(
-            request, sampled, drafted, real, ladder, rises, falls, rates, rungs, usual, weight, usual_weight, RUNGS
+            request, sampled, drafted, real, ladder, rises, falls, rates, levels, usual, weight, usual_weight, LEVELS
         )
         allowed = tl.minimum(allowed, by_acceptance)
     # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
@@ -252,7 +252,7 @@ def begin_round(
     Rows that do not draft get the request -1. Every row starts without a drafted token.
     """
     rows, k = state.draft_tokens.shape
-    buffers, allowed = state.buffers, state.allowances
+    buffers, allowed = state.buffers, state.budget
     _begin_round[(1,)](
         buffers.input_ids,
         buffers.positions,
@@ -282,7 +282,7 @@ def begin_round(
         allowed.rises,
         allowed.falls,
         allowed.rates,
-        allowed.rungs,
+        allowed.levels,
         allowed.usual,
         batch.seq_lens,
         *verdict,
@@ -295,6 +295,6 @@ def begin_round(
         acceptance.USUAL_WEIGHT,
         K=k,
         ROWS=triton.next_power_of_2(rows + 1),
-        RUNGS=len(allowed.ladder),
+        LEVELS=len(allowed.ladder),
         LIMITS=own_limits,
     )

@@ -27,8 +27,7 @@ v2/               speculator.py: the draft loop on the V2 model runner (CUDA); s
                   kernels.py: what happens between two forward passes; statistics.py: the gates' part of it, written
                   from their expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many
                   places for drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to
-                  which size; trimming.py: from which load on drafts are left out of the verify pass;
-                  drafting_disabled.py: steps without drafts; step_order.py: when a step's tokens are read;
+                  which size; drafting_disabled.py: steps without drafts; step_order.py: when a step's tokens are read;
                   device_loop.py: a loop inside a CUDA graph
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
@@ -38,7 +37,7 @@ observe/          annotate.py names what a profiler shows, profiler.py starts on
                   metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
                   late_copy.py off the device
 planted/          faults that `selfspec verify` plants in an engine of its own: worker.py is that engine's worker, v1.py
-                  and v2.py the faults on each model runner, admission.py what adaptive verification may look at,
+                  and v2.py the faults on each model runner,
                   wrap.py how they come and go; no other module imports them
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """

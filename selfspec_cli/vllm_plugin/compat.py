@@ -172,20 +172,6 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="a V2 speculator can say on the device how many tokens a request drafted",
     ),
     Patch(
-        target="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens",
-        replacement=f"{_HERE}.v2.trimming:trim_under_load",
-        stage="worker",
-        reason="adaptive verification is on for every load or for none, and costs where few requests run",
-        unneeded_when="vLLM takes a number of requests from which on verify passes are trimmed",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences",
-        replacement=f"{_HERE}.v2.trimming:remember_under_load",
-        stage="worker",
-        reason="it waits for a copy in each round, also where nothing is trimmed",
-        unneeded_when="vLLM takes a number of requests from which on verify passes are trimmed",
-    ),
-    Patch(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         replacement=f"{_HERE}.v1.sampling:expand_on_cpu",
         stage="worker",

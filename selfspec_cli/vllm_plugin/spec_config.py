@@ -38,7 +38,6 @@ VLLM_KEYS = (
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
-    "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
 )
 """Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every

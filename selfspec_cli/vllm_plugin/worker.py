@@ -92,17 +92,6 @@ class EarlyExitWorker:
         known = checked_table(text, settings.k, settings.gate.kind)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
 
-    def early_exit_set_verification_from(self, requests: int) -> None:
-        """Trim verify passes of so many requests and more from the next step on (`verification_from`). Raises
-        SettingsError on an engine without adaptive verification, and below 1."""
-        from selfspec_cli.vllm_plugin.v2.trimming import trim_from
-
-        if getattr(self.model_runner, "adaptive_verification", None) is None:
-            raise SettingsError("this engine verifies every draft; start it with verification=adaptive")
-        if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
-            raise SettingsError(f"verification_from = {requests!r} is out of range; allowed: 1 and more")
-        trim_from(self.model_runner.req_states, requests)
-
     def early_exit_set_read_first(self, on: bool) -> None:
         """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the
         next step on. Raises SettingsError for what is no truth value, and where steps have one order only, as on the

@@ -172,8 +172,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("requests up to max_model_len", YES, "such requests draft less", EDGES, CASES),
         Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
         Row("CUDA graphs, async scheduling", YES, "", None, CASES),
-        Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
-            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES, on_cpu="refused by vLLM"),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",

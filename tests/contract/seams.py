@@ -30,15 +30,6 @@ SIGNATURES = {
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
     "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": "",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens": "num_tokens_per_req "
-    "draft_tokens",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences": "confidence_probs "
-    "input_batch",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.__init__": "max_num_reqs "
-    "num_speculative_steps device",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.step": "idx_mapping num_sampled "
-    "num_rejected",
-    f"{V2_SPECULATOR}.observe_verification": "idx_mapping num_sampled num_rejected",
     "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
@@ -138,8 +129,6 @@ SIGNATURES = {
     # V1: a bonus token behind min_tokens.
     "vllm.v1.sample.sampler:Sampler.apply_logits_processors": "logits sampling_metadata predict_bonus_token",
     f"{MIN_TOKENS}.update_state": "batch_update",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
-    "capacities draft_budget num_steps",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
     # What `selfspec profile` and `engine.nvtx` put ranges around.
     f"{V1_RUNNER}:GPUModelRunner.execute_model": "scheduler_output intermediate_tensors",
@@ -222,7 +211,7 @@ FIELDS = {
     "vllm.config:VllmConfig": "additional_config speculative_config kv_transfer_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
-    "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
+    "synthetic_acceptance_length num_speculative_tokens_per_batch_size",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random logitsprocs spec_token_ids",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens num_draft_tokens_per_req cu_num_logits "
@@ -245,23 +234,19 @@ ATTRIBUTES = {
     f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
-    "adaptive_verification req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
+    "req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
     "cudagraph_manager",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
-    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
-    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs "
-    "enable_adaptive_verification acceptance_estimator",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator": "slope intercepts features predictions",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager": "req_states num_bonus_tokens "
-    "cost_tables _max_total_logits _batch_budget _stale_idx _pending_resets _copy_events _stale_confidences",
+    "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
-    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
+    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len _candidates "
     "_capture_descs cudagraph_mode compilation_config max_num_reqs",
     SCHEDULER: "vllm_config scheduler_config requests running waiting max_num_running_reqs dynamic_sd_lookup "
     "use_v2_model_runner",

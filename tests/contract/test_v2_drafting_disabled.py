@@ -22,7 +22,6 @@ def runner(**changes):
     made = SimpleNamespace(
         speculator=SimpleNamespace(drafting_disabled=True), num_speculative_steps=4, draft_tokens_handler=handler,
         execute_model_state=SimpleNamespace(input_batch=batch, num_spec_tokens_to_schedule=0), pp_handler=None,
-        adaptive_verification=None,
     )  # fmt: skip
     for path, value in changes.items():
         *owners, name = path.split("__")
@@ -84,7 +83,6 @@ def test_a_step_that_fails_gives_the_speculator_back():
         {"execute_model_state__input_batch__num_draft_tokens": 3},
         {"execute_model_state__input_batch__has_structured_output_reqs": True},
         {"pp_handler": object()},
-        {"adaptive_verification": object()},
     ],
     ids=lambda changes: next(iter(changes)),
 )

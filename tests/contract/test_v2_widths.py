@@ -293,31 +293,6 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
         assert graph_of(drafting, requests, 0)[2] == 1
 
 
-def test_adaptive_verification_has_full_graphs_for_decode_steps_of_any_mix_and_for_steps_that_requests_join():
-    from vllm.config.compilation import CUDAGraphMode
-
-    # A decode step says how long its queries are at most, a step that requests join does not.
-    drafting = captured_with(manager({"length_table": "4:2"}, varlen_decode=True))
-    plain = captured_with(manager(None, varlen_decode=True))
-    for tokens in range(3, 16):
-        assert drafting.dispatch(3, tokens, None, 0, 5) == plain.dispatch(3, tokens, None, 0, 5)
-        assert drafting.dispatch(3, tokens, None, 0, 5).max_query_len == 5
-    assert plain.dispatch(3, 26, None, 0, None).cg_mode == CUDAGraphMode.PIECEWISE
-    assert joined(drafting, 5, 5, 16) == ("FULL", 32, 16)
-    assert joined(drafting, 5, 5, 17) == ("FULL", 32, None)
-    assert joined(drafting, 5, 40)[0] == "NONE"
-    captured = drafting._capture_descs
-    assert captured[CUDAGraphMode.PIECEWISE] == plain._capture_descs[CUDAGraphMode.PIECEWISE]
-    assert set(captured[CUDAGraphMode.FULL]) > set(plain._capture_descs[CUDAGraphMode.FULL])
-
-
-def test_where_not_any_mix_can_be_captured_a_short_prefill_is_not_taken_for_a_step_that_adaptive_verification_trims():
-    drafting = captured_with(manager({}, varlen_decode=True), support="UNIFORM_BATCH")
-    plain = captured_with(manager(None, varlen_decode=True))
-    assert drafting._capture_descs == plain._capture_descs
-    assert joined(drafting, 2, 3) == ("PIECEWISE", 5, None) == joined(plain, 2, 3)
-
-
 @pytest.mark.parametrize(("attention", "config"), [
     ({"support": "UNIFORM_BATCH"}, {}),
     ({"supports_mm_inputs": True}, {}),

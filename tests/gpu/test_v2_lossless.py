@@ -242,11 +242,9 @@ def views(**engine: Any) -> Iterator[Case]:
         gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
         yield Case(model, LAYERS, 4, engine={**engine}, spec=gated)
     if engine.get("tensor_parallel_size", 1) == 1:
-        judged = {"draft_weights": "int4", "length_table": TABLE, **TRIMMED}
-        yield Case("llama", LAYERS, 5, engine={**engine}, spec=judged)
+        yield Case("llama", LAYERS, 5, engine={**engine}, spec={"draft_weights": "int4", "length_table": TABLE})
 
 
-TRIMMED = {"enable_adaptive_verification": True}
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 """Draft lengths for 16 requests at once: the batch of the tests passes through all of them as it shrinks."""
 
@@ -264,11 +262,6 @@ def lengths(**engine: Any) -> Iterator[Case]:
     yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=gate)
     yield Case("qwen3", 1, 5, engine={**engine}, spec={"adaptive_length": True, "draft_cost": 0.6})
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
-    if engine.get("tensor_parallel_size", 1) == 1:
-        yield Case("llama", *MIDDLE, engine={**engine}, spec={**table, **TRIMMED})
-        yield Case("llama", *MIDDLE, engine={**engine, **COMPILED}, spec={**TRIMMED, **table})
-        crowded = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, **COMPILED}
-        yield Case("llama", *MIDDLE, "crowd", engine={**engine, **crowded}, spec={**TRIMMED})
 
 
 @cache
@@ -424,7 +417,6 @@ GATED = [
     Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
     Case("llama", *MIDDLE, engine={"enforce_eager": True}),
     Case("llama", *MIDDLE, engine=COMPILED),
-    Case("llama", *MIDDLE, spec=TRIMMED),
 ]
 
 

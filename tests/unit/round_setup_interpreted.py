@@ -31,8 +31,8 @@ def new_state(table: LengthTable | None = None, ladder: Ladder | None = None) ->
         query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
     )
     mapping, tokens = torch.full((ROWS,), -1), torch.zeros(ROWS, K, dtype=torch.int64)
-    places, confidences = torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS, K)
-    return DraftState.around(buffers, mapping, places, tokens, confidences, torch.tensor(0), MAX_LEN, table, ladder)
+    places = torch.zeros(ROWS, dtype=torch.int64)
+    return DraftState.around(buffers, mapping, places, tokens, torch.tensor(0), MAX_LEN, table, ladder)
 
 
 def drafted(state: DraftState, requests: int) -> list[int]:

@@ -48,7 +48,7 @@ def drafting_is_disabled(runner: Any, step: Any) -> bool:
     """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the last one made none either.
 
     The first step that makes none is the speculator's, which takes in what was accepted. Requests with a grammar wait
-    for drafts to check, ranks of a pipeline for a message with drafts, and adaptive verification for each step.
+    for drafts to check, and ranks of a pipeline for a message with drafts.
     """
     return (
         getattr(runner.speculator, "drafting_disabled", False)  # vLLM's own have no such word
@@ -56,5 +56,4 @@ def drafting_is_disabled(runner: Any, step: Any) -> bool:
         and step.input_batch.num_draft_tokens == 0
         and not step.input_batch.has_structured_output_reqs
         and runner.pp_handler is None
-        and runner.adaptive_verification is None
     )

@@ -55,12 +55,9 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
             if settings is None or self.decode_query_len != settings.k + 1:
                 return super()._init_candidates()
             sizes = self.compilation_config
-            if self.varlen_decode:  # for adaptive verification, vLLM's decode graphs hold any mix of widths
-                self._plan(self._decodes)
-            else:
-                for width in widths(settings):
-                    fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
-                    self._plan(self._decodes, decode_query_len=width + 1, compilation_config=fitting)
+            for width in widths(settings):
+                fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
+                self._plan(_decodes, decode_query_len=width + 1, compilation_config=fitting)
             if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
                 joining = _with_sizes(sizes, joining_sizes(sizes.cudagraph_capture_sizes or ()))
                 self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=joining)
@@ -78,11 +75,6 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 self._planned.setdefault(mode, {}).update(dict.fromkeys(filter(wanted, descriptors)))
             self._capture_descs.clear()
 
-        def _decodes(self, one: BatchExecutionDescriptor) -> bool:
-            """Whether a full graph is for decode steps alone."""
-            varying = self.varlen_decode and one.max_query_len == self.decode_query_len
-            return one.uniform_token_count is not None or varying
-
         def _set(self, values: Mapping[str, Any]) -> None:
             for name, value in values.items():
                 setattr(self, name, value)
@@ -94,7 +86,7 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
                 return  # there are no such steps
             full = self._planned.get(CUDAGraphMode.FULL, {})
             twins = {one: replace(one, max_query_len=longest) for one in full
-                     if not self._decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
+                     if not _decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
             full.update(dict.fromkeys(twins.values()))
             for candidates in self._candidates.values():
                 candidates += [twins[one] for one in candidates if one in twins]
@@ -115,7 +107,7 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
             if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
                 self.any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
                 short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
-                self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or self._decodes(one) or (
+                self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or _decodes(one) or (
                     self.any_step and (short or one.max_query_len is None)))  # fmt: skip
             super().capture(
                 model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
@@ -135,6 +127,11 @@ def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGra
             )
 
     return EveryWidthManager
+
+
+def _decodes(one: BatchExecutionDescriptor) -> bool:
+    """Whether a full graph is for decode steps alone."""
+    return one.uniform_token_count is not None
 
 
 def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:

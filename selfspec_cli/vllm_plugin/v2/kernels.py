@@ -19,14 +19,11 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 # Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
 # active rows.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
-MOST_LOG_ODDS = tl.constexpr(40.0)  # where one token has all of the probability; as in vLLM's estimator
 
 
 @triton.jit
@@ -79,7 +76,6 @@ def _end_step(
     row_limits,
     left_out,
     draft_tokens,
-    confidences,
     lengths,
     logged,
     requests,
@@ -92,15 +88,10 @@ def _end_step(
     gate_rule,
     going,
     counts,
-    slope,
-    intercepts,
-    log_odds,
-    expected,
     max_model_len,
     K: tl.constexpr,
     GREEDY: tl.constexpr,
     MAPPED: tl.constexpr,
-    ESTIMATED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -154,14 +145,7 @@ def _end_step(
             token = tl.load(tokens + row).to(tl.int64)
         position = tl.load(positions + row) + 1
         if good:
-            if ESTIMATED:  # from the distribution alone, not from the token (docs/verify.md)
-                odds = -tl.log(total - 1.0)  # log(p / (1 - p)) of its greatest probability p
-                odds = tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
-                confidence = tl.sigmoid(tl.load(slope) * odds + tl.load(intercepts + step))
-                tl.store(log_odds + request * K + step, odds)
-                tl.store(expected + request * K + step, confidence)
             tl.store(draft_tokens + row * K + step, token)
-            tl.store(confidences + row * K + step, confidence)
             tl.store(lengths + request, (step + 1).to(tl.int32))
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
             tl.atomic_add(counts + NAN_LOGITS, 1)
@@ -198,8 +182,7 @@ class EndStep:
 
     Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of
     128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids: int64
-    [V'], draft id -> token id, or None. estimator: vLLM's, by which a confidence is how likely the draft is to be
-    accepted, or None, where it is the greatest probability.
+    [V'], draft id -> token id, or None.
     """
 
     _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
@@ -210,9 +193,8 @@ class EndStep:
         vocab_size: int,
         vocab_ids: Tensor | None,
         device: torch.device,
-        estimator: OnlineAcceptanceEstimator | None = None,
     ) -> None:
-        self.vocab_size, self.vocab_ids, self.estimator = vocab_size, vocab_ids, estimator
+        self.vocab_size, self.vocab_ids = vocab_size, vocab_ids
         self.blocks = -(-vocab_size // self._BLOCK)
         self.parts = torch.empty(max_rows, 5, self.blocks, dtype=torch.float32, device=device)
         self.indices = torch.empty(max_rows, self.blocks, dtype=torch.int32, device=device)
@@ -223,9 +205,6 @@ class EndStep:
         tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
         """
         rows, k, buffers = logits.shape[0], state.draft_tokens.shape[1], state.buffers
-        known, learned = self.estimator, (state.confidences,) * 4  # places that are not read where nothing is estimated
-        if known is not None:
-            learned = (known.slope, known.intercepts, known.features, known.predictions)
         _reduce_block[(rows, self.blocks)](
             logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
         )
@@ -240,7 +219,6 @@ class EndStep:
             state.row_limits,
             state.left_out,
             state.draft_tokens,
-            state.confidences,
             state.lengths,
             state.statistics,
             state.requests,
@@ -253,12 +231,10 @@ class EndStep:
             state.gate_rule,
             state.going,
             state.counts,
-            *learned,
             state.max_model_len,
             K=k,
             GREEDY=tokens is None,
             MAPPED=self.vocab_ids is not None,
-            ESTIMATED=known is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
         )
         _turn[(1,)](state.step, state.round_limit, state.active, state.going, state.counts, K=k)

@@ -139,7 +139,6 @@ def _begin_round(
     idx_mapping,
     requests,
     draft_tokens,
-    confidences,
     lengths,
     row_steps,
     row_limits,
@@ -226,7 +225,6 @@ def _begin_round(
     tl.store(idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
     for place in tl.static_range(K):
         tl.store(draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
-        tl.store(confidences + row * K + place, tl.full((ROWS,), 0.0, tl.float32), mask=inside)
     tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
     count = tl.sum(drafts.to(tl.int32), axis=0)
     tl.store(step, 0)
@@ -262,7 +260,6 @@ def begin_round(
         state.idx_mapping,
         state.requests,
         state.draft_tokens,
-        state.confidences,
         state.lengths,
         state.row_steps,
         state.row_limits,

@@ -48,14 +48,6 @@ from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
-from selfspec_cli.vllm_plugin.v2.trimming import (
-    acceptance_estimator,
-    forget_confidences,
-    judge_verified_drafts,
-    price_drafts_by,
-    rejected_drafts,
-    trim_from,
-)
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
@@ -89,9 +81,6 @@ def init_with_early_exit(original: Init) -> Init:
         require_runner(device.type, v2=True)
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
-        trim_from(req_states, speculator.settings.verification_from or 1)
-        if vllm_config.parallel_config.world_size == 1:
-            price_drafts_by(req_states, speculator.clock)
         return speculator
 
     return init_speculator
@@ -109,16 +98,13 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len, settings.table,
-            settings.ladder,
+            self.current_draft_step, self.max_model_len, settings.table, settings.ladder,
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
         self.drafting_disabled = False  # whether the last round drafted nothing, and what it was told is taken in
         self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
         self.clock = DraftClock(device)
-        if self.enable_adaptive_verification:
-            self.acceptance_estimator = acceptance_estimator(self.max_num_reqs, self.num_speculative_steps, device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
         self._loop: device_loop.DeviceLoop | None = None
@@ -141,9 +127,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._layer_names = attention_names(self.model, self.vllm_config)
-        self.end_step = EndStep(
-            self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device, self.acceptance_estimator
-        )
+        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -354,8 +338,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         if not steps:
             if not (self.drafting_disabled or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
-                if self.enable_adaptive_verification:
-                    forget_confidences(self.state)
                 self.drafting_disabled = True
             return self.draft_tokens[:num_reqs].fill_(-1)
         self.drafting_disabled = False
@@ -383,13 +365,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             run(num_reqs, steps, batch, upper_bound, skip_attention)
         return self.draft_tokens[:num_reqs]
 
-    def observe_verification(self, idx_mapping: Tensor, num_sampled: Tensor, num_rejected: Tensor) -> None:
-        """A verify pass is over: what the acceptance of drafts is estimated by, without places that held none."""
-        if self.acceptance_estimator is None or self.drafting_disabled:
-            return
-        rejected = rejected_drafts(num_sampled, num_rejected, self.state.lengths[idx_mapping])
-        super().observe_verification(idx_mapping, num_sampled, rejected)
-
     def _begin(
         self,
         batch: InputBatch,
@@ -401,8 +376,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        if self.enable_adaptive_verification and not dummy_run:
-            judge_verified_drafts(self.state, batch)
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 

@@ -32,9 +32,7 @@ class DraftState:
 
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
-    draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
-    token was drafted from, whichever token that was, or with adaptive verification, which ranks by them, how likely
-    such a draft is to be accepted; 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
+    draft_tokens (int64 [rows, k], 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
     row_limits (float32, what the gate compares with in each, NaN for the gate's own), left_out (int32, tokens of the
     context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
@@ -50,7 +48,6 @@ class DraftState:
     requests: Tensor
     sample_positions: Tensor
     draft_tokens: Tensor
-    confidences: Tensor
     lengths: Tensor
     statistics: Tensor
     row_steps: Tensor
@@ -76,7 +73,6 @@ class DraftState:
         idx_mapping: Tensor,
         sample_positions: Tensor,
         draft_tokens: Tensor,
-        confidences: Tensor,
         step: Tensor,
         max_model_len: int,
         table: LengthTable | None = None,
@@ -98,7 +94,6 @@ class DraftState:
             zeros(rows, dtype=torch.int64).fill_(-1),
             sample_positions,
             draft_tokens,
-            confidences,
             zeros(rows),
             zeros(rows, k, len(features), dtype=torch.float32),
             zeros(rows),

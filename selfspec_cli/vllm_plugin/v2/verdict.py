@@ -56,10 +56,7 @@ def with_short_drafts(original: type[RejectionSampler]) -> type[RejectionSampler
 
 
 def verified_places(batch: InputBatch) -> Tensor | None:
-    """Drafts of each request in the verify pass of a step, integers [rows]; None for a step without any.
-
-    From the device: the host does not know what adaptive verification left out.
-    """
+    """Drafts of each request in the verify pass of a step, integers [rows]; None for a step without any."""
     return None if batch.num_draft_tokens_per_req is None else batch.cu_num_logits.diff() - 1
 
 

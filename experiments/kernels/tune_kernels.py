@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, marlin_token, rounding
+from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -142,7 +142,6 @@ def rows(
         if with_marlin and marlin.serves(width, out, inner):
             repacked = marlin.repacked(copy, width)
             ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
-            ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), [{}]))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors, room)
             for tokens, setting in every(counts, settings):
@@ -185,10 +184,6 @@ def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
 
 def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
     return marlin.product(x, copy["marlin"], copy["scales"])
-
-
-def _tiles(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
-    return marlin_token.product(x, copy["marlin"], copy["scales"])
 
 
 def main() -> None:

@@ -38,19 +38,6 @@ def test_the_speculator_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
 
 
-def test_one_token_times_marlins_layout_in_tritons_interpreter():
-    pytest.importorskip("vllm")
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "marlin_token_interpreted.py"), TRITON_INTERPRET="1")
-
-
-def test_one_token_times_marlins_layout_compiles_for_cuda():
-    """Weights are read 16 bytes at a time, and nothing spills to memory."""
-    pytest.importorskip("vllm")
-    words = run("-c", TILES).split()
-    assert words[1::2] == ["0", "0"]
-    assert 8 <= int(words[0]) < int(words[2])
-
-
 def test_products_with_integer_copies_in_tritons_interpreter():
     assert " passed" in run("-m", "pytest", "-q", str(HERE / "lowbit_interpreted.py"), TRITON_INTERPRET="1")
 
@@ -175,28 +162,6 @@ for keys, warps, stages, splits in ((256, 8, 1, 32), (128, 4, 2, 1)):
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = kernel.asm["ptx"]
     print(ptx.count("mma.sync"), ptx.count("atom"), ptx.count(".local"), kernel.metadata.shared)
-"""
-
-
-TILES = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from selfspec_cli.vllm_plugin.weights.marlin_token import _tile
-
-TYPES = dict.fromkeys(("rounded", "less", "words", "arrived"), "*i32")
-TYPES |= dict.fromkeys(("scales", "bias", "out"), "*bf16") | dict.fromkeys(("factors", "partial"), "*fp32")
-TYPES |= dict.fromkeys(("groups_of_row", "rows"), "i32")
-places = [place for place, name in enumerate(_tile.arg_names) if name in TYPES]
-for bits, word in ((4, "*i32"), (8, "*i64")):
-    constants = {"BITS": bits, "BIASED": True, "PARTS": 4, "GROUPS": 8, "ASM": True, "EARLY": True}
-    signature = {name: (TYPES | {"words": word}).get(name, "constexpr") for name in _tile.arg_names}
-    source = ASTSource(fn=_tile, signature=signature, constexprs=constants,
-                       attrs={(place,): [["tt.divisibility", 16]] for place in places})
-    options = {"num_warps": 4, "launch_pdl": True}
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    print(ptx.count(".v4.b32") + ptx.count(".v2.b64"), ptx.count(".local"))
 """
 
 

@@ -1,7 +1,6 @@
-"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 2 to 64 tokens.
+"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for up to 64 tokens. CUDA only.
 
-A single one is multiplied by a kernel of ours that reads the same layout (marlin_token.py). CUDA only. Which engines
-take this layout, and why: lowbit.py.
+Which engines take this layout, and why: lowbit.py.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
-from selfspec_cli.vllm_plugin.weights import marlin_token
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
@@ -36,8 +33,7 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
-    _beside(words.device)  # neither first while a CUDA graph is captured
-    none_arrived(words.device)
+    _beside(words.device)  # not first while a CUDA graph is captured
     return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
 
 
@@ -67,8 +63,6 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
     if x.shape[0] > MOST:
         return F.linear(x, weight, bias)
-    if x.shape[0] == 1:
-        return marlin_token.product(x.contiguous(), words, scales, bias)
     return product(x.contiguous(), words, scales, bias)
 
 

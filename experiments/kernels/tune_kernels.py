@@ -136,9 +136,8 @@ def rows(
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
         counts = [tokens for tokens in token_counts if 1 < tokens <= rounding.MOST]
-        ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE)]
-        if width in (4, 8):
-            ways.append((kind.name, _few, dict(copy), counts, FEW))
+        ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE),
+                           (kind.name, _few, dict(copy), counts, FEW)]  # fmt: skip
         if with_marlin and marlin.serves(width, out, inner):
             repacked = marlin.repacked(copy, width)
             ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
@@ -171,14 +170,14 @@ Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[d
 
 
 def _one(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    words, more, scales = copy["words"], copy.get("more"), copy["scales"]
-    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, more, x.shape[1]))
-    return lowbit_one_token.product(*rounded, words, more, scales, None, x.dtype, **setting)
+    words, scales = copy["words"], copy["scales"]
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, x.shape[1]))
+    return lowbit_one_token.product(*rounded, words, scales, None, x.dtype, **setting)
 
 
 def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
     words, scales = copy["words"], copy["scales"]
-    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, None, x.shape[1]))
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, x.shape[1]))
     return lowbit_few_tokens.product(*rounded, len(x), words, scales, None, x.dtype, **setting)
 
 
@@ -190,7 +189,7 @@ def main() -> None:
     """Measure, print the best of each product, and write everything as JSON after each shape of layer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
-    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
+    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 8))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--no-marlin", action="store_true", help="without vLLM's kernels, which need vLLM")

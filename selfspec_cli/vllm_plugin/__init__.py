@@ -14,8 +14,9 @@ weights/          what a draft step multiplies by: replace.py puts other parts i
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
                   kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py and marlin.py for integers,
-                  one_token.py what those share; rounding.py rounds tokens for them, fused.py has norms and activations do so; sharded.py splits a head over ranks, adapters.py leaves adapters out,
-                  step_bytes.py counts what is read
+                  one_token.py what those share; rounding.py rounds tokens for them, fused.py has norms and activations
+                  do so; sharded.py splits a head over ranks, adapters.py leaves adapters out, step_bytes.py counts what
+                  is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;

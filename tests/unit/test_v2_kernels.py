@@ -172,7 +172,7 @@ from triton.compiler import ASTSource
 
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import _rows
 
-TYPES = dict.fromkeys(("bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words", "more"), "*i32")
+TYPES = dict.fromkeys(("bias", "out"), "*bf16") | dict.fromkeys(("rounded", "words"), "*i32")
 TYPES |= {"factors": "*fp32", "scales": "*fp16", "rows": "i32"}
 places = [place for place, name in enumerate(_rows.arg_names) if name in TYPES]
 for bits in (4, 8):

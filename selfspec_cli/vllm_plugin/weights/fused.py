@@ -107,8 +107,8 @@ def round_in_front(graph: fx.Graph) -> None:
     """Let what comes before products with integer copies round for them, where it can (module docstring)."""
     by_input: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.selfspec.linear_integers.default):
-        x, _, _, words, more, *_ = node.args
-        bits = width_of(words.meta["val"], more and more.meta["val"], x.meta["val"].shape[-1])
+        x, _, _, words, *_ = node.args
+        bits = width_of(words.meta["val"], x.meta["val"].shape[-1])
         by_input.setdefault(_same_values(x), []).append((node, bits))
     for x, products in by_input.items():
         bits = products[0][1]  # copies of another width read other bytes, and round for themselves

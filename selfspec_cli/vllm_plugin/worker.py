@@ -37,7 +37,7 @@ def register_kernels_once() -> None:
     vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
     drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
     """
-    from vllm.triton_utils import dispatcher
+    from selfspec_cli.vllm_plugin.vllm_names import dispatcher
 
     original = dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):

@@ -225,7 +225,7 @@ NOT_TRIED = (
     "sleep mode, and weights that are replaced in a live engine (copies keep the old ones, so drafts get worse and the "
     "output does not)",
     "`method: skip` with adapters",
-    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/versions.py` and `selfspec "
+    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",
 )
 """Nothing is known to be wrong with these, and nobody has run them."""

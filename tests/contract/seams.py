@@ -6,6 +6,8 @@ answer, not a detail.
 
 from __future__ import annotations
 
+from selfspec_cli.vllm_plugin import versions
+
 V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 V2_FOLDER = "vllm.v1.worker.gpu"
@@ -26,7 +28,7 @@ LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLi
 
 # Target -> its parameters in 0.32.0, in order. self is not listed.
 SIGNATURES = {
-    # What compat.py replaces: the replacement is called with these.
+    # What patches.py lists: the replacement is called with these.
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
     "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": "",
@@ -271,18 +273,9 @@ ATTRIBUTES = {
     **{f"vllm.lora.layers:{name}WithLoRA": "base_layer" for name in LORA_LAYERS},
 }
 
-# What another release has in place of the above. Neither is passed by us: the base class draws drafts with the first,
-# and the second lets data-parallel ranks agree to skip drafts, which early exit does not run on.
-CHANGED_SIGNATURES: dict[str, dict[str, str]] = {
-    "0.33.0": {
-        f"{V2_SPECULATOR}.sample_draft": SIGNATURES[f"{V2_SPECULATOR}.sample_draft"] + " num_steps",
-        f"{V2_FOLDER}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count "
-        "dp_size dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
-        "allow_skip_drafts dp_sync_state",
-    },
-}
-
 
 def signatures(release: str) -> dict[str, list[str]]:
-    """Target -> its parameters in `release`."""
-    return {target: words.split() for target, words in (SIGNATURES | CHANGED_SIGNATURES.get(release, {})).items()}
+    """Target -> its parameters in `release`; a target as that release has it."""
+    known = versions.known(release)
+    assert known is not None
+    return {known.place_of(target): words.split() for target, words in (SIGNATURES | known.signatures).items()}

@@ -142,7 +142,7 @@ class Scheduler:
     use_v2_model_runner = True
 
     def __init__(self, **spec):
-        from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+        from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 
         config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
         self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None)
@@ -202,7 +202,7 @@ def manager(spec, **more):
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+    from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
     from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 
     kind = with_every_width(ModelCudaGraphManager)

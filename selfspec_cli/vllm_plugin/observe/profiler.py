@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
+from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
 

@@ -21,10 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
@@ -37,17 +33,19 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+from selfspec_cli.vllm_plugin.vllm_names import (
+    CommonAttentionMetadata,
+    DraftModelProposer,
+    compute_probs_and_sample_next_token,
+    set_forward_context,
+)
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.worker.utils import AttentionGroup
-
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, KVCacheConfig, SamplingMetadata, VllmConfig
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:

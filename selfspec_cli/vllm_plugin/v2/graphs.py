@@ -18,17 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
-
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, joining_sizes, reach, widths
+from selfspec_cli.vllm_plugin.vllm_names import AttentionCGSupport, CUDAGraphMode, get_attn_cg_support
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
-
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor, ModelCudaGraphManager
 
 SHORT_ROWS = 64
 """Rows (tokens of a query, times the query heads of a KV head) for which FlashAttention 3 has smaller tiles; for 128 it

@@ -22,9 +22,8 @@ from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
 
 
 @triton.jit

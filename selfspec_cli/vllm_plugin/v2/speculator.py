@@ -21,17 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.logger import init_logger
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
-    SpeculatorBatchDescriptor,
-    SpeculatorCudaGraphManager,
-)
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
@@ -51,21 +40,36 @@ from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
+from selfspec_cli.vllm_plugin.vllm_names import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+    TargetDependentARSpeculator,
+    build_slot_mappings_by_layer,
+    dispatch_cg_and_sync_dp,
+    gumbel_sample,
+    init_attn_backend,
+    init_logger,
+    set_forward_context,
+)
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-    from vllm.v1.worker.gpu.model_states.interface import ModelState
-    from vllm.v1.worker.gpu.states import RequestState
-    from vllm.v1.worker.utils import AttentionGroup
-
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        AttentionGroup,
+        BatchExecutionDescriptor,
+        BlockTables,
+        InputBatch,
+        InputBuffers,
+        KVCacheConfig,
+        ModelState,
+        RequestState,
+        VllmConfig,
+    )
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 

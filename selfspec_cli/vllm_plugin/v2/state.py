@@ -20,7 +20,7 @@ from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBuffers
+    from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits")
 """The first of `DraftState.counts`, in the kernels' order."""

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from selfspec_cli.vllm_plugin.v2.widths import planner_of
+from selfspec_cli.vllm_plugin.vllm_names import init_logger
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 

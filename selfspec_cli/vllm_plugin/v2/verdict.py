@@ -16,11 +16,8 @@ from torch import Tensor
 from selfspec_cli.early_exit.gates import device_features
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-    from vllm.v1.worker.gpu.states import RequestState
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, RejectionSampler, RequestState
 
 LENGTHS = "early_exit_lengths"
 """Attribute of an engine's `RequestState`, which its speculator is made with and its sampler knows: int32 [requests],

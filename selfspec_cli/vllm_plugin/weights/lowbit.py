@@ -26,7 +26,7 @@ from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 
@@ -52,7 +52,7 @@ def graph_pass() -> InductorPass | None:
 
 
 def _many_requests_at_a_time() -> bool:
-    from vllm.config import get_current_vllm_config_or_none
+    from selfspec_cli.vllm_plugin.vllm_names import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     return config is not None and config.scheduler_config.max_num_seqs > rounding.MOST
@@ -105,8 +105,8 @@ def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens."""
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonWNA16Experts
-    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import (
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        TritonWNA16Experts,
         WNA16MoEBackend,
         make_wna16_moe_kernel,
         make_wna16_moe_quant_config,

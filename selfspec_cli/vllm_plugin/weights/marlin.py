@@ -27,8 +27,8 @@ def serves(bits: int, rows: int, columns: int) -> bool:
 
 def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """A copy of `draft_weights.integers` on a CUDA device as Marlin reads it, with scales in bfloat16."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_permute_scales
 
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
@@ -73,8 +73,7 @@ def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Ten
 
 def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] bf16, contiguous, times a repacked copy, plus bias [out] -> [n, out] bf16."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
-    from vllm.scalar_type import scalar_types
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils, scalar_types
 
     rows, columns = scales.shape[1], x.shape[1]
     bits = 2 * words.shape[1] // rows  # words are [in / 16, out * bits / 2]
@@ -87,7 +86,7 @@ def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None
 @lru_cache
 def _beside(device: torch.device) -> tuple[Any, Any]:
     """What a call takes besides: no zero points, and locks, which each call leaves as it finds them."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils
 
     locks = marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
     return marlin_utils.marlin_make_empty(device), locks

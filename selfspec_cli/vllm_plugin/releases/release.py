@@ -14,8 +14,8 @@ class Release:
 
     release: its version. distributions: the packages that exist of it. tried: what was done with early exit on it, and
     unchecked what was not (None where the tests and the published figures cover it), for `selfspec doctor`.
-    speculative_keys: keys of a speculative_config that only this release has among those that mean something for a
-    draft that is the target itself.
+    speculative_keys: keys of a speculative_config that this release has and the oldest one has not, among those that
+    mean something for a draft that is the target itself.
     moved: name -> where this release has it.
     adapters: name -> "module:function" of ours that takes this release's function and returns one with the oldest
     release's parameters: what vllm_names.py hands out.

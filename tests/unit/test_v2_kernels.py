@@ -97,6 +97,7 @@ def test_the_kernels_with_twelve_gates():
 
 COMPILE = """
 import triton
+from kernel_types import GATE, INPUTS, PROGRESS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -104,12 +105,8 @@ from selfspec_cli.early_exit.gates import device_features
 from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
 TYPES = {
-    "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "step_ptr": "*i64",
-    "row_steps": "*i32", "row_limits": "*fp32", "left_out": "*i32", "draft_tokens": "*i64",
-    "lengths": "*i32", "logged": "*fp32",
-    "requests": "*i64", "idx_mapping": "*i64", "input_ids": "*i32", "positions": "*i64", "seq_lens": "*i32",
-    "sample_positions": "*i64", "gate_feature": "*i32", "gate_rule": "*fp32", "going": "*i32", "counts": "*i64",
-    "max_model_len": "i32",
+    "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "inputs": INPUTS,
+    "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32", "max_model_len": "i32",
 }
 constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64}
 signature = {name: TYPES.get(name, "constexpr") for name in _end_step.arg_names}
@@ -121,21 +118,17 @@ print(len(device_features()), ptx.count("bar.sync"))
 
 BEGIN = """
 import triton
+from kernel_types import ACCEPTANCE, INPUTS, LIMITS, PROGRESS, VERDICT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from selfspec_cli.vllm_plugin.v2.round_setup import _begin_round
 
-TYPES = dict.fromkeys(_begin_round.arg_names, "*i32")
-TYPES |= dict.fromkeys(("positions", "sample_positions", "idx_mapping", "requests", "draft_tokens", "step", "counts",
-                        "last_sampled"), "*i64")
-TYPES |= dict.fromkeys(("row_limits", "cell_limits", "own_limits", "rises", "falls", "rates", "usual"),
-                       "*fp32")
-TYPES |= dict.fromkeys(("num_reqs", "max_num_reqs", "max_model_len", "steps", "number_of_cells"), "i32")
-TYPES |= dict.fromkeys(("weight", "usual_weight"), "fp32")
+TYPES = {"inputs": INPUTS, "progress": PROGRESS, "lengths": "*i32", "budget": LIMITS, "acceptance": ACCEPTANCE,
+         "verdict": VERDICT, "weight": "fp32", "usual_weight": "fp32"}
 for levels, limits in ((0, False), (4, True)):
     constants = {"K": 5, "ROWS": 512, "LEVELS": levels, "LIMITS": limits}
-    signature = {name: "constexpr" if name in constants else TYPES[name] for name in _begin_round.arg_names}
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
     print("estimated" if levels else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,28 @@ class Ending:
         most = None if parameters is None else parameters.max_tokens
         stop = None if parameters is None else parameters.eos_token_id  # None where it is to be ignored
         return cls(LARGEST if most is None else min(prompt + most, LARGEST), -1 if stop is None else stop)
+
+
+class Limits(NamedTuple):
+    """What bounds a draft beside acceptance, as kernels take it. See `DraftBudget`."""
+
+    cells: Tensor
+    cell_limits: Tensor
+    own_lengths: Tensor
+    own_limits: Tensor
+    ends: Tensor
+    stops: Tensor
+
+
+class Acceptance(NamedTuple):
+    """Estimates of acceptance and the ladder that they choose from, as kernels take them. See `DraftBudget`."""
+
+    ladder: Tensor
+    rises: Tensor
+    falls: Tensor
+    rates: Tensor
+    levels: Tensor
+    usual: Tensor
 
 
 @dataclass
@@ -91,6 +113,14 @@ class DraftBudget:
             floats([1.0]),
             integers([[0] * 5] * requests),
         )
+
+    def limits(self) -> Limits:
+        """The tensors that bound a draft beside acceptance, as kernels take them."""
+        return Limits(self.cells, self.cell_limits, self.own_lengths, self.own_limits, self.ends, self.stops)
+
+    def acceptance(self) -> Acceptance:
+        """The tensors of acceptance as kernels take them; without a ladder, empty ones."""
+        return Acceptance(self.ladder, self.rises, self.falls, self.rates, self.levels, self.usual)
 
     def set_table(self, table: LengthTable) -> None:
         """Another table from the next round on, without thresholds: no graph holds the old one's place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,40 @@ if TYPE_CHECKING:
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits")
 """The first of `DraftState.counts`, in the kernels' order."""
+
+
+class RoundInputs(NamedTuple):
+    """What a draft step reads of each row and writes for the step after, as kernels take it. See `DraftState`."""
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    sample_positions: Tensor
+    idx_mapping: Tensor
+    requests: Tensor
+    draft_tokens: Tensor
+    row_steps: Tensor
+    row_limits: Tensor
+    left_out: Tensor
+
+
+class Progress(NamedTuple):
+    """The scalars of a round and the counters, as kernels take them. See `DraftState`."""
+
+    step: Tensor
+    limit: Tensor
+    round_limit: Tensor
+    active: Tensor
+    going: Tensor
+    counts: Tensor
+
+
+class GateRule(NamedTuple):
+    """The gate in force, as kernels take it: its statistic's number, and sign and threshold. See `DraftState`."""
+
+    feature: Tensor
+    rule: Tensor
 
 
 @dataclass
@@ -111,6 +145,22 @@ class DraftState:
             features,
             DraftBudget.of(table or LengthTable.fixed(k), ladder, rows, device),
         )
+
+    def inputs(self) -> RoundInputs:
+        """The rows' tensors as kernels take them."""
+        buffers = self.buffers
+        return RoundInputs(
+            buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.query_start_loc, self.sample_positions,
+            self.idx_mapping, self.requests, self.draft_tokens, self.row_steps, self.row_limits, self.left_out,
+        )  # fmt: skip
+
+    def progress(self) -> Progress:
+        """The scalars of the round and the counters as kernels take them."""
+        return Progress(self.step, self.limit, self.round_limit, self.active, self.going, self.counts)
+
+    def gate(self) -> GateRule:
+        """The gate in force as kernels take it."""
+        return GateRule(self.gate_feature, self.gate_rule)
 
     def forget(self) -> None:
         """No row drafts until the next round begins, and steps are counted from 0 again."""

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.contract
 
 PACKAGE = Path(selfspec_cli.__file__).parent
 OURS = {
-    "v1/proposer.py": ("_EarlyExit", V1_PROPOSER),
-    "v2/speculator.py": ("EarlyExitSpeculator", V2_SPECULATOR),
+    V1_PROPOSER: [("v1/proposer.py", "_EarlyExit")],
+    V2_SPECULATOR: [("v2/draft_loop.py", "DraftLoop"), ("v2/speculator.py", "EarlyExitSpeculator")],
 }
-"""Our file -> our subclass in it, and its base class in vLLM."""
+"""A class of vLLM's -> our files with subclasses of it, one of the other, and their names."""
 
 
 @pytest.fixture(scope="module", params=[each.release for each in versions.SUPPORTED])
@@ -102,25 +102,25 @@ def test_every_call_of_an_imported_function_fits_its_parameters(vllm, release):
     assert checked >= 10
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, file):
-    name, base = OURS[file]
-    ours = our_class(file, name)
-    read = {node.attr for node in ast.walk(ours) if isinstance(node, ast.Attribute)
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, base):
+    ours = [node for one in our_classes(base) for node in one.body]
+    read = {node.attr for one in ours for node in ast.walk(one) if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}  # fmt: skip
-    own = assigned_on_self(ours) | {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
-    own |= {node.id for part in ours.body if isinstance(part, ast.Assign) for node in part.targets
+    own = {name for one in our_classes(base) for name in assigned_on_self(one)}
+    own |= {node.name for node in ours if isinstance(node, ast.FunctionDef)}
+    own |= {node.id for part in ours if isinstance(part, ast.Assign) for node in part.targets
             if isinstance(node, ast.Name)}  # fmt: skip
+    own |= {part.target.id for part in ours if isinstance(part, ast.AnnAssign)}
     assert len(read - own) > 5
     assert read - own <= vllm.attributes(base), read - own - vllm.attributes(base)
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_have(vllm, file):
-    name, base = OURS[file]
-    ours = our_class(file, name)
-    own = {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
-    for call in (node for node in ast.walk(ours) if isinstance(node, ast.Call)):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_have(vllm, base):
+    ours = [node for one in our_classes(base) for node in one.body]
+    own = {node.name for node in ours if isinstance(node, ast.FunctionDef)}
+    for call in (node for one in ours for node in ast.walk(one) if isinstance(node, ast.Call)):
         owner, _, method = ast.unparse(call.func).rpartition(".")
         if owner != "super()" and (owner != "self" or method in own):
             continue
@@ -129,25 +129,24 @@ def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_ha
             assert keywords(call) <= set(parameters) and len(call.args) <= len(parameters), method
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_subclasses_assign_to_no_property_of_their_bases(vllm, file):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_subclasses_assign_to_no_property_of_their_bases(vllm, base):
     """`max_model_len` is an attribute in 0.32 and a property in 0.33."""
-    name, base = OURS[file]
     properties = {
         node.name
         for kind in vllm.classes(base)
         for node in kind.body
         if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
     }
-    assert not assigned_on_self(our_class(file, name)) & properties
+    for ours in our_classes(base):
+        assert not assigned_on_self(ours) & properties
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_overrides_take_what_the_base_is_called_with(vllm, file):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_overrides_take_what_the_base_is_called_with(vllm, base):
     """An override has the parameters of the base's method in its order, or takes the rest as *args, **kwargs."""
-    name, base = OURS[file]
     overridden = 0
-    for node in our_class(file, name).body:
+    for node in (node for ours in our_classes(base) for node in ours.body):
         if not isinstance(node, ast.FunctionDef) or not isinstance(vllm.find(f"{base}.{node.name}"), ast.FunctionDef):
             continue
         overridden += 1
@@ -303,6 +302,10 @@ def parsed(file: Path) -> ast.Module:
 def our_class(file: str, name: str) -> ast.ClassDef:
     (found,) = [node for node in parsed(PACKAGE / "vllm_plugin" / file).body if getattr(node, "name", "") == name]
     return found
+
+
+def our_classes(base: str) -> list[ast.ClassDef]:
+    return [our_class(file, name) for file, name in OURS[base]]
 
 
 def our_method(file: str, kind: str, name: str) -> ast.FunctionDef:

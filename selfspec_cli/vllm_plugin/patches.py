@@ -104,7 +104,7 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
         replacement=f"{_HERE}.v2.widths:hear_verdicts",
         stage="scheduler",
-        reason="whether drafts pay is known by what was accepted, which the scheduler is told here",
+        reason="whether drafts pay is known by what was accepted, which the scheduler learns here",
         unneeded_when="vLLM lets a plugin hear how many drafts of a request were accepted",
     ),
     Patch(

@@ -48,11 +48,11 @@ def test_a_step_that_rests_has_no_speculator_and_gets_it_back():
     speculator = made.speculator
     assert step(made) == (None, 0)
     assert (made.speculator, made.num_speculative_steps) == (speculator, 4)
-    told = made.draft_tokens_handler.get_draft_tokens()
-    assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[], [], []])
+    found = made.draft_tokens_handler.get_draft_tokens()
+    assert (found.req_ids, found.draft_token_ids) == (["a", "b", "c"], [[], [], []])
 
 
-def test_the_speculators_clock_is_told_when_the_forward_pass_was_launched():
+def test_the_speculators_clock_is_found_when_the_forward_pass_was_launched():
     made = runner(speculator=SimpleNamespace(clock=SimpleNamespace(launched=0.0)))
     step(made)
     assert made.speculator.clock.launched > 0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from v2_engine import add, asked_of, crowd
-from v2_orders import by_turns
+from v2_orders import alternating
 from v2_queue import engine_of
 
 pytest.importorskip("vllm")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 def run(core, requests=(), every=3):
-    """Steps until all have ended; a request joins in every few steps. Tokens of each."""
+    """Steps until all have ended; a request arrives every few steps. Tokens of each."""
     waiting, live, turn = deque(requests), {}, 0
     while waiting or core.scheduler.has_requests() or core.batch_queue:
         if waiting and turn % every == 0:
@@ -39,12 +39,12 @@ def steps_until(core, over):
 
 
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
-@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "by turns"])
+@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "alternating"])
 def test_every_request_gets_all_of_its_tokens_in_any_order(make, blocks, first):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
     core, reader = engine_of(make(True, blocks, length_table="1:4 3:2 7:0"), first, asked=asked_of(requests))
     if first is None:
-        reader._orders = by_turns()
+        reader._orders = alternating()
     assert run(core, requests) == {name: most for name, _, most, _ in requests}
     pairs = list(zip(core.log, core.log[1:], strict=False))
     if first is False:
@@ -251,13 +251,13 @@ def test_a_few_slow_steps_change_nothing(reader):
     assert reader._orders[2].first
 
 
-def test_an_order_is_told_when_it_is_decided_first_and_when_it_changes():
+def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
     from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order
 
     order = Order()
-    told = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
-    at = [number // SAMPLES for number, news in enumerate(told) if news]
-    assert at == [0, 2, 4] and sum(told[number * SAMPLES + SAMPLES - 1] for number in at) == 3
+    decided = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
+    at = [number // SAMPLES for number, news in enumerate(decided) if news]
+    assert at == [0, 2, 4] and sum(decided[number * SAMPLES + SAMPLES - 1] for number in at) == 3
 
 
 def test_a_launch_before_anything_was_read_is_no_sample(reader):

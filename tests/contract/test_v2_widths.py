@@ -137,7 +137,7 @@ def test_without_acceptance_nothing_is_planned():
 
 
 class Scheduler:
-    """Stands for vLLM's: its method hands out as many places as the output says."""
+    """In place of vLLM's: its method hands out as many places as the output says."""
 
     use_v2_model_runner = True
 
@@ -381,16 +381,16 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     assert sizes_of([], 256) == []  # no graphs at all
 
 
-def test_steps_that_requests_join_are_padded_by_no_more_than_an_eighth():
-    from selfspec_cli.vllm_plugin.v2.sizes import joining_sizes
+def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
+    from selfspec_cli.vllm_plugin.v2.sizes import mixed_sizes
 
     own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(520, 1281, 40)]
-    chosen = joining_sizes(own)
+    chosen = mixed_sizes(own)
     assert set(chosen) < set(own) and len(chosen) < 45 and chosen[-1] == 1280
     for size in own:
         following = min(one for one in chosen if one >= size)
         assert 8 * following <= 9 * size or following == size
-    assert joining_sizes([]) == []
+    assert mixed_sizes([]) == []
 
 
 def test_sizes_and_limits_of_the_user_stay():

@@ -13,7 +13,7 @@ TURN = 1e-3
 
 
 class Host:
-    """Stands for the module `time`: what is asked of it takes virtual seconds. due: what happens at which moment."""
+    """In place of the module `time`: what is asked of it takes virtual seconds. due: what happens at which moment."""
 
     def __init__(self):
         self.now, self.due = 0.0, []

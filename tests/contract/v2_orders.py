@@ -1,11 +1,11 @@
-"""Both orders of reading and launching by turns, for tests of an engine's reader on a GPU and without one."""
+"""Both orders of reading and launching, alternating, for tests of an engine's reader on a GPU and without one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def by_turns() -> Any:
+def alternating() -> Any:
     """Takes the place of a reader's orders: one `Order` for every load, which says another order each time that it is
     asked for one. asked: how often.
 

@@ -12,7 +12,7 @@ from v2_engine import Runner
 
 
 class Tokens:
-    """Stands for an event on the device that is over after so many looks at it. looked: called at each."""
+    """In place of an event on the device that is over after so many looks at it. looked: called at each."""
 
     def __init__(self, late, looked=lambda: None):
         self.left, self.looked = late, looked

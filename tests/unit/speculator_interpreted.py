@@ -72,11 +72,11 @@ def start(config):
         return v2.init_with_early_exit(original)(config, gpu, requests), requests
 
 
-# ---- what the verifier is told --------------------------------------------------------------------------------------
+# ---- what the verifier gets -----------------------------------------------------------------------------------------
 
 
-class Told:
-    """Stands for vLLM's rejection sampler: tells what it was told."""
+class Sampler:
+    """In place of vLLM's rejection sampler: returns the invalid drafts that it gets."""
 
     def __init__(self, requests):
         self.sampler = SimpleNamespace(req_states=requests)
@@ -91,8 +91,8 @@ def verified(requests, invalid=None):
         expanded_idx_mapping=torch.tensor([0, 0, 0, 1, 1, 1]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32),
     )
-    told = with_short_drafts(Told)(requests)(None, batch, None, invalid)
-    return None if told is None else told.int().tolist()
+    found = with_short_drafts(Sampler)(requests)(None, batch, None, invalid)
+    return None if found is None else found.int().tolist()
 
 
 def test_two_engines_in_one_process_verify_their_own_drafts(plain):
@@ -101,7 +101,7 @@ def test_two_engines_in_one_process_verify_their_own_drafts(plain):
     other.state.lengths[:] = torch.tensor([0, 1, 0])
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
     assert verified(other_requests) == [0, 1, 1, 0, 0, 1]
-    # An engine without early exit, started last, changes nothing for them and is told nothing.
+    # An engine without early exit, started last, changes nothing for them and has no such places.
     v2.init_with_early_exit(lambda *arguments: None)(SimpleNamespace(speculative_config=None, additional_config={}),
                                                      None, without := SimpleNamespace())  # fmt: skip
     assert verified(without) is None
@@ -119,7 +119,7 @@ def test_drafts_that_a_grammar_forbids_stay_forbidden(plain):
 
 
 class Graphs:
-    """Stands for vLLM's captured graphs: one holds a loop over draft steps that ends on the device, as DeviceLoop's."""
+    """In place of vLLM's captured graphs: one holds a loop over draft steps that ends on the device."""
 
     def __init__(self, speculator):
         self.state, self.replayed = speculator.state, []
@@ -244,7 +244,7 @@ def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch
 
 
 class Group:
-    """Stands for vLLM's attention group of the layers that draft, and keeps what a round's attention would read."""
+    """In place of vLLM's attention group of the layers that draft, and keeps what a round's attention would read."""
 
     kv_cache_group_id, supports_draft_decode_metadata_update = 0, True
 
@@ -290,7 +290,7 @@ def asking(**extra):
     return SimpleNamespace(extra_args=own, max_tokens=None, eos_token_id=None)
 
 
-def told(speculator, requests, drafts=None):
+def arrived(speculator, requests, drafts=None):
     """vLLM's runner adds new requests, by their slots and SamplingParams. drafts: that are verified in that step."""
 
     class Runner:
@@ -313,11 +313,11 @@ def told(speculator, requests, drafts=None):
 
 def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
     drafting.state.lengths.fill_(4)  # of requests that were there before
-    told(drafting, {2: asking(k=1), 0: asking(k=0)}, {"1": [-1] * 4})
-    assert drafting.state.lengths.tolist() == [0, 4, 0]  # before the verifier goes by them
+    arrived(drafting, {2: asking(k=1), 0: asking(k=0)}, {"1": [-1] * 4})
+    assert drafting.state.lengths.tolist() == [0, 4, 0]  # before the verifier reads them
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [0, 2, 0]
-    told(drafting, {0: None})
+    arrived(drafting, {0: None})
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
@@ -328,9 +328,9 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
     propose(drafting, 2, num_speculative_tokens=0)
     assert drafting.drafting_disabled
     drafting.state.lengths.fill_(3)  # of requests that were there before
-    told(drafting, {0: asking(k=0), 1: asking()})
-    told(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
-    told(drafting, {})
+    arrived(drafting, {0: asking(k=0), 1: asking()})
+    arrived(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
+    arrived(drafting, {})
     propose(drafting, 2, num_speculative_tokens=0)
     assert not taken
     propose(drafting, 2, num_speculative_tokens=2)
@@ -341,18 +341,18 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
 
 
 def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in_a_place_before(config, monkeypatch):
-    """What a place's request drafted last is judged as a round begins, where lengths go by acceptance."""
+    """What a place's request drafted last is judged as a round begins, where lengths depend on acceptance."""
     speculator = captured(config(adaptive_length=True), monkeypatch)
     speculator.state.lengths.fill_(4)
     speculator.state.budget.usual.fill_(0.5)
-    told(speculator, {0: asking()})
+    arrived(speculator, {0: asking()})
     propose(speculator, 1)
     assert speculator.state.budget.rates.tolist() == [0.5, 1.0, 1.0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
-    told(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
+    arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
     limits = speculator.state.budget.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]

@@ -260,19 +260,19 @@ class _EarlyExit(DraftModelProposer):
         rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
-        kept = [place for place, allowance in enumerate(allowed) if allowance.k]
-        self.counters.allowed(limit, [(allowance.k, allowance.off) for allowance in allowed])
+        kept = [place for place, budget in enumerate(allowed) if budget.k]
+        self.counters.allowed(limit, [(budget.k, budget.off) for budget in allowed])
         if not kept:
             return None
         allowed = [allowed[place] for place in kept]
         index = torch.tensor([rows[place] for place in kept])
         last = torch.tensor([ends[place] - 1 for place in kept])  # position of the token just sampled
         tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
-        lengths = [min(allowance.k, limit) for allowance in allowed]
+        lengths = [min(budget.k, limit) for budget in allowed]
         state = Round(index, tokens, last, self._last_useful - int(last.max()), max(lengths))
         if min(lengths) < state.steps:
             state.lengths = torch.tensor(lengths)
-        thresholds = [allowance.threshold for allowance in allowed]
+        thresholds = [budget.threshold for budget in allowed]
         # They are for the gate that the engine was started with.
         if any(one is not None for one in thresholds) and self.gate.kind == self.settings.gate.kind:
             state.limits = torch.tensor([self.gate.limit(one) for one in thresholds])

@@ -21,7 +21,7 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, clock = self.execute_model_state, getattr(self.speculator, "clock", None)
         if clock is not None:
-            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; step_order.py goes by both times
+            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; step_order.py reads both times
         try:
             if step is None or not drafting_is_disabled(self, step):
                 return original(self, *args, **kwargs)
@@ -34,7 +34,7 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_drafting(runner: Any, step: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What a scheduler that asks for drafts is told: none, of these requests.
+    # What a scheduler that asks for drafts gets: none, of these requests.
     runner.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
     kept = runner.speculator, runner.num_speculative_steps
     runner.speculator, runner.num_speculative_steps = None, 0

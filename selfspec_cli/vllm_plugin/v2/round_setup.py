@@ -61,8 +61,8 @@ def take_in(
 ) -> None:
     """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
 
-    Under load requests join in most steps, and the host launches this while others wait for their tokens. So all of it
-    is one copy and one kernel.
+    Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
+    it is one copy and one kernel.
     """
     budget = state.budget
     lines = [

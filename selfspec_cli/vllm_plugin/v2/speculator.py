@@ -92,8 +92,8 @@ class EarlyExitSpeculator(DraftLoop):
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
-        self.drafting_disabled = False  # whether the last round drafted nothing, and what it was told is taken in
-        self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
+        self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
+        self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
@@ -191,7 +191,7 @@ class EarlyExitSpeculator(DraftLoop):
         prompts: their lengths in tokens; verified: whether drafts are, in that step.
 
         Nothing on the device asks for them before drafts are verified or a round begins, so they wait for that: the
-        host launches the step first, and a server that rests is not told at all.
+        host launches the step first, and a server with drafting disabled sends nothing.
         """
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
@@ -245,7 +245,7 @@ class EarlyExitSpeculator(DraftLoop):
     ) -> Tensor:
         """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM goes by the batch size.
+        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM chooses by the batch size.
 
         Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """

@@ -1,8 +1,8 @@
 """Drafts that stopped early, as vLLM's V2 verifier sees them, and their record.
 
 The V2 scheduler plans a step before the drafts of the last one exist, so every request is verified at k places. Places
-beyond what a request drafted hold token 0, which the model can embed; the rejection sampler is told that these are no
-valid drafts, the way vLLM tells it of drafts that a grammar forbids.
+beyond what a request drafted hold token 0, which the model can embed; the rejection sampler gets these as
+invalid drafts, as vLLM marks drafts that a grammar forbids.
 """
 
 from __future__ import annotations

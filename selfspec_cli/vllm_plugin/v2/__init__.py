@@ -10,7 +10,7 @@ Read in this order:
 speculator.py         `propose`: a round as the host launches it. Host, once a step.
 state.py              the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
 round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs and each row's budget.
-draft_budget.py       what bounds a draft: table of lengths by load, requests' own wishes, acceptance, the request's end.
+draft_budget.py       what bounds a draft: the table of lengths by load, a request's wishes, its acceptance, its end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
 device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
@@ -21,11 +21,11 @@ window.py             drafts that attend to a part of the context: one kernel in
 Around the round, on the host:
 
 widths.py, sizes.py   how many places for drafts the scheduler plans in a step, and which decode graphs that takes.
-graphs.py             the graphs of verify passes: one set a width, and full graphs for mixed prefill and decode batches.
+graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 drafting_disabled.py  steps after the first one without drafts run without the speculator.
 step_order.py         when a step's tokens are read, and when the next step is launched.
 requests.py           new requests, made known to the speculator before its first kernel reads them.
 
-A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are numbers
-in device memory. What a graph fixes is shapes: batch size, k, the layers that draft, and the width of a verify pass.
+A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are
+numbers in device memory. What a graph fixes is shapes: batch size, k, the layers that draft, and a verify pass's width.
 """

@@ -40,7 +40,6 @@ POINT = (
     "draft_weights",
     "skip_layers",
     "draft_sample_method",
-    "verification",
     "gate",
     "threshold",
     "batch",

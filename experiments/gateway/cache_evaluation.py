@@ -108,10 +108,8 @@ class Static:
         for asked in order:
             cosines = self._cosines[asked, stored[:count]]
             near = np.argsort(-cosines)[: NEAREST if guarded else 1]
-            found = next(
-                (int(stored[k]) for k in near if cosines[k] >= threshold and not (guarded and self._differ(asked, int(stored[k])))),
-                None,
-            )  # fmt: skip
+            fits = (int(stored[k]) for k in near if cosines[k] >= threshold)
+            found = next((entry for entry in fits if not (guarded and self._differ(asked, entry))), None)
             if found is None:
                 stored[count] = asked
                 count += 1
@@ -177,17 +175,14 @@ def line(row: dict[str, Any]) -> str:
     def best(one: dict[str, Any] | None) -> str:
         return "     none" if one is None else f"{one['hits']:>4} @{one['threshold']:.3f}"
 
-    share = (
-        ""
-        if row["wrong_share"] is None
-        else f"{100 * row['wrong_share']:.2f}% ({100 * row['interval'][0]:.2f}..{100 * row['interval'][1]:.2f})"
-    )
-    opened = row["opened_at_request"]
-    return (
-        f"{row['seed']:>5} {row['repeats']:>7} {row['hits']:>5} {row['wrong']:>5} {share:<20} {'-' if opened is None
-        else opened:>6} " f"{row['audits']:>6} {row['wrong_audits']:>5}   {best(row['one_threshold']):<10}
-        {best(row['one_threshold_and_guards']):<10}"
-    )
+    share = ""
+    if row["interval"] is not None:
+        low, high = row["interval"]
+        share = f"{100 * row['wrong_share']:.2f} % ({100 * low:.2f}..{100 * high:.2f})"
+    opened = "-" if row["opened_at_request"] is None else row["opened_at_request"]
+    ours = f"{row['seed']:>5} {row['repeats']:>7} {row['hits']:>5} {row['wrong']:>5} {share:<20} {opened:>6}"
+    audits = f"{row['audits']:>6} {row['wrong_audits']:>5}"
+    return f"{ours} {audits}   {best(row['one_threshold']):<10}  {best(row['one_threshold_and_guards'])}"
 
 
 HEAD = "order repeats  hits wrong share (95 %)         opened audits wrong   one thr.    one thr. + guards"

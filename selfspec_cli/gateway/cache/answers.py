@@ -1,5 +1,4 @@
-"""The cache that the gateway asks: the same request first, then one that means the same, if that is allowed and proven.
-"""
+"""The cache that the gateway asks: the same request first, then one that means the same, if allowed and proven."""
 
 from __future__ import annotations
 
@@ -113,6 +112,7 @@ class AnswerCache:
         self._waiting: deque[Waiting] = deque()
         self._coin = random.Random(options.seed) if options.seed is not None else random.SystemRandom()
         self._counts: Counter[str] = Counter()
+        self._closed = False
         self._files = ThreadPoolExecutor(1, "cache-file")
         self._encoder = ThreadPoolExecutor(1, "cache-encoder")
 
@@ -156,8 +156,7 @@ class AnswerCache:
         return await loop.run_in_executor(self._files, self._keep, request, answer)
 
     async def settle(self, most: int = 1) -> int:
-        """Let the judge compare up to `most` answers that wait for it; call it when the backend idles. How many it did.
-        """
+        """Let the judge compare up to `most` answers that wait for it, when the backend idles. Returns how many."""
         done = 0
         while self._judge is not None and self._waiting and done < most:
             waiting = self._waiting.popleft()
@@ -173,8 +172,7 @@ class AnswerCache:
         return done
 
     async def replay(self, hit: Hit, stream: bool, include_usage: bool = False) -> AsyncIterator[bytes]:
-        """A hit's bytes: events of a stream up to [DONE], with the usage if the client asked for it, or one document.
-        """
+        """A hit's bytes: a stream of events up to [DONE], with the usage if it was asked for, or one document."""
         answer = replay.renewed(hit.answer)
         if not stream:
             yield orjson.dumps(answer)
@@ -214,7 +212,10 @@ class AnswerCache:
         }
 
     def close(self) -> None:
-        """End both threads and close the file; comparisons that wait are given up."""
+        """End both threads and close the file; comparisons that wait are given up. A second time it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._encoder.shutdown(cancel_futures=True)
         self._files.submit(self._storage.close).result()
         self._files.shutdown()
@@ -310,8 +311,7 @@ class AnswerCache:
             self._judged(waiting, replay.text_of(orjson.loads(cached)).split() == waiting.fresh_text.split())
 
     def _judged(self, waiting: Waiting, right: bool | None) -> None:
-        """Learn from a comparison; a fresh answer that is none of the candidate's may be found by meaning from now on.
-        """
+        """Learn from a comparison; a fresh answer that differs may be found by meaning from now on."""
         if right is None:
             self._counts["verdicts missing"] += 1
             return

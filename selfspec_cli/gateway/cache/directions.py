@@ -26,7 +26,8 @@ _ORDERED = {
     "below": False,
     "behind": True,
 }
-_REPLACING = (  # (what comes before the first thing or ends with it, then the second thing; whether the second is replaced)
+# (what ends with one thing, and what begins with the other; whether the other is the one that is replaced)
+_REPLACING = (
     (r"(?P<a>.*?\b(?:replace|replacing|swap|exchange|substitute)\b.+?) (?:with|by|for) (?P<b>.*)", False),
     (
         r"(?P<a>.*?) (?:in place of|instead of|rather than|(?:a )?(?:good )?(?:substitute|replacement) for) (?P<b>.*)",
@@ -46,8 +47,7 @@ def _thing(word: str) -> str | None:
 
 
 def _near(words: list[str], start: int, step: int) -> set[str]:
-    """The nearest thing from `start` on in steps of `step`, and the one right behind it if there is one: "olive oil".
-    """
+    """The nearest thing from `start` on in steps of `step`, and the one right behind it: "olive oil"."""
     position = start
     while 0 <= position < len(words):
         thing = _thing(words[position])

@@ -175,14 +175,14 @@ def negations_differ(a: str, b: str) -> bool:
 
 
 def names_differ(a: str, b: str) -> bool:
-    """A proper noun of one text (a capitalised word that is no sentence's ordinary beginning) is missing in the other.
-    """
+    """A proper noun of one text (capitalised, and no sentence's ordinary beginning) is missing in the other."""
 
     def missing(one: str, other: str) -> bool:
-        known = {stem(token.word) for token in tokens(_FENCED.sub(" ", other))}
+        known = {token.word.removesuffix("s") for token in tokens(_FENCED.sub(" ", other))}
         for token in tokens(_FENCED.sub(" ", one)):
             ordinary = token.word in OPENERS or token.word in MONTHS or token.word in DAY_WORDS or token.word in UNITS
-            if token.written[0].isupper() and not ordinary and not token.opens and stem(token.word) not in known:
+            name = token.written[0].isupper() and not ordinary and not token.opens
+            if name and token.word.removesuffix("s") not in known:
                 return True
         return False
 

@@ -125,9 +125,8 @@ ASKS = _table(
 PHRASES = {
     "smallest to largest": "ascending", "lowest to highest": "ascending", "low to high": "ascending",
     "largest to smallest": "descending", "highest to lowest": "descending", "high to low": "descending",
-    "oldest to newest": "ascending", "newest to oldest": "descending",
-    "all right": "okay", "at most": "under", "no more than": "under", "up to": "under", "at least": "over", "no less
-    than": "over",
+    "oldest to newest": "ascending", "newest to oldest": "descending", "all right": "okay", "at most": "under",
+    "no more than": "under", "up to": "under", "at least": "over", "no less than": "over",
 }  # fmt: skip
 """Phrases that a guard would misread word by word -> the word that says it."""
 
@@ -291,27 +290,28 @@ FUNCTION_WORDS = _set(
     than then there here please s t m re ve ll d about just also very really some any
     """
 )
-# What people wrap a question in. Where one text has such a word and the other has not, they seldom mean different things.
+# What people wrap a question in: a word that only one of two texts has seldom makes them mean different things.
 REQUEST_WORDS = _set(
     """
-    tell show give explain describe name list say state provide write draft compose put phrase help assist need needs
-    want wants wish like love look looking find found search know understand wonder wondering curious interested
-    question ask asking answer reply suggest suggestion recommend recommendation advise advice idea ideas tip tips
-    option choose pick choice way ways method approach process procedure step steps manner means possible possibly able ability allow good
-    fine okay ok right correct proper properly great nice best better ideal suitable appropriate using use used uses
-    usage make makes making made create creating build prepare produce get gets getting got obtain come comes go goes
-    going take takes taking happen happens work works working function functions act serve serves count total amount number
-    quantity figure value sum many much long often frequently usually normally typically generally quick quickly brief
-    briefly short shortly simple simply easy easily little bit small kind sort type types thing things stuff something
-    anything someone anyone people person case situation example instance reason reasons cause causes purpose meaning mean means
-    meant refer refers definition define concept exactly actually currently nowadays today back still even ever yet
-    already again now once else other another own various certain given particular particularly specific specifically main
-    let lets lead leads result results end try trying tried plan planning consider considering think believe guess
-    suppose assume worry worried concerned concern interested hear heard told true false correct fact whether turn turns
-    turned out up off down over around through during within along per each every any some between among against
-    regarding concerning involved involving related included including contains contain containing thanks thank hello hi hey
-    info information details detail summary overview guide instructions tutorial code command snippet sentence text
-    place position time times hour day moment period duration much amount cost costs price
+    tell show give explain describe name list say state provide write draft compose put phrase help assist need
+    needs want wants wish like love look looking find found search know understand wonder wondering curious
+    interested question ask asking answer reply suggest suggestion recommend recommendation advise advice idea
+    ideas tip tips option choose pick choice way ways method approach process procedure step steps manner means
+    possible possibly able ability allow good fine okay ok right correct proper properly great nice best better
+    ideal suitable appropriate using use used uses usage make makes making made create creating build prepare
+    produce get gets getting got obtain come comes go goes going take takes taking happen happens work works
+    working function functions act serve serves count total amount number quantity figure value sum many much
+    long often frequently usually normally typically generally quick quickly brief briefly short shortly simple
+    simply easy easily little bit small kind sort type types thing things stuff something anything someone
+    anyone people person case situation example instance reason reasons cause causes purpose meaning mean meant
+    refer refers definition define concept exactly actually currently nowadays today back still even ever yet
+    already again now once else other another own various certain given particular particularly specific
+    specifically main let lets lead leads result results end try trying tried plan planning consider considering
+    think believe guess suppose assume worry worried concerned concern hear heard told true false fact whether
+    turn turns turned out up off down over around through during within along per each every any some between
+    among against regarding concerning involved involving related included including contains contain containing
+    thanks thank hello hi hey info information details detail summary overview guide instructions tutorial code
+    command snippet sentence text place position time times hour day moment period duration cost costs price
     start begin begins beginning call called calls set sets run runs running keep keeps
     """
 )

@@ -61,7 +61,7 @@ def test_the_usage_is_sent_only_where_it_was_asked_for():
         [b'{"choices": []}'],
         [b'{"choices": [{"index": 0, "text": "half", "finish_reason": null}]}'],
         list(replay.stream(CHAT, include_usage=False))[:-1],  # no [DONE]
-        [list(replay.stream(CHAT, include_usage=False))[0], b"data: [DONE]\n\n"],  # no finish_reason
+        [next(replay.stream(CHAT, include_usage=False)), b"data: [DONE]\n\n"],  # no finish_reason
         [b'data: {"error": {"message": "the backend died"}}\n\ndata: [DONE]\n\n'],
         [b"data: {broken\n\ndata: [DONE]\n\n"],
     ],

@@ -32,13 +32,8 @@ run() {
     load_rust_measured) load $early --lengths-at 32,64,128,256 --clients 256,32,128,64 --rust-frontend --minutes 10.5 \
         --groups "lengths,closed:2,closed 256:3,closed 128:3,closed 32:4" --kv-gib 10 --memory-share 0.26 ;;
     load_rust_long) known --clients 256,128,32,64,8,1 --seconds 8 --rust-frontend --few-seconds 20 --minutes 26 --kv-gib 6 \
-        --groups "closed 256@100,closed 128@100,trimmed@5,closed@25,off,poisson@10,bursts@10,random" --memory-share 0.17 ;;
+        --groups "closed 256@100,closed 128@100,closed@25,off,poisson@10,bursts@10,random" --memory-share 0.17 ;;
     load_python_long) known --clients 256,128 --groups "closed 128@100" --minutes 25 --kv-gib 6 --memory-share 0.17 ;;
-    load_trimmed) known --clients 256,128,32,64,8,1 --seconds 8 --rust-frontend --minutes 12 --kv-gib 6 \
-        --groups "closed 256@20,trimmed@8,bursts@10,random" --memory-share 0.17 ;;
-    load_trimmed_short) known --clients 256,128,64,32 --seconds 6 --stagger 60 --rust-frontend --minutes 8 --kv-gib 6 \
-        --groups "trimmed 256 k=4,trimmed 128 k=4,trimmed 32 k=4,trimmed 64 k=4,trimmed 128 k=2,trimmed 256 k=2" \
-        --memory-share 0.17 ;;
     load_two_api_servers) known --clients 256,128 --groups "closed 128:3@20,closed 256@20" --api-servers 2 --minutes 12 \
         --kv-gib 6 --memory-share 0.17 ;;
     load_orders) load $smollm2 --groups closed --orders 32 --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 \

@@ -147,7 +147,7 @@ def _schemas() -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
 
 
-RETIRED: dict[str, Any] = {"head.kl": False}
+RETIRED: dict[str, Any] = {"head.kl": False, "verification": "full", "verification_from": None}
 """Settings that there were before, by dotted key, with the value at which they asked for nothing."""
 
 
@@ -157,7 +157,7 @@ def _drop(given: Any, key: str, idle: Any) -> None:
     for part in above:
         given = given.get(part) if isinstance(given, dict) else None
     if isinstance(given, dict) and given.pop(name, idle) != idle:
-        raise ValueError(f"{key} asks for what there is no longer: choose another head")
+        raise ValueError(f"{key} asks for what there is no longer")
 
 
 def load_config(path: str | Path) -> RunConfig:

@@ -45,8 +45,8 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
 
 
 def step_options(cfg: RunConfig) -> dict[str, str]:
-    """How tokens are taken and what of them is verified, as far as it is not the default."""
-    known = ("draft_sample_method", "verification")
+    """How tokens are taken, as far as it is not the default."""
+    known = ("draft_sample_method",)
     return {name: str(value) for name in known if (value := getattr(cfg, name)) != getattr(_DEFAULT, name)}
 
 
@@ -67,8 +67,6 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= step_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
-        if cfg.verification == "adaptive" and cfg.verification_from is not None:
-            settings |= {"verification_from": cfg.verification_from}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
         settings |= {} if cfg.read_first else {"read_first": False}
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
@@ -98,7 +96,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
         "draft_cost": cfg.adaptive_length or cfg.bandit,
-        "verification_from": cfg.verification == "adaptive",
     }
     return used.get(key, True)
 

@@ -43,7 +43,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
-        columns |= {**DraftView.of(cfg).columns(), "verification": str(cfg.verification)}
+        columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["read_first"] = None if cfg.read_first else False
     return columns

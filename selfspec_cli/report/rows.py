@@ -50,7 +50,7 @@ def _arm(row: Record) -> str:
     layer, head, context = view.label(row)
     tail = f" · {context}" if context else ""
     tail += " · launched first" if row.read_first is False else ""
-    tail += drawn + (" · adaptive verification" if row.verification == "adaptive" else "")
+    tail += drawn
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     return f"{layer} k={row.k} · {head} · {gate_label(row)}{tail}"

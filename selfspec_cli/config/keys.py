@@ -138,7 +138,7 @@ def run_key(cfg: RunConfig) -> str:
 class Keys:
     """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
 
-    So one object stands for one moment: a file that changes later has the digest that it had.
+    One object is of one moment: a file that changes later has the digest that it had.
     """
 
     def __init__(self) -> None:

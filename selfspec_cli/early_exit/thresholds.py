@@ -38,7 +38,7 @@ def check_threshold(gate: str, value: object, key: str = "threshold") -> float |
     if value is None:
         return rule.default
     if rule.key is None:
-        own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, goes by the latter
+        own = key if key in THRESHOLD_KEYS else "threshold"  # an entry of a table, or a request, uses the latter
         users = [name for name, other in GATES.items() if own in (other.key, "threshold") and other.key]
         raise SettingsError(f"{key} = {value!r} is given but gate {gate!r} has no threshold; gates that use {own}: "
                             f"{', '.join(users)}")  # fmt: skip

@@ -74,7 +74,7 @@ class Run:
             gevent.sleep(0.02)
         gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
 
-    def rest(self, client: int) -> None:
+    def wait_for_level(self, client: int) -> None:
         """Until this client of a closed loop may ask, where not all of them may at any time; at most to the end."""
         gone = time.monotonic() - self.began
         pause = _pause(client, gone)
@@ -238,10 +238,10 @@ class Client(User):
             if RUN.clients == 0:
                 RUN.began, RUN.cpu = time.monotonic(), time.process_time()
             RUN.clients += 1
-            RUN.rest(client)
+            RUN.wait_for_level(client)
             while (number := RUN.take()) is not None:
                 RUN.ask(number)
-                RUN.rest(client)
+                RUN.wait_for_level(client)
         else:
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
             for number, moment in enumerate(JOB["arrivals"]):

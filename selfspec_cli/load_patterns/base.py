@@ -38,9 +38,9 @@ class LoadPattern:
 
     name: of the pattern. help: one line. settings: a dataclass of `knob`s, whose fields become settings `load.NAME`.
     columns: columns of a row that hold its settings, where there are such (record/tables.py); a pattern without any is
-    told in the column `arrivals`. rank: of the patterns whose settings are given, the one of greatest rank is in force:
-    0 a closed loop, 1 an open loop, 2 what makes something else of one of these. in_every_key: its settings are in the
-    key of every load test, as they were before there were others; False for a new pattern.
+    written in the column `arrivals`. rank: of the patterns whose settings are given, the one of greatest rank is in
+    force: 0 a closed loop, 1 an open loop, 2 what makes something else of one of these. in_every_key: its settings are
+    in the key of every load test, as they were before there were others; False for a new pattern.
     """
 
     name: str

@@ -24,7 +24,7 @@ CHUNK = 2**24  # elements quantised at once, so that the float32 values in betwe
 class Integers(DraftWeights):
     """A copy is {"words": int32, "scales": float16 [out, in / GROUP]}.
 
-    An integer q from -2^(bits-1) to 2^(bits-1) - 1 stands for q * scale.
+    An integer q from -2^(bits-1) to 2^(bits-1) - 1 is the weight q * scale.
     """
 
     experts = True

@@ -61,7 +61,7 @@ class DraftLengths:
         pairs = zip(sampled, verified, strict=False)
         rounds = [(len(tokens) - 1, steps) for tokens, steps in pairs if tokens and steps]
         if rounds or not arm.k:
-            bandit.told(arm, rounds)
+            bandit.learn(arm, rounds)
 
     def budgets(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]

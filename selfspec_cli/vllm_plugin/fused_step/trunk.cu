@@ -1,0 +1,839 @@
+// All decoder layers of a draft step in one kernel; layout.py makes what it reads, launch.py compiles and launches it.
+//
+// One block a multiprocessor. Every warp has a stream of 4-bit weights of its own, in the order in which it needs them
+// in the whole trunk, and copies it ahead of time into a ring in shared memory. So the memory is read without a pause
+// while blocks exchange activations. They do that without a barrier: what a phase writes is words of 64 bits, 32 of
+// them a flag that tells the layer and the launch, and who needs a word reads it until its flag is right.
+//
+// A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
+// lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
+// on tensor cores, tokens as the even columns of a product with 16 rows of weights.
+//
+// Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks)
+// RECORDS (of a chunk of a ring) SLOTS (chunks of a ring) TILES (most tiles of a block in a phase) ROWS (most tiles of
+// the residual in a block) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most splits that readers add up themselves)
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define QKV ((QH + 2 * KVH) * DIM)
+#define HEADS_OUT (QH * DIM)
+#define GROUP_HEADS (QH / KVH)
+#define THREADS (WARPS * 32)
+#define RECORD 544
+#define CHUNK (RECORD * RECORDS)
+#define GROUPS_H (HIDDEN / 64)
+#define GROUPS_O (HEADS_OUT / 64)
+#define GROUPS_I (INTER / 64)
+#define MAX2(a, b) ((a) > (b) ? (a) : (b))
+#define MOST_GROUPS ((MAX2(MAX2(GROUPS_H, GROUPS_O), GROUPS_I) + WARPS - 1) / WARPS)
+#define SPLITS (MAX2(1, NB / (NT * KVH)) < 64 ? MAX2(1, NB / (NT * KVH)) : 64)
+#define DPL (DIM / 32)
+#define FULL 0xffffffffu
+#define LOG2E 1.4426950408889634f
+
+// ---- shared memory, in bytes -----------------------------------------------------------------------------------
+#define ACT_WARP (MOST_GROUPS * NT * 64)
+#define FAC_WARP (MOST_GROUPS * NT * 16)
+#define SUMS_GEMV (WARPS * TILES * NT * 16 * 4)
+#define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
+#define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
+#define AT_ACT (WARPS * SLOTS * CHUNK)
+#define AT_FAC (AT_ACT + WARPS * ACT_WARP)
+#define AT_SUMS (AT_FAC + WARPS * FAC_WARP)
+#define AT_SQUARES (AT_SUMS + 2 * SUMS)
+#define AT_RESIDUAL (AT_SQUARES + 2 * WARPS * NT * 4)
+#define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
+#define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
+#define AT_SHARES (AT_NEW + 2 * DIM * 2)
+#define AT_BARRIERS (AT_SHARES + WARPS * 72 * 4)
+#define SHARED_BYTES (AT_BARRIERS + WARPS * SLOTS * 8)
+
+// ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
+#define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
+#define PK_QKV (PK_X + NT * HIDDEN / 2)             // [NT][QKV / 2]
+#define PK_PART (PK_QKV + NT * QKV / 2)             // [NT][SPLITS][HEADS_OUT / 2] attention of some keys
+#define PK_LSE (PK_PART + NT * SPLITS * HEADS_OUT / 2)  // [NT][SPLITS][QH] log2 of the sum of their shares
+#define PK_ATT (PK_LSE + (NT * SPLITS * QH + 1) / 2 * 2)  // [NT][HEADS_OUT / 2] attention
+#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [NT][HIDDEN / 2] the residual after attention
+#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 2]
+#define PK_WORDS (PK_GATED + NT * INTER / 2)
+
+struct Arguments {
+    const char* stream;        // every warp's records
+    const long long* offsets;  // [NB * WARPS] where its stream begins, in bytes
+    const int* plan;           // [NB][6] first tile and tiles of qkv, of the residual's rows (o and down), of gate and up
+    const u16* norms;          // [LAYERS][2][HIDDEN]
+    const u16* bias;           // [LAYERS][QKV]
+    const u16* head_norms;     // [LAYERS][2][DIM], of queries and keys
+    const u16* final_norm;     // [HIDDEN]
+    const u16* embedding;      // [vocabulary][HIDDEN]
+    const void* rope;          // [positions][DIM] cosines, then sines
+    const u64* caches;         // [LAYERS] addresses of the layers' keys
+    u64* words;                // [PK_WORDS]
+    u32* launches;
+    const int* ids;
+    const long long* positions;
+    const int* lengths;
+    const long long* slots;
+    const int* table;
+    u16* out;                  // [NT][HIDDEN]
+    long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
+    long long table_row;
+    float scale;               // of the scores, times log2(e)
+};
+
+// With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
+#ifdef PATIENCE
+#define TRY(n) if (++n > PATIENCE) __trap()
+#else
+#define TRY(n)
+#endif
+
+// ---- small things ----------------------------------------------------------------------------------------------
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float plain(u16 value) { return __uint_as_float(u32(value) << 16); }
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+__device__ __forceinline__ float half_to_float(u32 bits) {
+    float value;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits));
+    return value;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
+
+struct Two {
+    u32 a, flag_a, b, flag_b;
+    __device__ __forceinline__ bool there(u32 flag) const { return flag_a == flag && flag_b == flag; }
+};
+__device__ __forceinline__ Two read_two(const u64* place) {
+    u64 a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(place) : "memory");
+    return {u32(a), u32(a >> 32), u32(b), u32(b >> 32)};
+}
+__device__ __forceinline__ u64 read_one(const u64* place) {
+    u64 a;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(place) : "memory");
+    return a;
+}
+__device__ __forceinline__ u32 wait_one(const u64* place, u32 flag) {
+    u64 word = read_one(place);
+    [[maybe_unused]] u32 tries = 0;
+    while (u32(word >> 32) != flag) {
+        TRY(tries);
+        word = read_one(place);
+    }
+    return u32(word);
+}
+__device__ __forceinline__ void tell(u64* place, u32 value, u32 flag) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(u64(flag) << 32 | value) : "memory");
+}
+
+// ---- a warp's stream of weights --------------------------------------------------------------------------------
+struct Ring {
+    const char* next;
+    const char* end;
+    char* slots;
+    u32 barriers, slot, parity, at;
+    u64 policy;
+
+    __device__ __forceinline__ void request(u32 to) {
+        if (next < end) {
+            u32 barrier = barriers + to * 8;
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                ::"r"(address(slots + to * CHUNK)), "l"(next), "r"(CHUNK), "r"(barrier), "l"(policy) : "memory");
+            next += CHUNK;
+        }
+    }
+    __device__ __forceinline__ void begin(const char* from, u32 records, char* where, u32 barrier, u32 lane) {
+        next = from, end = from + u64(records) * RECORD, slots = where, barriers = barrier;
+        slot = parity = at = 0;
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+        if (lane == 0) {
+            for (u32 n = 0; n < SLOTS; n++)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + n * 8) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            for (u32 n = 0; n < SLOTS; n++) request(n);
+        } else {
+            next = end;
+        }
+        __syncwarp();
+    }
+    // Where the next records are. They are there when it returns.
+    __device__ __forceinline__ const char* records() {
+        if (at == 0) {
+            asm volatile(
+                "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
+                "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
+        }
+        return slots + slot * CHUNK + at * RECORD;
+    }
+    __device__ __forceinline__ void used(u32 records, u32 lane) {
+        at += records;
+        if (at == RECORDS) {
+            __syncwarp();
+            if (lane == 0) request(slot);
+            at = 0;
+            if (++slot == SLOTS) slot = 0, parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
+}
+
+struct Lane {
+    u32 warp, lane, row, pair;  // row: of a tile, and of a product's columns; pair: token whose sums the lane has
+    char *act, *fac;            // the warp's tokens as bytes [groups][NT][64], and their factors [groups][NT][4]
+};
+
+// N records in a row, of groups group, group + 1, ... of the warp's `groups`.
+template <int N>
+__device__ __forceinline__ void some_records(
+    Ring& ring, const Lane& me, int& group, int groups, float& sum, float& sum_below, float*& to
+) {
+    const char* record = ring.records();
+    uint4 weights[N], tokens[N];
+    float4 factor[N];
+    u32 scales[N];
+    int which = group;
+    bool holds = !(me.row & 1) && me.row < 2 * NT;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        weights[n] = *(const uint4*)(record + n * RECORD + me.lane * 16);
+        scales[n] = *(const u32*)(record + n * RECORD + 512 + me.row * 4);
+        tokens[n] = make_uint4(0, 0, 0, 0);
+        if (holds) tokens[n] = *(const uint4*)(me.act + (which * NT + me.row / 2) * 64 + (me.lane & 3) * 16);
+        factor[n] = *(const float4*)(me.fac + (which * NT + me.pair) * 16);
+        if (++which == groups) which = 0;
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const u32 M = 0x0f0f0f0fu;
+        int first[4], second[4];
+        uint4 w = weights[n];
+        multiply(first, w.x & M, w.y & M, (w.x >> 4) & M, (w.y >> 4) & M, tokens[n].x, tokens[n].y);
+        multiply(second, w.z & M, w.w & M, (w.z >> 4) & M, (w.w >> 4) & M, tokens[n].z, tokens[n].w);
+        float above = fmaf(float(first[0]), factor[n].x, fmaf(float(second[0]), factor[n].y, factor[n].z));
+        float below = fmaf(float(first[2]), factor[n].x, fmaf(float(second[2]), factor[n].y, factor[n].z));
+        sum = fmaf(half_to_float(scales[n] & 0xffff), above, sum);
+        sum_below = fmaf(half_to_float(scales[n] >> 16), below, sum_below);
+        if (++group == groups) {
+            if ((me.lane & 3) < NT) to[me.pair * 16 + me.row] = sum, to[me.pair * 16 + me.row + 8] = sum_below;
+            to += NT * 16;
+            group = 0, sum = sum_below = 0.f;
+        }
+    }
+    ring.used(N, me.lane);
+}
+
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16].
+__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int groups, float* sums) {
+    int left = tiles * groups, group = 0;
+    float sum = 0.f, below = 0.f;
+    while (left > 0) {
+        int here = RECORDS - ring.at;
+        if (left >= 4 && here >= 4) {
+            some_records<4>(ring, me, group, groups, sum, below, sums), left -= 4;
+        } else if (left >= 2 && here >= 2) {
+            some_records<2>(ring, me, group, groups, sum, below, sums), left -= 2;
+        } else {
+            some_records<1>(ring, me, group, groups, sum, below, sums), left -= 1;
+        }
+    }
+}
+
+// ---- tokens as bytes -------------------------------------------------------------------------------------------
+// Four columns of a token in each lane, 128 in the warp; here: whether this lane's exist.
+__device__ __forceinline__ void store_rounded(const Lane& me, const float* x, int column, int token, bool here) {
+    float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, d));
+    float inverse = most > 0.f ? 127.f / most : 0.f, factor = most * (1.f / 127.f);
+    u32 word = 0;
+#pragma unroll
+    for (int n = 0; n < 4; n++) word |= (u32(__float2int_rn(x[n] * inverse)) & 0xffu) << (8 * n);
+    int total = __dp4a(int(word), 0x01010101, 0);
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(FULL, total, d);
+    float less = -8.f * factor * float(total);
+    float factor_next = __shfl_xor_sync(FULL, factor, 8);
+    less += __shfl_xor_sync(FULL, less, 8);
+    if (here) {
+        int group = column / 64, c = column % 64;
+        *(u32*)(me.act + (group * NT + token) * 64 + (c % 32) / 8 * 16 + c / 32 * 8 + c % 8) = word;
+        if ((me.lane & 15) == 0)
+            *(float4*)(me.fac + (group * NT + token) * 16) = make_float4(factor, factor_next, less, 0.f);
+    }
+}
+
+// The warp's groups of tokens [NT][COLUMNS / 2] as bytes. weight: of a norm, or none; squares: sums of squares [NT].
+template <int COLUMNS, bool NORM>
+__device__ __forceinline__ void take(
+    const Lane& me, const u64* words, u32 flag, const u16* weight, int begin, int groups, float* squares
+) {
+    constexpr int MOST = ((COLUMNS / 64 + WARPS - 1) / WARPS + 1) / 2, ITEMS = MOST * NT;
+    constexpr int BATCH = ITEMS < 12 ? ITEMS : 12;
+    float square[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) square[n] = 0.f;
+    __syncwarp();  // the bytes of the phase before have been read
+#pragma unroll
+    for (int start = 0; start < ITEMS; start += BATCH) {
+        Two found[BATCH];
+        uint2 g[BATCH];
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            int item = start + n, token = item / MOST, column = item % MOST * 128 + me.lane * 4;
+            bool here = item < ITEMS && column < groups * 64;
+            if (NORM && here) g[n] = *(const uint2*)(weight + begin * 64 + column);
+            found[n] = Two{0, flag, 0, flag};
+            if (here) found[n] = read_two(words + (token * COLUMNS + begin * 64 + column) / 2);
+        }
+        bool all = false;
+        [[maybe_unused]] u32 tries = 0;
+        while (!all) {
+            TRY(tries);
+            all = true;
+#pragma unroll
+            for (int n = 0; n < BATCH; n++) {
+                int item = start + n, token = item / MOST, column = item % MOST * 128 + me.lane * 4;
+                if (!found[n].there(flag)) {
+                    found[n] = read_two(words + (token * COLUMNS + begin * 64 + column) / 2);
+                    all = false;
+                }
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < BATCH; n++) {
+            int item = start + n, token = item / MOST, column = item % MOST * 128 + me.lane * 4;
+            if (item >= ITEMS) continue;
+            bool here = column < groups * 64;
+            float x[4] = {low(found[n].a), high(found[n].a), low(found[n].b), high(found[n].b)};
+            if (NORM) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) square[token] = fmaf(x[i], x[i], square[token]);
+                if (!here) g[n] = make_uint2(0, 0);
+                x[0] *= low(g[n].x), x[1] *= high(g[n].x), x[2] *= low(g[n].y), x[3] *= high(g[n].y);
+            }
+            store_rounded(me, x, column, token, here);
+        }
+    }
+    if (NORM) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) square[n] += __shfl_xor_sync(FULL, square[n], d);
+            if (me.lane == 0) squares[me.warp * NT + n] = square[n];
+        }
+    }
+    __syncwarp();
+}
+
+// ---- attention -------------------------------------------------------------------------------------------------
+__device__ __forceinline__ int key_tiles(int length) { return (length + 6) / 8; }  // of 8 cached keys
+
+// Into how many parts the keys of a request are split.
+__device__ __forceinline__ int splits_of(int length) {
+    int wanted = (key_tiles(length) + WARPS - 1) / WARPS;
+    if (wanted <= 1) return 1;
+    if (DIRECT > 1 && wanted <= DIRECT * 4) return wanted < DIRECT ? wanted : DIRECT;
+    if (DIRECT <= 1) wanted = (wanted + 1) / 2;
+    return wanted < SPLITS ? wanted : SPLITS;
+}
+
+// Four columns of what a token's parts of attention add up to. Reads splits `from`, `from + step`, ...
+struct Added {
+    float x[4], best, weight;
+};
+template <int COUNT>
+__device__ __forceinline__ void add_parts(
+    Added& all, const u64* parts, const u64* sums, u32 flag, int token, int column, int from, int step, int splits
+) {
+    Two found[COUNT];
+    u64 sum[COUNT];
+    int head = column / DIM;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        int split = from + n * step;
+        found[n] = Two{0, flag, 0, flag}, sum[n] = u64(flag) << 32 | 0xff800000u;
+        if (split < splits) {
+            found[n] = read_two(parts + ((token * SPLITS + split) * HEADS_OUT + column) / 2);
+            sum[n] = read_one(sums + (token * SPLITS + split) * QH + head);
+        }
+    }
+    bool ready = false;
+    [[maybe_unused]] u32 tries = 0;
+    while (!ready) {
+        TRY(tries);
+        ready = true;
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            int split = from + n * step;
+            if (!found[n].there(flag)) {
+                found[n] = read_two(parts + ((token * SPLITS + split) * HEADS_OUT + column) / 2), ready = false;
+            }
+            if (u32(sum[n] >> 32) != flag) sum[n] = read_one(sums + (token * SPLITS + split) * QH + head), ready = false;
+        }
+    }
+    float best = all.best;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) best = fmaxf(best, __uint_as_float(u32(sum[n])));
+    float before = best == -INFINITY ? 1.f : exp2_fast(all.best - best);
+#pragma unroll
+    for (int i = 0; i < 4; i++) all.x[i] *= before;
+    all.weight *= before, all.best = best;
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+        float log = __uint_as_float(u32(sum[n])), share = log == -INFINITY ? 0.f : exp2_fast(log - best);
+        all.weight += share;
+        all.x[0] = fmaf(share, low(found[n].a), all.x[0]), all.x[1] = fmaf(share, high(found[n].a), all.x[1]);
+        all.x[2] = fmaf(share, low(found[n].b), all.x[2]), all.x[3] = fmaf(share, high(found[n].b), all.x[3]);
+    }
+}
+
+// The warp's groups of attention as bytes, where readers add up the parts of a request themselves.
+__device__ __forceinline__ void take_parts(
+    const Lane& me, const Arguments& a, const int* lengths, u32 flag, int begin, int groups
+) {
+    constexpr int MOST = ((GROUPS_O + WARPS - 1) / WARPS + 1) / 2;
+    __syncwarp();
+    for (int token = 0; token < NT; token++) {
+        int splits = splits_of(lengths[token]);
+        Added found[MOST];
+#pragma unroll
+        for (int n = 0; n < MOST; n++) {
+            int column = n * 128 + me.lane * 4;
+            found[n] = Added{{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
+            if (column < groups * 64) {
+                int at = begin * 64 + column;
+                if (DIRECT > 1 && splits > 1)
+                    add_parts<DIRECT>(found[n], a.words + PK_PART, a.words + PK_LSE, flag, token, at, 0, 1, splits);
+                else
+                    add_parts<1>(found[n], a.words + PK_PART, a.words + PK_LSE, flag, token, at, 0, 1, 1);
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < MOST; n++) {
+            int column = n * 128 + me.lane * 4;
+            float inverse = found[n].weight > 0.f ? 1.f / found[n].weight : 0.f;
+#pragma unroll
+            for (int i = 0; i < 4; i++) found[n].x[i] *= inverse;
+            store_rounded(me, found[n].x, column, token, column < groups * 64);
+        }
+    }
+    __syncwarp();
+}
+
+// Adds up parts for readers: a warp takes 32 columns of a token, eight lanes of four, and four lanes share the splits.
+__device__ __forceinline__ void add_up(const Lane& me, const Arguments& a, const int* lengths, u32 flag, u32 block) {
+    constexpr int ITEMS = HEADS_OUT / 32;
+    for (int item = me.warp * NB + block; item < NT * ITEMS; item += NB * WARPS) {
+        int token = item / ITEMS, column = item % ITEMS * 32 + (me.lane & 7) * 4, splits = splits_of(lengths[token]);
+        Added found = {{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
+        for (int from = me.lane / 8; from < (splits + 3) / 4 * 4; from += 16)
+            add_parts<4>(found, a.words + PK_PART, a.words + PK_LSE, flag, token, column, from, 4, splits);
+        __syncwarp();
+#pragma unroll
+        for (int d = 8; d < 32; d *= 2) {
+            float other = __shfl_xor_sync(FULL, found.best, d), best = fmaxf(found.best, other);
+            float mine = found.best == -INFINITY ? 0.f : exp2_fast(found.best - best);
+            float its = other == -INFINITY ? 0.f : exp2_fast(other - best);
+            found.best = best;
+            found.weight = found.weight * mine + __shfl_xor_sync(FULL, found.weight, d) * its;
+#pragma unroll
+            for (int i = 0; i < 4; i++) found.x[i] = found.x[i] * mine + __shfl_xor_sync(FULL, found.x[i], d) * its;
+        }
+        if (me.lane < 8) {
+            float inverse = found.weight > 0.f ? 1.f / found.weight : 0.f;
+            u64* to = a.words + PK_ATT + (token * HEADS_OUT + column) / 2;
+            tell(to, pack(found.x[0] * inverse, found.x[1] * inverse), flag);
+            tell(to + 1, pack(found.x[2] * inverse, found.x[3] * inverse), flag);
+        }
+    }
+}
+
+struct Keys {
+    uint4 key[DIM / 32];
+    uint2 value[8];  // DPL dimensions each: of 64 only x counts
+    int valid;       // keys
+};
+
+// Eight cached keys from `tile` on. Lane (row, pair) reads a quarter of key `row`, and DPL dimensions of every value.
+__device__ __forceinline__ void read_keys(
+    Keys& keys, const Lane& me, const Arguments& a, const u16* cache, const int* blocks, int tile, int cached
+) {
+    int position = tile * 8 + me.row;
+    keys.valid = min(8, cached - tile * 8);
+    int at = min(position, cached - 1);
+    long long place = blocks[at / PAGE] * a.cache_block + (at % PAGE) * a.cache_token;
+    const u16* key = cache + place + (me.lane & 3) * 8;
+#pragma unroll
+    for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        const u16* value = cache + __shfl_sync(FULL, place, n * 4) + a.cache_value + me.lane * DPL;
+        if (DPL == 4)
+            keys.value[n] = *(const uint2*)value;
+        else
+            keys.value[n] = make_uint2(*(const u32*)value, 0);
+    }
+}
+
+struct Attended {
+    float sums[GROUP_HEADS][DPL], best, weight;
+};
+
+__device__ __forceinline__ void attend_to(
+    Attended& found, const Keys& keys, const uint4* query, const Lane& me, float scale, float* shares
+) {
+    float c[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < DIM / 32; n++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 a0 = half ? query[n].z : query[n].x, a2 = half ? query[n].w : query[n].y;
+            u32 b0 = half ? keys.key[n].z : keys.key[n].x, b1 = half ? keys.key[n].w : keys.key[n].y;
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
+        }
+    }
+    int key = (me.lane & 3) * 2;
+    float first = key < keys.valid ? c[0] * scale : -INFINITY, second = key + 1 < keys.valid ? c[1] * scale : -INFINITY;
+    float best = fmaxf(first, second);
+    best = fmaxf(best, __shfl_xor_sync(FULL, best, 1));
+    best = fmaxf(fmaxf(best, __shfl_xor_sync(FULL, best, 2)), found.best);
+    float before = exp2_fast(found.best - best);
+    first = exp2_fast(first - best), second = exp2_fast(second - best);
+    float total = first + second;
+    total += __shfl_xor_sync(FULL, total, 1);
+    total += __shfl_xor_sync(FULL, total, 2);
+    found.weight = found.weight * before + total, found.best = best;
+    *(float2*)(shares + me.row * 8 + key) = make_float2(first, second);
+    if (key == 0) shares[64 + me.row] = before;
+    __syncwarp();
+    float value[8][DPL];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        value[n][0] = low(keys.value[n].x), value[n][1] = high(keys.value[n].x);
+        if (DPL == 4) value[n][DPL - 2] = low(keys.value[n].y), value[n][DPL - 1] = high(keys.value[n].y);
+    }
+#pragma unroll
+    for (int head = 0; head < GROUP_HEADS; head++) {
+        float4 some = *(const float4*)(shares + head * 8), more = *(const float4*)(shares + head * 8 + 4);
+        float old = shares[64 + head], p[8] = {some.x, some.y, some.z, some.w, more.x, more.y, more.z, more.w};
+#pragma unroll
+        for (int d = 0; d < DPL; d++) {
+            float sum = found.sums[head][d] * old;
+#pragma unroll
+            for (int n = 0; n < 8; n++) sum = fmaf(p[n], value[n][d], sum);
+            found.sums[head][d] = sum;
+        }
+    }
+    __syncwarp();
+}
+
+// One head of the new token by one warp: waits for it, norms it, turns it. part: 0 query, 1 key, 2 value.
+__device__ __forceinline__ void take_head(
+    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int number, int part, u16* to, u16* cached
+) {
+    constexpr int PAIRS = DIM / 4;  // of columns, in half a head
+    bool here = me.lane < PAIRS;
+    int i = here ? me.lane : 0;
+    const u64* words = a.words + PK_QKV + token * QKV / 2 + number * DIM / 2;
+    float cosine[2] = {1.f, 1.f}, sine[2] = {0.f, 0.f};
+    if (part < 2) {
+        long long at = a.positions[token] * DIM + 2 * i;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#if ROPE_FLOAT
+            cosine[n] = ((const float*)a.rope)[at + n], sine[n] = ((const float*)a.rope)[at + n + DIM / 2];
+#else
+            cosine[n] = plain(((const u16*)a.rope)[at + n]), sine[n] = plain(((const u16*)a.rope)[at + n + DIM / 2]);
+#endif
+        }
+    }
+    u32 one = wait_one(words + i, flag), two = wait_one(words + PAIRS + i, flag);
+    __syncwarp();
+    float x[2] = {low(one), high(one)}, y[2] = {low(two), high(two)};
+#if QKNORM
+    if (part < 2) {
+        float square = here ? x[0] * x[0] + x[1] * x[1] + y[0] * y[0] + y[1] * y[1] : 0.f;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(FULL, square, d);
+        float factor = rsqrtf(square / DIM + EPSILON);
+        const u16* weight = a.head_norms + (layer * 2 + part) * DIM + 2 * i;
+#pragma unroll
+        for (int n = 0; n < 2; n++) x[n] *= factor * plain(weight[n]), y[n] *= factor * plain(weight[n + DIM / 2]);
+    }
+#endif
+    u32 first = pack(x[0] * cosine[0] - y[0] * sine[0], x[1] * cosine[1] - y[1] * sine[1]);
+    u32 second = pack(y[0] * cosine[0] + x[0] * sine[0], y[1] * cosine[1] + x[1] * sine[1]);
+    if (here) {
+        *(u32*)(to + 2 * i) = first, *(u32*)(to + 2 * i + DIM / 2) = second;
+        if (cached) *(u32*)(cached + 2 * i) = first, *(u32*)(cached + 2 * i + DIM / 2) = second;
+    }
+}
+
+// One request, one head of keys, one of its splits. All warps of the block.
+__device__ __forceinline__ void attend(
+    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int head, int split, int length, char* shared,
+    float* sums
+) {
+    int cached = length - 1, tiles = key_tiles(length), splits = splits_of(length);
+    const u16* cache = (const u16*)a.caches[layer] + head * a.cache_head;
+    const int* blocks = a.table + token * a.table_row;
+    int tile = split * WARPS + me.warp, step = splits * WARPS;
+    Keys keys, next;
+    if (tile < tiles) read_keys(keys, me, a, cache, blocks, tile, cached);
+    u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
+    long long slot = a.slots[token];
+    for (int n = me.warp; n < GROUP_HEADS + 2; n += WARPS) {
+        int part = n < GROUP_HEADS ? 0 : n - GROUP_HEADS + 1;
+        int number = part == 0 ? head * GROUP_HEADS + n : QH + (part - 1) * KVH + head;
+        u16* to = part == 0 ? queries + n * (DIM + 8) : fresh + (part - 1) * DIM;
+        bool writes = part > 0 && split == 0 && slot >= 0 && length > 0;
+        long long place = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token;
+        u16* cached_at = writes ? (u16*)cache + place + (part - 1) * a.cache_value : (u16*)0;
+        take_head(me, a, flag, layer, token, number, part, to, cached_at);
+    }
+    __syncthreads();
+    uint4 query[DIM / 32];
+#pragma unroll
+    for (int n = 0; n < DIM / 32; n++)
+        query[n] = me.row < GROUP_HEADS ? *(const uint4*)(queries + me.row * (DIM + 8) + n * 32 + (me.lane & 3) * 8)
+                                        : make_uint4(0, 0, 0, 0);
+    Attended found;
+    found.best = -INFINITY, found.weight = 0.f;
+#pragma unroll
+    for (int n = 0; n < GROUP_HEADS; n++)
+#pragma unroll
+        for (int d = 0; d < DPL; d++) found.sums[n][d] = 0.f;
+    float* shares = (float*)(shared + AT_SHARES) + me.warp * 72;
+    if (split == 0 && me.warp == WARPS - 1 && length > 0) {  // the newest key, from where it was turned
+#pragma unroll
+        for (int n = 0; n < DIM / 32; n++)
+            next.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int n = 0; n < 8; n++) next.value[n] = make_uint2(0, 0);
+        const u16* value = fresh + DIM + me.lane * DPL;
+        next.value[0] = DPL == 4 ? *(const uint2*)value : make_uint2(*(const u32*)value, 0);
+        next.valid = 1;
+        attend_to(found, next, query, me, a.scale, shares);
+    }
+    for (; tile < tiles; tile += step) {
+        if (tile + step < tiles) read_keys(next, me, a, cache, blocks, tile + step, cached);
+        attend_to(found, keys, query, me, a.scale, shares);
+        keys = next;
+    }
+    float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
+#pragma unroll
+    for (int n = 0; n < GROUP_HEADS; n++)
+#pragma unroll
+        for (int d = 0; d < DPL; d++) sums[(me.warp * GROUP_HEADS + n) * DIM + me.lane * DPL + d] = found.sums[n][d];
+    if ((me.lane & 3) == 0 && me.row < GROUP_HEADS) {
+        stats[(me.warp * GROUP_HEADS + me.row) * 2] = found.best;
+        stats[(me.warp * GROUP_HEADS + me.row) * 2 + 1] = found.weight;
+    }
+    __syncthreads();
+    for (int n = me.warp * 32 + me.lane; n < GROUP_HEADS * DIM / 2; n += THREADS) {
+        int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
+        float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP_HEADS + which) * 2]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float its = stats[(w * GROUP_HEADS + which) * 2], share = its == -INFINITY ? 0.f : exp2_fast(its - best);
+            float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
+            weight = fmaf(stats[(w * GROUP_HEADS + which) * 2 + 1], share, weight);
+            x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
+        }
+        float inverse = weight > 0.f ? 1.f / weight : 0.f;
+        int number = head * GROUP_HEADS + which, part = token * SPLITS + split;
+        tell(a.words + PK_PART + (part * HEADS_OUT + number * DIM + d) / 2, pack(x * inverse, y * inverse), flag);
+        if (d == 0)  // a closed request attends to nothing: its result is 0, and it has one part
+            tell(a.words + PK_LSE + part * QH + number, __float_as_uint(weight > 0.f ? best + __log2f(weight) : 0.f), flag);
+    }
+}
+
+// ---- the trunk -------------------------------------------------------------------------------------------------
+__device__ __forceinline__ float2 added(const float* sums, int tiles, int tile, int token, int row) {
+    float2 all = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        float2 some = *(const float2*)(sums + ((w * tiles + tile) * NT + token) * 16 + row);
+        all.x += some.x, all.y += some.y;
+    }
+    return all;
+}
+
+__device__ __forceinline__ float norm_factor(const float* squares, int token) {
+    float all = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all += squares[w * NT + token];
+    return rsqrtf(all / HIDDEN + EPSILON);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(1024) char shared[];
+    const u32 block = blockIdx.x, thread = threadIdx.x;
+    Lane me;
+    me.warp = thread / 32, me.lane = thread % 32, me.row = me.lane / 4, me.pair = (me.lane & 3) < NT ? (me.lane & 3) : 0;
+    me.act = shared + AT_ACT + me.warp * ACT_WARP, me.fac = shared + AT_FAC + me.warp * FAC_WARP;
+    const int* plan = a.plan + block * 6;
+    const int q0 = plan[0], qn = plan[1], o0 = plan[2], on = plan[3], g0 = plan[4], gn = plan[5];
+    const int h0 = GROUPS_H * me.warp / WARPS, hn = GROUPS_H * (me.warp + 1) / WARPS - h0;
+    const int c0 = GROUPS_O * me.warp / WARPS, cn = GROUPS_O * (me.warp + 1) / WARPS - c0;
+    const int i0 = GROUPS_I * me.warp / WARPS, in = GROUPS_I * (me.warp + 1) / WARPS - i0;
+    const u32 all = LAYERS * (qn * hn + on * cn + gn * hn + on * in);
+    Ring ring;
+    ring.begin(a.stream + a.offsets[block * WARPS + me.warp], all, shared + me.warp * SLOTS * CHUNK,
+               address(shared + AT_BARRIERS) + me.warp * SLOTS * 8, me.lane);
+    float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
+    const u32 base = *(volatile u32*)a.launches * (LAYERS + 1);
+    int lengths[NT];
+    bool direct = true;
+#pragma unroll
+    for (int n = 0; n < NT; n++) lengths[n] = a.lengths[n], direct &= splits_of(lengths[n]) <= DIRECT;
+    for (int n = thread; n < on * 8 * NT; n += THREADS) {
+        int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
+        u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + (o0 + tile) * 16 + row);
+        residual[(tile * NT + token) * 16 + row] = low(pair), residual[(tile * NT + token) * 16 + row + 1] = high(pair);
+        tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pair, base);
+    }
+    __syncthreads();
+    int turn = 0;  // of the two rooms for sums
+    for (int layer = 0; layer < LAYERS; layer++) {
+        const u32 flag = base + layer + 1;
+        const u16* norms = a.norms + layer * 2 * HIDDEN;
+        float *sums, *squares;
+#define TURN turn ^= 1, sums = (float*)(shared + AT_SUMS + turn * SUMS), \
+                  squares = (float*)(shared + AT_SQUARES) + turn * WARPS * NT
+        // ---- queries, keys, values
+        TURN;
+        if (qn > 0) {
+            take<HIDDEN, true>(me, a.words + PK_X, flag - 1, norms, h0, hn, squares);
+            product(ring, me, qn, hn, sums + me.warp * qn * NT * 16);
+        }
+        __syncthreads();
+        for (int n = thread; n < qn * 8 * NT; n += THREADS) {
+            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (q0 + tile) * 16 + row;
+            float factor = norm_factor(squares, token);
+            float2 x = added(sums, qn, tile, token, row);
+            x.x *= factor, x.y *= factor;
+#if BIAS
+            u32 bias = *(const u32*)(a.bias + layer * QKV + out);
+            x.x += low(bias), x.y += high(bias);
+#endif
+            tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
+        }
+        // ---- attention
+        TURN;
+        {
+            int unit = block, before = 0;
+            bool worked = false;
+            for (int token = 0; token < NT; token++) {
+                int splits = splits_of(lengths[token]), units = splits * KVH;
+                for (; unit < before + units; unit += NB) {
+                    if (worked) __syncthreads();  // the unit before has been read
+                    worked = true;
+                    attend(me, a, flag, layer, token, (unit - before) / splits, (unit - before) % splits, lengths[token],
+                           shared, sums);
+                }
+                before += units;
+            }
+            if (!worked) __syncthreads();
+        }
+        if (!direct) add_up(me, a, lengths, flag, block);
+        // ---- what attention gives, added to the residual
+        TURN;
+        if (on > 0) {
+            if (direct)
+                take_parts(me, a, lengths, flag, c0, cn);
+            else
+                take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, (const u16*)0, c0, cn, squares);
+            product(ring, me, on, cn, sums + me.warp * on * NT * 16);
+        }
+        __syncthreads();
+        for (int n = thread; n < on * 8 * NT; n += THREADS) {
+            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
+            float2 x = added(sums, on, tile, token, row);
+            float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
+            x.x += left->x, x.y += left->y, *left = x;
+            tell(a.words + PK_MID + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+        }
+        // ---- gate and up: rows 0 to 7 of a tile are gates, the others what they gate
+        TURN;
+        take<HIDDEN, true>(me, a.words + PK_MID, flag, norms + HIDDEN, h0, hn, squares);
+        product(ring, me, gn, hn, sums + me.warp * gn * NT * 16);
+        __syncthreads();
+        for (int n = thread; n < gn * 4 * NT; n += THREADS) {
+            int tile = n / (4 * NT), token = n / 4 % NT, row = n % 4 * 2;
+            float factor = norm_factor(squares, token);
+            float2 gate = added(sums, gn, tile, token, row), up = added(sums, gn, tile, token, row + 8);
+            gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
+            float x = gate.x / (1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
+            float y = gate.y / (1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
+            tell(a.words + PK_GATED + (token * INTER + (g0 + tile) * 8 + row) / 2, pack(x, y), flag);
+        }
+        // ---- down, added to the residual
+        TURN;
+        if (on > 0) {
+            take<INTER, false>(me, a.words + PK_GATED, flag, (const u16*)0, i0, in, squares);
+            product(ring, me, on, in, sums + me.warp * on * NT * 16);
+        }
+        __syncthreads();
+        for (int n = thread; n < on * 8 * NT; n += THREADS) {
+            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
+            float2 x = added(sums, on, tile, token, row);
+            float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
+            x.x += left->x, x.y += left->y, *left = x;
+            tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+        }
+    }
+    // ---- the last norm, a block for each token
+    if (block < NT) {
+        const u64* words = a.words + PK_X + block * HIDDEN / 2;
+        float square = 0.f;
+        float* squares = (float*)(shared + AT_SQUARES);
+        __syncthreads();
+        for (int n = thread; n < HIDDEN / 2; n += THREADS) {
+            u32 pair = wait_one(words + n, base + LAYERS);
+            square += low(pair) * low(pair) + high(pair) * high(pair);
+        }
+        __syncwarp();
+        for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(FULL, square, d);
+        if (me.lane == 0) squares[me.warp * NT] = square;
+        __syncthreads();
+        float factor = norm_factor(squares, 0);
+        for (int n = thread; n < HIDDEN / 2; n += THREADS) {
+            u32 pair = wait_one(words + n, base + LAYERS), weight = *(const u32*)(a.final_norm + 2 * n);
+            *(u32*)(a.out + block * HIDDEN + 2 * n) = pack(low(pair) * factor * low(weight), high(pair) * factor * high(weight));
+        }
+        // Every block has read the count long ago: the last layer needed something of each.
+        if (block == 0 && thread == 0) *a.launches = *(volatile u32*)a.launches + 1;
+    }
+}

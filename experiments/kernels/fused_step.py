@@ -38,6 +38,7 @@ SHAPES = {
     "llama3_8b": Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5, rope_float=True),
 }
 VOCABULARY, POSITIONS = 1000, 32768
+COOPERATIVE = True
 PATIENCE: list[str] = []
 """How often the kernel asks for what another block should have written, before it ends with an error."""
 
@@ -186,7 +187,10 @@ class Fused:
             cache_block=cache.stride(0), cache_head=cache.stride(1), cache_token=cache.stride(2),
             cache_value=model.shape.dim, table_row=step.table.stride(0), scale=model.shape.dim**-0.5 * 1.4426950408889634,
         )  # fmt: skip
-        return lambda: self.kernel(arguments)
+        if "-DPROFILE" in PATIENCE:
+            self.profile = torch.zeros(len(self.plan), 16, dtype=torch.int32, device="cuda")
+            arguments.profile = self.profile.data_ptr()
+        return lambda: self.kernel(arguments, COOPERATIVE)
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------
@@ -320,7 +324,12 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--patience", type=int, help="end with an error after so many tries to read a word")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
+    global COOPERATIVE
+    COOPERATIVE = not arguments.plain
+    PATIENCE.extend(["-DPROFILE"] if arguments.profile else [])
     PATIENCE.extend([] if arguments.patience is None else [f"-DPATIENCE={arguments.patience}"])
     none_arrived(torch.device("cuda"))
     rows: list[dict[str, Any]] = []
@@ -355,6 +364,10 @@ def main() -> None:
                 for context in arguments.contexts:
                     step = Step(model, [context] * tokens)
                     us = timed(fused.bind(step))
+                    if arguments.profile:
+                        each = fused.profile.float() / model.shape.layers
+                        print(setting, tokens, context, *("|".join(f"{x:.0f}" for x in one.tolist()) for one in (
+                            each.mean(0), each[0], each[30], each[131])), sep="\n  ")  # fmt: skip
                     keep({"shape": name, "tokens": tokens, "context": context, "setting": setting, "fused_us": us,
                           "made_s": seconds, "slots": fused.kernel.build.slots})  # fmt: skip
                     del step

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import Plan, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape
 
 NAME = b"draft_trunk"
 SPLITS = 64  # most parts that the keys of a request are split into
@@ -49,7 +49,7 @@ class Build:
         values = {
             "LAYERS": shape.layers, "HIDDEN": shape.hidden, "INTER": shape.intermediate, "QH": shape.query_heads,
             "KVH": shape.heads, "DIM": shape.dim, "NT": self.tokens, "WARPS": plan.warps, "NB": len(plan.blocks),
-            "RECORDS": self.at_once, "SLOTS": self.slots, "TILES": plan.most_tiles, "ROWS": plan.most_rows,
+            "RECORDS": self.at_once, "SLOTS": self.slots, "CHUNKS": chunks(shape, plan, self.at_once), "TILES": plan.most_tiles, "ROWS": plan.most_rows,
             "PAGE": shape.page, "BIAS": int(shape.bias), "QKNORM": int(shape.head_norms),
             "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
             "DIRECT": DIRECT if self.tokens == 1 else 1,
@@ -59,10 +59,23 @@ class Build:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; trunk.cu counts the same."""
-        return self.slots * self.plan.warps * (self.at_once * 544 + 8) + fixed_bytes(self.shape, self.plan, self.tokens)
+        rings = self.slots * self.plan.warps * (self.at_once * RECORD + 8)
+        return rings + fixed_bytes(self.shape, self.plan, self.tokens, self.at_once)
 
 
-def fixed_bytes(shape: Shape, plan: Plan, tokens: int) -> int:
+def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
+    """Most chunks of a warp in a layer."""
+
+    def of(tiles: int, groups: int) -> int:
+        most = -(-groups // plan.warps)
+        return -(-tiles // (at_once // most)) if most <= at_once else tiles * -(-most // at_once)
+
+    groups = shape.groups
+    return max(of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
+               for _, q, _, rows, _, g in plan.blocks)  # fmt: skip
+
+
+def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     """Shared memory of a block beside the warps' rings."""
     most = -(-max(shape.groups.values()) // plan.warps)
     gemv = plan.warps * plan.most_tiles * tokens * 16 * 4
@@ -71,15 +84,15 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int) -> int:
     residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
     queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
     return (
-        plan.warps * most * tokens * (64 + 16) + 2 * sums + 2 * plan.warps * tokens * 4 + residual + queries
-        + plan.warps * 72 * 4
+        plan.warps * most * tokens * (64 + 8) + 2 * sums + 2 * plan.warps * tokens * 4 + residual + queries
+        + plan.warps * 72 * 4 + plan.warps * chunks(shape, plan, at_once) * 2
     )  # fmt: skip
 
 
 def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> Build:
     """With as many slots as `shared` bytes of shared memory have room for. Raises ValueError where that is under two."""
-    room = shared - RESERVED - fixed_bytes(shape, plan, tokens)
-    slots = room // (plan.warps * (at_once * 544 + 8))
+    room = shared - RESERVED - fixed_bytes(shape, plan, tokens, at_once)
+    slots = room // (plan.warps * (at_once * RECORD + 8))
     if slots < 2:
         raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
     return Build(shape, plan, tokens, at_once, slots)
@@ -94,6 +107,7 @@ class Arguments(ctypes.Structure):
             "words", "launches", "ids", "positions", "lengths", "slots", "table", "out")),
         *((name, ctypes.c_longlong) for name in (
             "cache_block", "cache_head", "cache_token", "cache_value", "table_row")),
+        ("profile", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     ]  # fmt: skip
 

@@ -109,7 +109,8 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 def share(groups: int, warp: int, warps: int) -> range:
     """Groups of columns that are a warp's."""
-    return range(groups * warp // warps, groups * (warp + 1) // warps)
+    part = warp ^ (warp // 4 & 1)  # uneven shares alternate; every scheduler of a multiprocessor gets some of both
+    return range(groups * part // warps, groups * (part + 1) // warps)
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def records(copy: Mapping[str, Tensor]) -> Tensor:
     columns 32 + 8t to 32 + 8t + 7. A word has four columns in the low halves of its bytes, and four in the high ones.
     """
     scales = copy["scales"]
-    q = integers(copy, 4) + 8  # [out, groups, 64]
+    q = integers(copy, 4) & 15  # [out, groups, 64]
     tiles, groups = len(q) // ROWS, q.shape[1]
     # tile, below, row, group, half, t, high, byte
     split = q.view(tiles, 2, 8, groups, 2, 4, 2, 4)

@@ -7,10 +7,12 @@
 //
 // A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
 // lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
-// on tensor cores, tokens as the even columns of a product with 16 rows of weights.
+// on tensor cores, tokens as the even columns of a product with 16 rows of weights. A weight is the high half of a byte
+// there, so 16 times itself.
 //
 // Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks)
-// RECORDS (of a chunk of a ring) SLOTS (chunks of a ring) TILES (most tiles of a block in a phase) ROWS (most tiles of
+// RECORDS (of a chunk of a ring, at most) SLOTS (chunks of a
+// ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a phase) ROWS (most tiles of
 // the residual in a block) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most splits that readers add up themselves)
 
 #ifndef INFINITY
@@ -39,7 +41,7 @@ typedef unsigned short u16;
 
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 #define ACT_WARP (MOST_GROUPS * NT * 64)
-#define FAC_WARP (MOST_GROUPS * NT * 16)
+#define FAC_WARP (MOST_GROUPS * NT * 8)
 #define SUMS_GEMV (WARPS * TILES * NT * 16 * 4)
 #define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
 #define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
@@ -52,7 +54,8 @@ typedef unsigned short u16;
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
 #define AT_SHARES (AT_NEW + 2 * DIM * 2)
 #define AT_BARRIERS (AT_SHARES + WARPS * 72 * 4)
-#define SHARED_BYTES (AT_BARRIERS + WARPS * SLOTS * 8)
+#define AT_SIZES (AT_BARRIERS + WARPS * SLOTS * 8)
+#define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 
 // ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
 #define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
@@ -85,8 +88,14 @@ struct Arguments {
     u16* out;                  // [NT][HIDDEN]
     long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
     long long table_row;
+    u32* profile;              // [NB][16] with -DPROFILE: cycles of the first warp between marks, over all layers
     float scale;               // of the scores, times log2(e)
 };
+#ifdef PROFILE
+#define MARK(n) do { u32 now = clock(); spent[n] += now - last; last = now; } while (0)
+#else
+#define MARK(n)
+#endif
 
 // With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
 #ifdef PATIENCE
@@ -139,151 +148,231 @@ __device__ __forceinline__ u32 wait_one(const u64* place, u32 flag) {
     }
     return u32(word);
 }
+__device__ __forceinline__ void wait_both(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
+    u64 word = read_one(place), another = read_one(other);
+    [[maybe_unused]] u32 tries = 0;
+    while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
+        TRY(tries);
+        word = read_one(place), another = read_one(other);
+    }
+    one = u32(word), two = u32(another);
+}
 __device__ __forceinline__ void tell(u64* place, u32 value, u32 flag) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(u64(flag) << 32 | value) : "memory");
 }
 
 // ---- a warp's stream of weights --------------------------------------------------------------------------------
+// A chunk is at most RECORDS records of one phase. Every layer has the same chunks; their sizes are in shared memory.
 struct Ring {
     const char* next;
-    const char* end;
+    const u16* sizes;
     char* slots;
-    u32 barriers, slot, parity, at;
+    u32 barriers, slot, parity, coming, chunks, left;  // coming: chunk of a layer that is requested next
     u64 policy;
 
-    __device__ __forceinline__ void request(u32 to) {
-        if (next < end) {
-            u32 barrier = barriers + to * 8;
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                ::"r"(address(slots + to * CHUNK)), "l"(next), "r"(CHUNK), "r"(barrier), "l"(policy) : "memory");
-            next += CHUNK;
+    __device__ __forceinline__ void request(u32 to, u32 lane) {
+        if (left > 0) {
+            u32 bytes = sizes[coming];
+            if (lane == 0) {
+                u32 barrier = barriers + to * 8;
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+                asm volatile(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                    ::"r"(address(slots + to * CHUNK)), "l"(next), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+            }
+            next += bytes, left--;
+            if (++coming == chunks) coming = 0;
         }
     }
-    __device__ __forceinline__ void begin(const char* from, u32 records, char* where, u32 barrier, u32 lane) {
-        next = from, end = from + u64(records) * RECORD, slots = where, barriers = barrier;
-        slot = parity = at = 0;
+    __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 lane) {
+        next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
+        slot = parity = coming = 0;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         if (lane == 0) {
             for (u32 n = 0; n < SLOTS; n++)
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + n * 8) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            for (u32 n = 0; n < SLOTS; n++) request(n);
-        } else {
-            next = end;
         }
         __syncwarp();
+        for (u32 n = 0; n < SLOTS; n++) request(n, lane);
     }
-    // Where the next records are. They are there when it returns.
-    __device__ __forceinline__ const char* records() {
-        if (at == 0) {
-            asm volatile(
-                "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
-                "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
-        }
-        return slots + slot * CHUNK + at * RECORD;
+    // Where the next chunk is. It is there when this returns.
+    __device__ __forceinline__ const char* chunk() {
+        asm volatile(
+            "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
+            "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
+        return slots + slot * CHUNK;
     }
-    __device__ __forceinline__ void used(u32 records, u32 lane) {
-        at += records;
-        if (at == RECORDS) {
-            __syncwarp();
-            if (lane == 0) request(slot);
-            at = 0;
-            if (++slot == SLOTS) slot = 0, parity ^= 1;
-        }
+    __device__ __forceinline__ void used(u32 lane) {
+        __syncwarp();
+        request(slot, lane);
+        if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
 };
 
 __device__ __forceinline__ void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
 }
 
 struct Lane {
     u32 warp, lane, row, pair;  // row: of a tile, and of a product's columns; pair: token whose sums the lane has
-    char *act, *fac;            // the warp's tokens as bytes [groups][NT][64], and their factors [groups][NT][4]
+    char *act, *fac;            // the warp's tokens as bytes [groups][NT][64], and their factors [groups][NT][2]
 };
 
-// N records in a row, of groups group, group + 1, ... of the warp's `groups`.
-template <int N>
-__device__ __forceinline__ void some_records(
-    Ring& ring, const Lane& me, int& group, int groups, float& sum, float& sum_below, float*& to
-) {
-    const char* record = ring.records();
-    uint4 weights[N], tokens[N];
-    float4 factor[N];
-    u32 scales[N];
-    int which = group;
+struct Sums {
+    float above, below;  // of rows `row` and `row + 8` of a tile
+};
+
+__device__ __forceinline__ uint4 bytes_of(const Lane& me, int group) {
     bool holds = !(me.row & 1) && me.row < 2 * NT;
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        weights[n] = *(const uint4*)(record + n * RECORD + me.lane * 16);
-        scales[n] = *(const u32*)(record + n * RECORD + 512 + me.row * 4);
-        tokens[n] = make_uint4(0, 0, 0, 0);
-        if (holds) tokens[n] = *(const uint4*)(me.act + (which * NT + me.row / 2) * 64 + (me.lane & 3) * 16);
-        factor[n] = *(const float4*)(me.fac + (which * NT + me.pair) * 16);
-        if (++which == groups) which = 0;
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        const u32 M = 0x0f0f0f0fu;
-        int first[4], second[4];
-        uint4 w = weights[n];
-        multiply(first, w.x & M, w.y & M, (w.x >> 4) & M, (w.y >> 4) & M, tokens[n].x, tokens[n].y);
-        multiply(second, w.z & M, w.w & M, (w.z >> 4) & M, (w.w >> 4) & M, tokens[n].z, tokens[n].w);
-        float above = fmaf(float(first[0]), factor[n].x, fmaf(float(second[0]), factor[n].y, factor[n].z));
-        float below = fmaf(float(first[2]), factor[n].x, fmaf(float(second[2]), factor[n].y, factor[n].z));
-        sum = fmaf(half_to_float(scales[n] & 0xffff), above, sum);
-        sum_below = fmaf(half_to_float(scales[n] >> 16), below, sum_below);
-        if (++group == groups) {
-            if ((me.lane & 3) < NT) to[me.pair * 16 + me.row] = sum, to[me.pair * 16 + me.row + 8] = sum_below;
-            to += NT * 16;
-            group = 0, sum = sum_below = 0.f;
-        }
-    }
-    ring.used(N, me.lane);
+    return holds ? *(const uint4*)(me.act + (group * NT + me.row / 2) * 64 + (me.lane & 3) * 16) : make_uint4(0, 0, 0, 0);
+}
+__device__ __forceinline__ float2 factors_of(const Lane& me, int group) {
+    return *(const float2*)(me.fac + (group * NT + me.pair) * 8);
 }
 
-// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16].
-__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int groups, float* sums) {
-    int left = tiles * groups, group = 0;
-    float sum = 0.f, below = 0.f;
-    while (left > 0) {
-        int here = RECORDS - ring.at;
-        if (left >= 4 && here >= 4) {
-            some_records<4>(ring, me, group, groups, sum, below, sums), left -= 4;
-        } else if (left >= 2 && here >= 2) {
-            some_records<2>(ring, me, group, groups, sum, below, sums), left -= 2;
-        } else {
-            some_records<1>(ring, me, group, groups, sum, below, sums), left -= 1;
+__device__ __forceinline__ void multiply_record(Sums& sums, uint4 w, u32 scales, uint4 tokens, float2 factor) {
+    const u32 M = 0xf0f0f0f0u;
+    int first[4], second[4];
+    multiply(first, (w.x << 4) & M, (w.y << 4) & M, w.x & M, w.y & M, tokens.x, tokens.y);
+    multiply(second, (w.z << 4) & M, (w.w << 4) & M, w.z & M, w.w & M, tokens.z, tokens.w);
+    float above = fmaf(float(first[0]), factor.x, float(second[0]) * factor.y);
+    float below = fmaf(float(first[2]), factor.x, float(second[2]) * factor.y);
+    sums.above = fmaf(half_to_float(scales & 0xffff), above, sums.above);
+    sums.below = fmaf(half_to_float(scales >> 16), below, sums.below);
+}
+
+__device__ __forceinline__ void put(const Lane& me, const Sums& sums, float* to) {
+    if ((me.lane & 3) < NT) to[me.pair * 16 + me.row] = sums.above, to[me.pair * 16 + me.row + 8] = sums.below;
+}
+
+// TILES_HERE whole tiles of a chunk, with the warp's tokens in registers.
+template <int MOST, int TILES_HERE>
+__device__ __forceinline__ void multiply_tiles(
+    const char* record, const Lane& me, const uint4* tokens, const float2* factors, int groups, float* to
+) {
+    uint4 weights[TILES_HERE][MOST];
+    u32 scales[TILES_HERE][MOST];
+#pragma unroll
+    for (int t = 0; t < TILES_HERE; t++) {
+#pragma unroll
+        for (int n = 0; n < MOST; n++) {  // a group too many has factors of 0, and takes another's weights
+            const char* at = record + (t * groups + (n < groups ? n : 0)) * RECORD;
+            weights[t][n] = *(const uint4*)(at + me.lane * 16);
+            scales[t][n] = *(const u32*)(at + 512 + me.row * 4);
         }
     }
+#pragma unroll
+    for (int t = 0; t < TILES_HERE; t++) {
+        Sums sums = {0.f, 0.f};
+#pragma unroll
+        for (int n = 0; n < MOST; n++) multiply_record(sums, weights[t][n], scales[t][n], tokens[n], factors[n]);
+        put(me, sums, to + t * NT * 16);
+    }
+}
+
+template <int GROUPS>
+struct Columns {
+    static constexpr int MOST = (GROUPS + WARPS - 1) / WARPS;  // groups of a warp
+    static constexpr bool EVEN = GROUPS % WARPS == 0, SHORT = MOST <= RECORDS;
+    static constexpr int AT_ONCE = SHORT ? RECORDS / MOST : 1;  // tiles of a chunk
+};
+
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16].
+template <int GROUPS>
+__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int its_groups, float* sums) {
+    using C = Columns<GROUPS>;
+    const int groups = C::EVEN ? C::MOST : its_groups;
+    if constexpr (C::SHORT) {
+        uint4 tokens[C::MOST];
+        float2 factors[C::MOST];
+#pragma unroll
+        for (int n = 0; n < C::MOST; n++) {
+            tokens[n] = n < groups ? bytes_of(me, n) : make_uint4(0, 0, 0, 0);
+            factors[n] = n < groups ? factors_of(me, n) : make_float2(0.f, 0.f);
+        }
+        for (int tile = 0; tile < tiles; tile += C::AT_ONCE) {
+            const char* record = ring.chunk();
+            float* to = sums + tile * NT * 16;
+            if (tile + C::AT_ONCE <= tiles) {
+                multiply_tiles<C::MOST, C::AT_ONCE>(record, me, tokens, factors, groups, to);
+            } else {
+                for (int t = 0; t < tiles - tile; t++)
+                    multiply_tiles<C::MOST, 1>(record + t * groups * RECORD, me, tokens, factors, groups, to + t * NT * 16);
+            }
+            ring.used(me.lane);
+        }
+    } else {
+        for (int tile = 0; tile < tiles; tile++) {
+            Sums all[2] = {{0.f, 0.f}, {0.f, 0.f}};
+            for (int group = 0; group < groups; group += RECORDS) {
+                const char* record = ring.chunk();
+                const int count = min(RECORDS, groups - group);
+                uint4 weights[RECORDS], tokens[RECORDS];
+                u32 scales[RECORDS];
+                float2 factors[RECORDS];
+#pragma unroll
+                for (int n = 0; n < RECORDS; n++) {
+                    bool here = n < count;
+                    int which = here ? n : 0;
+                    weights[n] = *(const uint4*)(record + which * RECORD + me.lane * 16);
+                    scales[n] = *(const u32*)(record + which * RECORD + 512 + me.row * 4);
+                    tokens[n] = bytes_of(me, group + which);
+                    factors[n] = factors_of(me, group + which);
+                    if (!here) tokens[n] = make_uint4(0, 0, 0, 0);
+                }
+#pragma unroll
+                for (int n = 0; n < RECORDS; n++) multiply_record(all[n & 1], weights[n], scales[n], tokens[n], factors[n]);
+                ring.used(me.lane);
+            }
+            all[0].above += all[1].above, all[0].below += all[1].below;
+            put(me, all[0], sums + tile * NT * 16);
+        }
+    }
+}
+
+// Bytes of the chunks of a phase, in the order in which `product` takes them; returns behind the last.
+template <int GROUPS>
+__device__ __forceinline__ u16* sizes_of(u16* to, int tiles, int groups) {
+    using C = Columns<GROUPS>;
+    if (C::SHORT) {
+        for (int tile = 0; tile < tiles; tile += C::AT_ONCE) *to++ = min(C::AT_ONCE, tiles - tile) * groups * RECORD;
+    } else {
+        for (int tile = 0; tile < tiles; tile++)
+            for (int group = 0; group < groups; group += RECORDS) *to++ = min(RECORDS, groups - group) * RECORD;
+    }
+    return to;
 }
 
 // ---- tokens as bytes -------------------------------------------------------------------------------------------
-// Four columns of a token in each lane, 128 in the warp; here: whether this lane's exist.
-__device__ __forceinline__ void store_rounded(const Lane& me, const float* x, int column, int token, bool here) {
-    float most = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+// Items `start` to start + N - 1: item n is 128 columns of token n / MOST, four in each lane, as far as they exist.
+template <int MOST, int N>
+__device__ __forceinline__ void store_rounded(const Lane& me, const float (&x)[N][4], int start, int groups) {
+    float most[N];
 #pragma unroll
-    for (int d = 1; d < 8; d *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, d));
-    float inverse = most > 0.f ? 127.f / most : 0.f, factor = most * (1.f / 127.f);
-    u32 word = 0;
+    for (int n = 0; n < N; n++) most[n] = fmaxf(fmaxf(fabsf(x[n][0]), fabsf(x[n][1])), fmaxf(fabsf(x[n][2]), fabsf(x[n][3])));
 #pragma unroll
-    for (int n = 0; n < 4; n++) word |= (u32(__float2int_rn(x[n] * inverse)) & 0xffu) << (8 * n);
-    int total = __dp4a(int(word), 0x01010101, 0);
+    for (int d = 1; d < 8; d *= 2) {
 #pragma unroll
-    for (int d = 1; d < 8; d *= 2) total += __shfl_xor_sync(FULL, total, d);
-    float less = -8.f * factor * float(total);
-    float factor_next = __shfl_xor_sync(FULL, factor, 8);
-    less += __shfl_xor_sync(FULL, less, 8);
-    if (here) {
-        int group = column / 64, c = column % 64;
-        *(u32*)(me.act + (group * NT + token) * 64 + (c % 32) / 8 * 16 + c / 32 * 8 + c % 8) = word;
-        if ((me.lane & 15) == 0)
-            *(float4*)(me.fac + (group * NT + token) * 16) = make_float4(factor, factor_next, less, 0.f);
+        for (int n = 0; n < N; n++) most[n] = fmaxf(most[n], __shfl_xor_sync(FULL, most[n], d));
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float magic = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the lowest bits
+        float inverse = most[n] > 0.f ? __fdividef(127.f, most[n]) : 0.f;
+        u32 word = __byte_perm(
+            __byte_perm(__float_as_uint(fmaf(x[n][0], inverse, magic)), __float_as_uint(fmaf(x[n][1], inverse, magic)), 0x40),
+            __byte_perm(__float_as_uint(fmaf(x[n][2], inverse, magic)), __float_as_uint(fmaf(x[n][3], inverse, magic)), 0x40),
+            0x5410);
+        int token = (start + n) / MOST, column = (start + n) % MOST * 128 + me.lane * 4;
+        if (token < NT && column < groups * 64) {
+            int place = column / 64 * NT + token, c = column % 64;
+            *(u32*)(me.act + place * 64 + (c % 32) / 8 * 16 + c / 32 * 8 + c % 8) = word;
+            if ((me.lane & 7) == 0) *(float*)(me.fac + place * 8 + c / 32 * 4) = most[n] * (1.f / (127.f * 16.f));
+        }
     }
 }
 
@@ -325,28 +414,29 @@ __device__ __forceinline__ void take(
             }
         }
         __syncwarp();
+        float x[BATCH][4];
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
-            int item = start + n, token = item / MOST, column = item % MOST * 128 + me.lane * 4;
-            if (item >= ITEMS) continue;
-            bool here = column < groups * 64;
-            float x[4] = {low(found[n].a), high(found[n].a), low(found[n].b), high(found[n].b)};
-            if (NORM) {
+            int token = (start + n) / MOST, column = (start + n) % MOST * 128 + me.lane * 4;
+            x[n][0] = low(found[n].a), x[n][1] = high(found[n].a), x[n][2] = low(found[n].b), x[n][3] = high(found[n].b);
+            if (NORM && token < NT) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) square[token] = fmaf(x[i], x[i], square[token]);
-                if (!here) g[n] = make_uint2(0, 0);
-                x[0] *= low(g[n].x), x[1] *= high(g[n].x), x[2] *= low(g[n].y), x[3] *= high(g[n].y);
+                for (int i = 0; i < 4; i++) square[token] = fmaf(x[n][i], x[n][i], square[token]);
+                if (column >= groups * 64) g[n] = make_uint2(0, 0);
+                x[n][0] *= low(g[n].x), x[n][1] *= high(g[n].x), x[n][2] *= low(g[n].y), x[n][3] *= high(g[n].y);
             }
-            store_rounded(me, x, column, token, here);
         }
+        store_rounded<MOST, BATCH>(me, x, start, groups);
     }
     if (NORM) {
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int d = 1; d < 32; d *= 2) {
 #pragma unroll
-            for (int d = 1; d < 32; d *= 2) square[n] += __shfl_xor_sync(FULL, square[n], d);
-            if (me.lane == 0) squares[me.warp * NT + n] = square[n];
+            for (int n = 0; n < NT; n++) square[n] += __shfl_xor_sync(FULL, square[n], d);
         }
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            if (me.lane == 0) squares[me.warp * NT + n] = square[n];
     }
     __syncwarp();
 }
@@ -415,12 +505,12 @@ __device__ __forceinline__ void add_parts(
 
 // The warp's groups of attention as bytes, where readers add up the parts of a request themselves.
 __device__ __forceinline__ void take_parts(
-    const Lane& me, const Arguments& a, const int* lengths, u32 flag, int begin, int groups
+    const Lane& me, const Arguments& a, u32 flag, int begin, int groups
 ) {
     constexpr int MOST = ((GROUPS_O + WARPS - 1) / WARPS + 1) / 2;
     __syncwarp();
     for (int token = 0; token < NT; token++) {
-        int splits = splits_of(lengths[token]);
+        int splits = splits_of(a.lengths[token]);
         Added found[MOST];
 #pragma unroll
         for (int n = 0; n < MOST; n++) {
@@ -435,23 +525,23 @@ __device__ __forceinline__ void take_parts(
             }
         }
         __syncwarp();
+        float x[MOST][4];
 #pragma unroll
         for (int n = 0; n < MOST; n++) {
-            int column = n * 128 + me.lane * 4;
-            float inverse = found[n].weight > 0.f ? 1.f / found[n].weight : 0.f;
+            float inverse = found[n].weight > 0.f ? __fdividef(1.f, found[n].weight) : 0.f;
 #pragma unroll
-            for (int i = 0; i < 4; i++) found[n].x[i] *= inverse;
-            store_rounded(me, found[n].x, column, token, column < groups * 64);
+            for (int i = 0; i < 4; i++) x[n][i] = found[n].x[i] * inverse;
         }
+        store_rounded<MOST, MOST>(me, x, token * MOST, groups);
     }
     __syncwarp();
 }
 
 // Adds up parts for readers: a warp takes 32 columns of a token, eight lanes of four, and four lanes share the splits.
-__device__ __forceinline__ void add_up(const Lane& me, const Arguments& a, const int* lengths, u32 flag, u32 block) {
+__device__ __forceinline__ void add_up(const Lane& me, const Arguments& a, u32 flag, u32 block) {
     constexpr int ITEMS = HEADS_OUT / 32;
     for (int item = me.warp * NB + block; item < NT * ITEMS; item += NB * WARPS) {
-        int token = item / ITEMS, column = item % ITEMS * 32 + (me.lane & 7) * 4, splits = splits_of(lengths[token]);
+        int token = item / ITEMS, column = item % ITEMS * 32 + (me.lane & 7) * 4, splits = splits_of(a.lengths[token]);
         Added found = {{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
         for (int from = me.lane / 8; from < (splits + 3) / 4 * 4; from += 16)
             add_parts<4>(found, a.words + PK_PART, a.words + PK_LSE, flag, token, column, from, 4, splits);
@@ -467,7 +557,7 @@ __device__ __forceinline__ void add_up(const Lane& me, const Arguments& a, const
             for (int i = 0; i < 4; i++) found.x[i] = found.x[i] * mine + __shfl_xor_sync(FULL, found.x[i], d) * its;
         }
         if (me.lane < 8) {
-            float inverse = found.weight > 0.f ? 1.f / found.weight : 0.f;
+            float inverse = found.weight > 0.f ? __fdividef(1.f, found.weight) : 0.f;
             u64* to = a.words + PK_ATT + (token * HEADS_OUT + column) / 2;
             tell(to, pack(found.x[0] * inverse, found.x[1] * inverse), flag);
             tell(to + 1, pack(found.x[2] * inverse, found.x[3] * inverse), flag);
@@ -509,12 +599,13 @@ struct Attended {
 __device__ __forceinline__ void attend_to(
     Attended& found, const Keys& keys, const uint4* query, const Lane& me, float scale, float* shares
 ) {
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
+    float chains[2][4] = {};
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 a0 = half ? query[n].z : query[n].x, a2 = half ? query[n].w : query[n].y;
+            float* c = chains[half];
             u32 b0 = half ? keys.key[n].z : keys.key[n].x, b1 = half ? keys.key[n].w : keys.key[n].y;
             asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -522,7 +613,8 @@ __device__ __forceinline__ void attend_to(
         }
     }
     int key = (me.lane & 3) * 2;
-    float first = key < keys.valid ? c[0] * scale : -INFINITY, second = key + 1 < keys.valid ? c[1] * scale : -INFINITY;
+    float first = key < keys.valid ? (chains[0][0] + chains[1][0]) * scale : -INFINITY;
+    float second = key + 1 < keys.valid ? (chains[0][1] + chains[1][1]) * scale : -INFINITY;
     float best = fmaxf(first, second);
     best = fmaxf(best, __shfl_xor_sync(FULL, best, 1));
     best = fmaxf(fmaxf(best, __shfl_xor_sync(FULL, best, 2)), found.best);
@@ -576,7 +668,8 @@ __device__ __forceinline__ void take_head(
 #endif
         }
     }
-    u32 one = wait_one(words + i, flag), two = wait_one(words + PAIRS + i, flag);
+    u32 one, two;
+    wait_both(words + i, words + PAIRS + i, flag, one, two);
     __syncwarp();
     float x[2] = {low(one), high(one)}, y[2] = {low(two), high(two)};
 #if QKNORM
@@ -633,21 +726,24 @@ __device__ __forceinline__ void attend(
 #pragma unroll
         for (int d = 0; d < DPL; d++) found.sums[n][d] = 0.f;
     float* shares = (float*)(shared + AT_SHARES) + me.warp * 72;
-    if (split == 0 && me.warp == WARPS - 1 && length > 0) {  // the newest key, from where it was turned
+    bool newest = split == 0 && me.warp == WARPS - 1 && length > 0;  // this warp begins with the newest key
+#pragma unroll 1
+    while (newest || tile < tiles) {
+        if (newest) {
+            newest = false;
 #pragma unroll
-        for (int n = 0; n < DIM / 32; n++)
-            next.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
+            for (int n = 0; n < DIM / 32; n++)
+                next.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int n = 0; n < 8; n++) next.value[n] = make_uint2(0, 0);
-        const u16* value = fresh + DIM + me.lane * DPL;
-        next.value[0] = DPL == 4 ? *(const uint2*)value : make_uint2(*(const u32*)value, 0);
-        next.valid = 1;
+            for (int n = 1; n < 8; n++) next.value[n] = make_uint2(0, 0);
+            const u16* value = fresh + DIM + me.lane * DPL;
+            next.value[0] = DPL == 4 ? *(const uint2*)value : make_uint2(*(const u32*)value, 0);
+            next.valid = 1;
+        } else {
+            next = keys, tile += step;
+            if (tile < tiles) read_keys(keys, me, a, cache, blocks, tile, cached);
+        }
         attend_to(found, next, query, me, a.scale, shares);
-    }
-    for (; tile < tiles; tile += step) {
-        if (tile + step < tiles) read_keys(next, me, a, cache, blocks, tile + step, cached);
-        attend_to(found, keys, query, me, a.scale, shares);
-        keys = next;
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
 #pragma unroll
@@ -671,7 +767,7 @@ __device__ __forceinline__ void attend(
             weight = fmaf(stats[(w * GROUP_HEADS + which) * 2 + 1], share, weight);
             x = fmaf(sum.x, share, x), y = fmaf(sum.y, share, y);
         }
-        float inverse = weight > 0.f ? 1.f / weight : 0.f;
+        float inverse = weight > 0.f ? __fdividef(1.f, weight) : 0.f;
         int number = head * GROUP_HEADS + which, part = token * SPLITS + split;
         tell(a.words + PK_PART + (part * HEADS_OUT + number * DIM + d) / 2, pack(x * inverse, y * inverse), flag);
         if (d == 0)  // a closed request attends to nothing: its result is 0, and it has one part
@@ -705,19 +801,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     me.act = shared + AT_ACT + me.warp * ACT_WARP, me.fac = shared + AT_FAC + me.warp * FAC_WARP;
     const int* plan = a.plan + block * 6;
     const int q0 = plan[0], qn = plan[1], o0 = plan[2], on = plan[3], g0 = plan[4], gn = plan[5];
-    const int h0 = GROUPS_H * me.warp / WARPS, hn = GROUPS_H * (me.warp + 1) / WARPS - h0;
-    const int c0 = GROUPS_O * me.warp / WARPS, cn = GROUPS_O * (me.warp + 1) / WARPS - c0;
-    const int i0 = GROUPS_I * me.warp / WARPS, in = GROUPS_I * (me.warp + 1) / WARPS - i0;
-    const u32 all = LAYERS * (qn * hn + on * cn + gn * hn + on * in);
+    const int part = me.warp ^ (me.warp / 4 & 1);  // uneven shares alternate; every scheduler gets some of both
+    const int h0 = GROUPS_H * part / WARPS, hn = GROUPS_H * (part + 1) / WARPS - h0;
+    const int c0 = GROUPS_O * part / WARPS, cn = GROUPS_O * (part + 1) / WARPS - c0;
+    const int i0 = GROUPS_I * part / WARPS, in = GROUPS_I * (part + 1) / WARPS - i0;
+    u16* sizes = (u16*)(shared + AT_SIZES) + me.warp * CHUNKS;
+    u16* behind = sizes_of<GROUPS_I>(sizes_of<GROUPS_H>(sizes_of<GROUPS_O>(sizes_of<GROUPS_H>(sizes, qn, hn), on, cn), gn, hn), on, in);
+    __syncwarp();
     Ring ring;
-    ring.begin(a.stream + a.offsets[block * WARPS + me.warp], all, shared + me.warp * SLOTS * CHUNK,
+    ring.begin(a.stream + a.offsets[block * WARPS + me.warp], sizes, behind - sizes, shared + me.warp * SLOTS * CHUNK,
                address(shared + AT_BARRIERS) + me.warp * SLOTS * 8, me.lane);
     float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
     const u32 base = *(volatile u32*)a.launches * (LAYERS + 1);
-    int lengths[NT];
-    bool direct = true;
+    bool direct = true;  // readers add up the parts of attention themselves
 #pragma unroll
-    for (int n = 0; n < NT; n++) lengths[n] = a.lengths[n], direct &= splits_of(lengths[n]) <= DIRECT;
+    for (int n = 0; n < NT; n++) direct &= splits_of(a.lengths[n]) <= DIRECT;
     for (int n = thread; n < on * 8 * NT; n += THREADS) {
         int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
         u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + (o0 + tile) * 16 + row);
@@ -725,6 +823,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pair, base);
     }
     __syncthreads();
+#ifdef PROFILE
+    u32 spent[16] = {}, last = clock();
+#endif
     int turn = 0;  // of the two rooms for sums
     for (int layer = 0; layer < LAYERS; layer++) {
         const u32 flag = base + layer + 1;
@@ -732,88 +833,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         float *sums, *squares;
 #define TURN turn ^= 1, sums = (float*)(shared + AT_SUMS + turn * SUMS), \
                   squares = (float*)(shared + AT_SQUARES) + turn * WARPS * NT
-        // ---- queries, keys, values
-        TURN;
-        if (qn > 0) {
-            take<HIDDEN, true>(me, a.words + PK_X, flag - 1, norms, h0, hn, squares);
-            product(ring, me, qn, hn, sums + me.warp * qn * NT * 16);
-        }
-        __syncthreads();
-        for (int n = thread; n < qn * 8 * NT; n += THREADS) {
-            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (q0 + tile) * 16 + row;
-            float factor = norm_factor(squares, token);
-            float2 x = added(sums, qn, tile, token, row);
-            x.x *= factor, x.y *= factor;
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {  // attention, and then what is behind it
+            const int tiles = half ? gn : qn;
 #if BIAS
-            u32 bias = *(const u32*)(a.bias + layer * QKV + out);
-            x.x += low(bias), x.y += high(bias);
+            u32 bias = 0;  // read before there is anything to add it to
+            if (!half && thread < qn * 8 * NT)
+                bias = *(const u32*)(a.bias + layer * QKV + (q0 + thread / (8 * NT)) * 16 + thread % 8 * 2);
 #endif
-            tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
-        }
-        // ---- attention
-        TURN;
-        {
-            int unit = block, before = 0;
-            bool worked = false;
-            for (int token = 0; token < NT; token++) {
-                int splits = splits_of(lengths[token]), units = splits * KVH;
-                for (; unit < before + units; unit += NB) {
-                    if (worked) __syncthreads();  // the unit before has been read
-                    worked = true;
-                    attend(me, a, flag, layer, token, (unit - before) / splits, (unit - before) % splits, lengths[token],
-                           shared, sums);
-                }
-                before += units;
+            TURN;
+            if (tiles > 0) {
+                take<HIDDEN, true>(me, a.words + (half ? PK_MID : PK_X), half ? flag : flag - 1, norms + half * HIDDEN, h0, hn, squares);
+                MARK(half * 7);
+                product<GROUPS_H>(ring, me, tiles, hn, sums + me.warp * tiles * NT * 16);
+                MARK(half * 7 + 1);
             }
-            if (!worked) __syncthreads();
-        }
-        if (!direct) add_up(me, a, lengths, flag, block);
-        // ---- what attention gives, added to the residual
-        TURN;
-        if (on > 0) {
-            if (direct)
-                take_parts(me, a, lengths, flag, c0, cn);
-            else
-                take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, (const u16*)0, c0, cn, squares);
-            product(ring, me, on, cn, sums + me.warp * on * NT * 16);
-        }
-        __syncthreads();
-        for (int n = thread; n < on * 8 * NT; n += THREADS) {
-            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-            float2 x = added(sums, on, tile, token, row);
-            float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
-            x.x += left->x, x.y += left->y, *left = x;
-            tell(a.words + PK_MID + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
-        }
-        // ---- gate and up: rows 0 to 7 of a tile are gates, the others what they gate
-        TURN;
-        take<HIDDEN, true>(me, a.words + PK_MID, flag, norms + HIDDEN, h0, hn, squares);
-        product(ring, me, gn, hn, sums + me.warp * gn * NT * 16);
-        __syncthreads();
-        for (int n = thread; n < gn * 4 * NT; n += THREADS) {
-            int tile = n / (4 * NT), token = n / 4 % NT, row = n % 4 * 2;
-            float factor = norm_factor(squares, token);
-            float2 gate = added(sums, gn, tile, token, row), up = added(sums, gn, tile, token, row + 8);
-            gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
-            float x = gate.x / (1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
-            float y = gate.y / (1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
-            tell(a.words + PK_GATED + (token * INTER + (g0 + tile) * 8 + row) / 2, pack(x, y), flag);
-        }
-        // ---- down, added to the residual
-        TURN;
-        if (on > 0) {
-            take<INTER, false>(me, a.words + PK_GATED, flag, (const u16*)0, i0, in, squares);
-            product(ring, me, on, in, sums + me.warp * on * NT * 16);
-        }
-        __syncthreads();
-        for (int n = thread; n < on * 8 * NT; n += THREADS) {
-            int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-            float2 x = added(sums, on, tile, token, row);
-            float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
-            x.x += left->x, x.y += left->y, *left = x;
-            tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+            __syncthreads();
+            if (!half) {
+                // ---- queries, keys, values
+                for (int n = thread; n < qn * 8 * NT; n += THREADS) {
+                    int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (q0 + tile) * 16 + row;
+                    float factor = norm_factor(squares, token);
+                    float2 x = added(sums, qn, tile, token, row);
+                    x.x *= factor, x.y *= factor;
+#if BIAS
+                    if (n != thread) bias = *(const u32*)(a.bias + layer * QKV + out);
+                    x.x += low(bias), x.y += high(bias);
+#endif
+                    tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
+                }
+                MARK(2);
+                // ---- attention
+                TURN;
+                int unit = block, before = 0;
+                bool worked = false;
+#pragma unroll 1
+                for (int token = 0; token < NT; token++) {
+                    int splits = splits_of(a.lengths[token]), units = splits * KVH;
+#pragma unroll 1
+                    for (; unit < before + units; unit += NB) {
+                        if (worked) __syncthreads();  // the unit before has been read
+                        worked = true;
+                        attend(me, a, flag, layer, token, (unit - before) / splits, (unit - before) % splits,
+                               a.lengths[token], shared, sums);
+                    }
+                    before += units;
+                }
+                if (!worked) __syncthreads();
+                MARK(3);
+                if (!direct) add_up(me, a, flag, block);
+                // ---- what attention gives, added to the residual
+                TURN;
+                if (on > 0) {
+                    if (direct)
+                        take_parts(me, a, flag, c0, cn);
+                    else
+                        take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, (const u16*)0, c0, cn, squares);
+                    MARK(4);
+                    product<GROUPS_O>(ring, me, on, cn, sums + me.warp * on * NT * 16);
+                    MARK(5);
+                }
+            } else {
+                // ---- gate and up: rows 0 to 7 of a tile are gates, the others what they gate
+                MARK(9);
+                for (int n = thread; n < gn * 4 * NT; n += THREADS) {
+                    int tile = n / (4 * NT), token = n / 4 % NT, row = n % 4 * 2;
+                    float factor = norm_factor(squares, token);
+                    float2 gate = added(sums, gn, tile, token, row), up = added(sums, gn, tile, token, row + 8);
+                    gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
+                    float x = __fdividef(gate.x, 1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
+                    float y = __fdividef(gate.y, 1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
+                    tell(a.words + PK_GATED + (token * INTER + (g0 + tile) * 8 + row) / 2, pack(x, y), flag);
+                }
+                MARK(10);
+                // ---- down, added to the residual
+                TURN;
+                if (on > 0) {
+                    take<INTER, false>(me, a.words + PK_GATED, flag, (const u16*)0, i0, in, squares);
+                    MARK(11);
+                    product<GROUPS_I>(ring, me, on, in, sums + me.warp * on * NT * 16);
+                    MARK(12);
+                }
+            }
+            __syncthreads();
+            u64* to = a.words + (half ? PK_X : PK_MID);
+            for (int n = thread; n < on * 8 * NT; n += THREADS) {
+                int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
+                float2 x = added(sums, on, tile, token, row);
+                float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
+                x.x += left->x, x.y += left->y, *left = x;
+                tell(to + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
+            }
+            MARK(half ? 13 : 6);
         }
     }
+#ifdef PROFILE
+    if (thread == 0)
+        for (int n = 0; n < 16; n++) a.profile[block * 16 + n] = spent[n];
+#endif
     // ---- the last norm, a block for each token
     if (block < NT) {
         const u64* words = a.words + PK_X + block * HIDDEN / 2;

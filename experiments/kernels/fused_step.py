@@ -325,10 +325,12 @@ def main() -> None:
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--patience", type=int, help="end with an error after so many tries to read a word")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--define", nargs="*", default=[])
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
     global COOPERATIVE
     COOPERATIVE = not arguments.plain
+    PATIENCE.extend(f"-D{one}" for one in arguments.define)
     PATIENCE.extend(["-DPROFILE"] if arguments.profile else [])
     PATIENCE.extend([] if arguments.patience is None else [f"-DPATIENCE={arguments.patience}"])
     none_arrived(torch.device("cuda"))

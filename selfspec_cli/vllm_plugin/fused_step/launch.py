@@ -40,7 +40,8 @@ class Build:
         shape, n = self.shape, self.tokens
         attended = shape.query_heads * shape.dim
         parts = n * self.splits * attended // 2 + -(-n * self.splits * shape.query_heads // 2) * 2
-        return n * (2 * shape.hidden + shape.qkv + shape.intermediate + attended) // 2 + parts
+        gated = n * (shape.intermediate // 4 + shape.intermediate // 32)
+        return n * (2 * shape.hidden + shape.qkv + attended) // 2 + gated + parts
 
     @property
     def options(self) -> list[str]:
@@ -52,7 +53,7 @@ class Build:
             "RECORDS": self.at_once, "SLOTS": self.slots, "CHUNKS": chunks(shape, plan, self.at_once), "TILES": plan.most_tiles, "ROWS": plan.most_rows,
             "PAGE": shape.page, "BIAS": int(shape.bias), "QKNORM": int(shape.head_norms),
             "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
-            "DIRECT": DIRECT if self.tokens == 1 else 1,
+            "DIRECT": min(DIRECT, self.splits) if self.tokens == 1 else 1,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
 
@@ -80,12 +81,12 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     most = -(-max(shape.groups.values()) // plan.warps)
     gemv = plan.warps * plan.most_tiles * tokens * 16 * 4
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
-    sums = -(-max(gemv, attention) // 16) * 16
+    sums = -(-max(2 * gemv, attention) // 16) * 16
     residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
     queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
     return (
-        plan.warps * most * tokens * (64 + 8) + 2 * sums + 2 * plan.warps * tokens * 4 + residual + queries
-        + plan.warps * 72 * 4 + plan.warps * chunks(shape, plan, at_once) * 2
+        plan.warps * most * tokens * (64 + 8) + sums + plan.warps * tokens * 4 + residual + queries + tokens * shape.dim * 4
+        + plan.warps * chunks(shape, plan, at_once) * 2
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
 ROWS = 16  # of a tile
 RECORD = 544  # bytes: 16 * 64 / 2 of integers, and 16 scales of two bytes
+TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block
 PHASES = ("qkv", "o", "gate_up", "down")
 
 
@@ -91,10 +92,10 @@ def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
             enumerate(zip(qkv, rows, strict=True))]  # fmt: skip
     heapq.heapify(load)
     gated = [0] * blocks
-    for _ in range(tiles["gate_up"]):
+    for _ in range(tiles["gate_up"] // TOGETHER):
         some, block = heapq.heappop(load)
-        gated[block] += 1
-        heapq.heappush(load, (some + groups["gate_up"], block))
+        gated[block] += TOGETHER
+        heapq.heappush(load, (some + TOGETHER * groups["gate_up"], block))
     parts = [list(zip(_starts(counts), counts, strict=True)) for counts in (qkv, rows, gated)]
     return Plan(tuple((*a, *b, *c) for a, b, c in zip(*parts, strict=True)), warps)
 

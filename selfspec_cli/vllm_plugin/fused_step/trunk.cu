@@ -35,7 +35,9 @@ typedef unsigned short u16;
 #define MAX2(a, b) ((a) > (b) ? (a) : (b))
 #define MOST_GROUPS ((MAX2(MAX2(GROUPS_H, GROUPS_O), GROUPS_I) + WARPS - 1) / WARPS)
 #define SPLITS (MAX2(1, NB / (NT * KVH)) < 64 ? MAX2(1, NB / (NT * KVH)) : 64)
-#define DPL (DIM / 32)
+#ifndef PROBE
+#define PROBE 1
+#endif
 #define FULL 0xffffffffu
 #define LOG2E 1.4426950408889634f
 
@@ -44,16 +46,16 @@ typedef unsigned short u16;
 #define FAC_WARP (MOST_GROUPS * NT * 8)
 #define SUMS_GEMV (WARPS * TILES * NT * 16 * 4)
 #define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
-#define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
+#define SUMS ((MAX2(2 * SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
 #define AT_ACT (WARPS * SLOTS * CHUNK)
 #define AT_FAC (AT_ACT + WARPS * ACT_WARP)
 #define AT_SUMS (AT_FAC + WARPS * FAC_WARP)
-#define AT_SQUARES (AT_SUMS + 2 * SUMS)
-#define AT_RESIDUAL (AT_SQUARES + 2 * WARPS * NT * 4)
+#define AT_SQUARES (AT_SUMS + SUMS)
+#define AT_RESIDUAL (AT_SQUARES + WARPS * NT * 4)
 #define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
 #define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
-#define AT_SHARES (AT_NEW + 2 * DIM * 2)
-#define AT_BARRIERS (AT_SHARES + WARPS * 72 * 4)
+#define AT_ROPE (AT_NEW + 2 * DIM * 2)
+#define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
 #define AT_SIZES (AT_BARRIERS + WARPS * SLOTS * 8)
 #define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
 
@@ -64,8 +66,9 @@ typedef unsigned short u16;
 #define PK_LSE (PK_PART + NT * SPLITS * HEADS_OUT / 2)  // [NT][SPLITS][QH] log2 of the sum of their shares
 #define PK_ATT (PK_LSE + (NT * SPLITS * QH + 1) / 2 * 2)  // [NT][HEADS_OUT / 2] attention
 #define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [NT][HIDDEN / 2] the residual after attention
-#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 2]
-#define PK_WORDS (PK_GATED + NT * INTER / 2)
+#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 4] what comes before down, as bytes
+#define PK_FACTOR (PK_GATED + NT * INTER / 4)       // [NT][INTER / 32] and their factors
+#define PK_WORDS (PK_FACTOR + NT * INTER / 32)
 
 struct Arguments {
     const char* stream;        // every warp's records
@@ -98,7 +101,9 @@ struct Arguments {
 #endif
 
 // With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
-#ifdef PATIENCE
+#ifdef NOCHAIN
+#define TRY(n) break
+#elif defined(PATIENCE)
 #define TRY(n) if (++n > PATIENCE) __trap()
 #else
 #define TRY(n)
@@ -171,6 +176,7 @@ struct Ring {
     u64 policy;
 
     __device__ __forceinline__ void request(u32 to, u32 lane) {
+#ifndef NOWEIGHTS
         if (left > 0) {
             u32 bytes = sizes[coming];
             if (lane == 0) {
@@ -183,6 +189,7 @@ struct Ring {
             next += bytes, left--;
             if (++coming == chunks) coming = 0;
         }
+#endif
     }
     __device__ __forceinline__ void begin(const char* from, const u16* layer, u32 count, char* where, u32 barrier, u32 lane) {
         next = from, sizes = layer, chunks = count, left = count * LAYERS, slots = where, barriers = barrier;
@@ -199,9 +206,11 @@ struct Ring {
     }
     // Where the next chunk is. It is there when this returns.
     __device__ __forceinline__ const char* chunk() {
+#ifndef NOWEIGHTS
         asm volatile(
             "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
             "bra AGAIN;\nDONE:\n}" ::"r"(barriers + slot * 8), "r"(parity) : "memory");
+#endif
         return slots + slot * CHUNK;
     }
     __device__ __forceinline__ void used(u32 lane) {
@@ -376,12 +385,27 @@ __device__ __forceinline__ void store_rounded(const Lane& me, const float (&x)[N
     }
 }
 
-// The warp's groups of tokens [NT][COLUMNS / 2] as bytes. weight: of a norm, or none; squares: sums of squares [NT].
+template <int COLUMNS>
+constexpr int ITEMS_OF = ((COLUMNS / 64 + WARPS - 1) / WARPS + 1) / 2;  // of a token, for one warp
+
+// A norm's weights for the warp's columns, four in each lane for every item.
+struct Gains {
+    uint2 of[ITEMS_OF<HIDDEN>];
+    __device__ __forceinline__ void read(const Lane& me, const u16* weight, int begin, int groups) {
+#pragma unroll
+        for (int n = 0; n < ITEMS_OF<HIDDEN>; n++) {
+            int column = n * 128 + me.lane * 4;
+            of[n] = column < groups * 64 ? *(const uint2*)(weight + begin * 64 + column) : make_uint2(0, 0);
+        }
+    }
+};
+
+// The warp's groups of tokens [NT][COLUMNS / 2] as bytes. NORM: times gains; squares: sums of squares [NT].
 template <int COLUMNS, bool NORM>
 __device__ __forceinline__ void take(
-    const Lane& me, const u64* words, u32 flag, const u16* weight, int begin, int groups, float* squares
+    const Lane& me, const u64* words, u32 flag, const Gains& gains, int begin, int groups, float* squares
 ) {
-    constexpr int MOST = ((COLUMNS / 64 + WARPS - 1) / WARPS + 1) / 2, ITEMS = MOST * NT;
+    constexpr int MOST = ITEMS_OF<COLUMNS>, ITEMS = MOST * NT;
     constexpr int BATCH = ITEMS < 12 ? ITEMS : 12;
     float square[NT];
 #pragma unroll
@@ -390,12 +414,10 @@ __device__ __forceinline__ void take(
 #pragma unroll
     for (int start = 0; start < ITEMS; start += BATCH) {
         Two found[BATCH];
-        uint2 g[BATCH];
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             int item = start + n, token = item / MOST, column = item % MOST * 128 + me.lane * 4;
             bool here = item < ITEMS && column < groups * 64;
-            if (NORM && here) g[n] = *(const uint2*)(weight + begin * 64 + column);
             found[n] = Two{0, flag, 0, flag};
             if (here) found[n] = read_two(words + (token * COLUMNS + begin * 64 + column) / 2);
         }
@@ -417,13 +439,13 @@ __device__ __forceinline__ void take(
         float x[BATCH][4];
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
-            int token = (start + n) / MOST, column = (start + n) % MOST * 128 + me.lane * 4;
+            int token = (start + n) / MOST;
             x[n][0] = low(found[n].a), x[n][1] = high(found[n].a), x[n][2] = low(found[n].b), x[n][3] = high(found[n].b);
             if (NORM && token < NT) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) square[token] = fmaf(x[n][i], x[n][i], square[token]);
-                if (column >= groups * 64) g[n] = make_uint2(0, 0);
-                x[n][0] *= low(g[n].x), x[n][1] *= high(g[n].x), x[n][2] *= low(g[n].y), x[n][3] *= high(g[n].y);
+                const uint2 gain = gains.of[NORM ? (start + n) % MOST : 0];
+                x[n][0] *= low(gain.x), x[n][1] *= high(gain.x), x[n][2] *= low(gain.y), x[n][3] *= high(gain.y);
             }
         }
         store_rounded<MOST, BATCH>(me, x, start, groups);
@@ -437,6 +459,42 @@ __device__ __forceinline__ void take(
 #pragma unroll
         for (int n = 0; n < NT; n++)
             if (me.lane == 0) squares[me.warp * NT + n] = square[n];
+    }
+    __syncwarp();
+}
+
+// The warp's groups of what comes before down, which is bytes already.
+__device__ __forceinline__ void take_bytes(const Lane& me, const Arguments& a, u32 flag, int begin, int groups) {
+    constexpr int ITEMS = (Columns<GROUPS_I>::MOST + 3) / 4;  // of 256 columns
+    __syncwarp();  // the bytes of the phase before have been read
+#pragma unroll 1
+    for (int token = 0; token < NT; token++) {
+        const u64* factors = a.words + PK_FACTOR + token * (INTER / 32) + begin * 2;
+        for (int n = me.lane; n < groups * 2; n += 32)
+            *(u32*)(me.fac + (n / 2 * NT + token) * 8 + n % 2 * 4) = wait_one(factors + n, flag);
+        __syncwarp();
+        const u64* words = a.words + PK_GATED + token * (INTER / 4) + begin * 16;
+        Two found[ITEMS];
+#pragma unroll
+        for (int n = 0; n < ITEMS; n++) {
+            found[n] = Two{0, flag, 0, flag};
+            if (n * 256 + me.lane * 8 < groups * 64) found[n] = read_two(words + n * 64 + me.lane * 2);
+        }
+        bool all = false;
+        [[maybe_unused]] u32 tries = 0;
+        while (!all) {
+            TRY(tries);
+            all = true;
+#pragma unroll
+            for (int n = 0; n < ITEMS; n++)
+                if (!found[n].there(flag)) found[n] = read_two(words + n * 64 + me.lane * 2), all = false;
+        }
+#pragma unroll
+        for (int n = 0; n < ITEMS; n++) {
+            int column = n * 256 + me.lane * 8, c = column % 64;
+            if (column < groups * 64)
+                *(uint2*)(me.act + (column / 64 * NT + token) * 64 + c % 32 / 8 * 16 + c / 32 * 8) = make_uint2(found[n].a, found[n].b);
+        }
     }
     __syncwarp();
 }
@@ -518,6 +576,8 @@ __device__ __forceinline__ void take_parts(
             found[n] = Added{{0.f, 0.f, 0.f, 0.f}, -INFINITY, 0.f};
             if (column < groups * 64) {
                 int at = begin * 64 + column;
+                // Who waits asks for one word in a lane, not for all.
+                if (PROBE && DIRECT > 1 && splits > 1) wait_one(a.words + PK_PART + (token * SPLITS * HEADS_OUT + at) / 2, flag);
                 if (DIRECT > 1 && splits > 1)
                     add_parts<DIRECT>(found[n], a.words + PK_PART, a.words + PK_LSE, flag, token, at, 0, 1, splits);
                 else
@@ -566,47 +626,90 @@ __device__ __forceinline__ void add_up(const Lane& me, const Arguments& a, u32 f
 }
 
 struct Keys {
-    uint4 key[DIM / 32];
-    uint2 value[8];  // DPL dimensions each: of 64 only x counts
-    int valid;       // keys
+    uint4 key[DIM / 32];       // of key `row`, a quarter
+    uint4 value[DIM / 64][2];  // of keys 2 * pair and 2 * pair + 1, an eighth of every 64 dimensions
+    int valid;                 // keys
 };
 
-// Eight cached keys from `tile` on. Lane (row, pair) reads a quarter of key `row`, and DPL dimensions of every value.
+// What a block attends to: one request, one head of keys, one split. The same in every layer.
+struct Unit {
+    int token, head, split, splits, length;  // token: -1 for none
+    int tile, step, tiles;                   // the warp's first tile of 8 keys, from one to the next, and of the request
+    long long place;                         // of key `row` of the first tile, in elements of a layer's cache
+};
+
+// Where key `row` of a tile is.
+__device__ __forceinline__ long long place_of(const Lane& me, const Arguments& a, const Unit& unit, int tile) {
+    int at = min(tile * 8 + int(me.row), unit.length - 2);
+    int block = a.table[unit.token * a.table_row + at / PAGE];
+    return block * a.cache_block + at % PAGE * a.cache_token + unit.head * a.cache_head;
+}
+
+__device__ __forceinline__ Unit unit_of(const Lane& me, const Arguments& a, int block) {
+    Unit unit;
+    unit.token = -1, unit.tile = unit.tiles = 0;
+    int before = 0;
+#pragma unroll 1
+    for (int token = 0; token < NT; token++) {
+        int length = a.lengths[token], splits = splits_of(length), mine = block - before;
+        if (mine >= 0 && mine < splits * KVH) {
+            unit.token = token, unit.head = mine / splits, unit.split = mine % splits;
+            unit.splits = splits, unit.length = length, unit.tiles = key_tiles(length);
+            unit.tile = unit.split * WARPS + me.warp, unit.step = splits * WARPS;
+        }
+        before += splits * KVH;
+    }
+    unit.place = unit.tile < unit.tiles ? place_of(me, a, unit, unit.tile) : 0;
+    return unit;
+}
+
+// Asks for the keys and values of a layer long before they are read: a miss waits behind all weights on their way.
+__device__ __forceinline__ void ask_for_keys(const Lane& me, const Arguments& a, const Unit& unit, int layer) {
+    const int lines = DIM / 64;  // of 128 bytes, of a key; as many are its value's
+    int line = me.lane & 3;
+    if (line >= 2 * lines) return;
+    const u16* cache = (const u16*)a.caches[layer] + (line < lines ? 0 : a.cache_value) + line % lines * 64;
+    for (int tile = unit.tile; tile < unit.tiles; tile += unit.step) {
+        long long place = tile == unit.tile ? unit.place : place_of(me, a, unit, tile);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(cache + place));
+    }
+}
+
+// Eight cached keys. Lane (row, pair) reads a quarter of key `row`, which is at `place`, and DPL dimensions of all values.
 __device__ __forceinline__ void read_keys(
-    Keys& keys, const Lane& me, const Arguments& a, const u16* cache, const int* blocks, int tile, int cached
+    Keys& keys, const Lane& me, const Arguments& a, const u16* cache, long long place, int valid
 ) {
-    int position = tile * 8 + me.row;
-    keys.valid = min(8, cached - tile * 8);
-    int at = min(position, cached - 1);
-    long long place = blocks[at / PAGE] * a.cache_block + (at % PAGE) * a.cache_token;
+    keys.valid = min(8, valid);
     const u16* key = cache + place + (me.lane & 3) * 8;
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) keys.key[n] = *(const uint4*)(key + n * 32);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const u16* value = cache + __shfl_sync(FULL, place, n * 4) + a.cache_value + me.lane * DPL;
-        if (DPL == 4)
-            keys.value[n] = *(const uint2*)value;
-        else
-            keys.value[n] = make_uint2(*(const u32*)value, 0);
+    for (int k = 0; k < 2; k++) {
+        const u16* value = cache + __shfl_sync(FULL, place, (me.lane & 3) * 8 + k * 4) + a.cache_value + me.row * 8;
+#pragma unroll
+        for (int n = 0; n < DIM / 64; n++) keys.value[n][k] = *(const uint4*)(value + n * 64);
     }
 }
 
 struct Attended {
-    float sums[GROUP_HEADS][DPL], best, weight;
+    // Values added up: tile e has dimension 8 * row + e, and that + 64, of heads 2 * pair and 2 * pair + 1; with 64
+    // dimensions, 8 * row + 2e and 8 * row + 2e + 1.
+    float sums[DIM / 16][4], best, weight;  // best, weight: of head `row`
 };
 
-__device__ __forceinline__ void attend_to(
-    Attended& found, const Keys& keys, const uint4* query, const Lane& me, float scale, float* shares
-) {
+__device__ __forceinline__ u32 word_of(const uint4& four, int n) {
+    return n == 0 ? four.x : n == 1 ? four.y : n == 2 ? four.z : four.w;
+}
+
+__device__ __forceinline__ void attend_to(Attended& found, const Keys& keys, const uint4* query, const Lane& me, float scale) {
     float chains[2][4] = {};
 #pragma unroll
     for (int n = 0; n < DIM / 32; n++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 a0 = half ? query[n].z : query[n].x, a2 = half ? query[n].w : query[n].y;
-            float* c = chains[half];
             u32 b0 = half ? keys.key[n].z : keys.key[n].x, b1 = half ? keys.key[n].w : keys.key[n].y;
+            float* c = chains[half];
             asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                 : "r"(a0), "r"(0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
@@ -624,50 +727,56 @@ __device__ __forceinline__ void attend_to(
     total += __shfl_xor_sync(FULL, total, 1);
     total += __shfl_xor_sync(FULL, total, 2);
     found.weight = found.weight * before + total, found.best = best;
-    *(float2*)(shares + me.row * 8 + key) = make_float2(first, second);
-    if (key == 0) shares[64 + me.row] = before;
-    __syncwarp();
-    float value[8][DPL];
+    const u32 shares = pack(first, second);
+    const float old = __shfl_sync(FULL, before, key * 4), other = __shfl_sync(FULL, before, key * 4 + 4);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        value[n][0] = low(keys.value[n].x), value[n][1] = high(keys.value[n].x);
-        if (DPL == 4) value[n][DPL - 2] = low(keys.value[n].y), value[n][DPL - 1] = high(keys.value[n].y);
+    for (int e = 0; e < DIM / 16; e++) {
+        float* c = found.sums[e];
+        c[0] *= old, c[1] *= other, c[2] *= old, c[3] *= other;
+        u32 a[2];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int part = DIM == 128 ? n : 0, which = DIM == 128 ? e : 2 * e + n;
+            a[n] = __byte_perm(word_of(keys.value[part][0], which / 2), word_of(keys.value[part][1], which / 2),
+                               which & 1 ? 0x7632 : 0x5410);
+        }
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(shares));
     }
+}
+
+// The sums of a warp, [GROUP_HEADS][DIM].
+__device__ __forceinline__ void put_attended(const Attended& found, const Lane& me, float* to) {
 #pragma unroll
-    for (int head = 0; head < GROUP_HEADS; head++) {
-        float4 some = *(const float4*)(shares + head * 8), more = *(const float4*)(shares + head * 8 + 4);
-        float old = shares[64 + head], p[8] = {some.x, some.y, some.z, some.w, more.x, more.y, more.z, more.w};
+    for (int n = 0; n < 2; n++) {
+        int head = (me.lane & 3) * 2 + n;
+        if (head < GROUP_HEADS) {
 #pragma unroll
-        for (int d = 0; d < DPL; d++) {
-            float sum = found.sums[head][d] * old;
+            for (int part = 0; part < DIM / 64; part++) {
+                float x[8];
 #pragma unroll
-            for (int n = 0; n < 8; n++) sum = fmaf(p[n], value[n][d], sum);
-            found.sums[head][d] = sum;
+                for (int e = 0; e < 8; e++) x[e] = DIM == 128 ? found.sums[e][part * 2 + n] : found.sums[e / 2][e % 2 * 2 + n];
+                float4* place = (float4*)(to + head * DIM + part * 64 + me.row * 8);
+                place[0] = make_float4(x[0], x[1], x[2], x[3]), place[1] = make_float4(x[4], x[5], x[6], x[7]);
+            }
         }
     }
-    __syncwarp();
 }
 
 // One head of the new token by one warp: waits for it, norms it, turns it. part: 0 query, 1 key, 2 value.
+// turn: [DIM] cosines, then sines.
 __device__ __forceinline__ void take_head(
-    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int number, int part, u16* to, u16* cached
+    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int number, int part, const float* turn, u16* to,
+    u16* cached
 ) {
     constexpr int PAIRS = DIM / 4;  // of columns, in half a head
     bool here = me.lane < PAIRS;
     int i = here ? me.lane : 0;
     const u64* words = a.words + PK_QKV + token * QKV / 2 + number * DIM / 2;
-    float cosine[2] = {1.f, 1.f}, sine[2] = {0.f, 0.f};
-    if (part < 2) {
-        long long at = a.positions[token] * DIM + 2 * i;
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#if ROPE_FLOAT
-            cosine[n] = ((const float*)a.rope)[at + n], sine[n] = ((const float*)a.rope)[at + n + DIM / 2];
-#else
-            cosine[n] = plain(((const u16*)a.rope)[at + n]), sine[n] = plain(((const u16*)a.rope)[at + n + DIM / 2]);
-#endif
-        }
-    }
+    float2 cosines = make_float2(1.f, 1.f), sines = make_float2(0.f, 0.f);
+    if (part < 2) cosines = *(const float2*)(turn + 2 * i), sines = *(const float2*)(turn + 2 * i + DIM / 2);
+    const float cosine[2] = {cosines.x, cosines.y}, sine[2] = {sines.x, sines.y};
     u32 one, two;
     wait_both(words + i, words + PAIRS + i, flag, one, two);
     __syncwarp();
@@ -691,27 +800,24 @@ __device__ __forceinline__ void take_head(
     }
 }
 
-// One request, one head of keys, one of its splits. All warps of the block.
+// A unit, by all warps of the block.
 __device__ __forceinline__ void attend(
-    const Lane& me, const Arguments& a, u32 flag, int layer, int token, int head, int split, int length, char* shared,
-    float* sums
+    const Lane& me, const Arguments& a, const Unit& unit, u32 flag, int layer, long long slot, char* shared, float* sums
 ) {
-    int cached = length - 1, tiles = key_tiles(length), splits = splits_of(length);
-    const u16* cache = (const u16*)a.caches[layer] + head * a.cache_head;
-    const int* blocks = a.table + token * a.table_row;
-    int tile = split * WARPS + me.warp, step = splits * WARPS;
+    const int token = unit.token, head = unit.head, split = unit.split, length = unit.length;
+    const u16* cache = (const u16*)a.caches[layer];
+    int tile = unit.tile;
     Keys keys, next;
-    if (tile < tiles) read_keys(keys, me, a, cache, blocks, tile, cached);
+    if (tile < unit.tiles) read_keys(keys, me, a, cache, unit.place, length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
-    long long slot = a.slots[token];
+    const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
     for (int n = me.warp; n < GROUP_HEADS + 2; n += WARPS) {
         int part = n < GROUP_HEADS ? 0 : n - GROUP_HEADS + 1;
         int number = part == 0 ? head * GROUP_HEADS + n : QH + (part - 1) * KVH + head;
         u16* to = part == 0 ? queries + n * (DIM + 8) : fresh + (part - 1) * DIM;
-        bool writes = part > 0 && split == 0 && slot >= 0 && length > 0;
-        long long place = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token;
-        u16* cached_at = writes ? (u16*)cache + place + (part - 1) * a.cache_value : (u16*)0;
-        take_head(me, a, flag, layer, token, number, part, to, cached_at);
+        bool writes = part > 0 && split == 0 && slot >= 0;
+        u16* cached_at = writes ? (u16*)cache + slot + (part - 1) * a.cache_value : (u16*)0;
+        take_head(me, a, flag, layer, token, number, part, turn, to, cached_at);
     }
     __syncthreads();
     uint4 query[DIM / 32];
@@ -719,37 +825,31 @@ __device__ __forceinline__ void attend(
     for (int n = 0; n < DIM / 32; n++)
         query[n] = me.row < GROUP_HEADS ? *(const uint4*)(queries + me.row * (DIM + 8) + n * 32 + (me.lane & 3) * 8)
                                         : make_uint4(0, 0, 0, 0);
-    Attended found;
-    found.best = -INFINITY, found.weight = 0.f;
-#pragma unroll
-    for (int n = 0; n < GROUP_HEADS; n++)
-#pragma unroll
-        for (int d = 0; d < DPL; d++) found.sums[n][d] = 0.f;
-    float* shares = (float*)(shared + AT_SHARES) + me.warp * 72;
-    bool newest = split == 0 && me.warp == WARPS - 1 && length > 0;  // this warp begins with the newest key
+    Attended found = {};
+    found.best = -INFINITY;
+    // The warp that most likely has no other key begins with the newest.
+    bool newest = split == unit.splits - 1 && me.warp == WARPS - 1 && length > 0;
 #pragma unroll 1
-    while (newest || tile < tiles) {
+    while (newest || tile < unit.tiles) {
         if (newest) {
             newest = false;
 #pragma unroll
             for (int n = 0; n < DIM / 32; n++)
                 next.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-            for (int n = 1; n < 8; n++) next.value[n] = make_uint2(0, 0);
-            const u16* value = fresh + DIM + me.lane * DPL;
-            next.value[0] = DPL == 4 ? *(const uint2*)value : make_uint2(*(const u32*)value, 0);
+            for (int n = 0; n < DIM / 64; n++) {
+                next.value[n][1] = make_uint4(0, 0, 0, 0), next.value[n][0] = make_uint4(0, 0, 0, 0);
+                if ((me.lane & 3) == 0) next.value[n][0] = *(const uint4*)(fresh + DIM + n * 64 + me.row * 8);
+            }
             next.valid = 1;
         } else {
-            next = keys, tile += step;
-            if (tile < tiles) read_keys(keys, me, a, cache, blocks, tile, cached);
+            next = keys, tile += unit.step;
+            if (tile < unit.tiles) read_keys(keys, me, a, cache, place_of(me, a, unit, tile), length - 1 - tile * 8);
         }
-        attend_to(found, next, query, me, a.scale, shares);
+        attend_to(found, next, query, me, a.scale);
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
-#pragma unroll
-    for (int n = 0; n < GROUP_HEADS; n++)
-#pragma unroll
-        for (int d = 0; d < DPL; d++) sums[(me.warp * GROUP_HEADS + n) * DIM + me.lane * DPL + d] = found.sums[n][d];
+    put_attended(found, me, sums + me.warp * GROUP_HEADS * DIM);
     if ((me.lane & 3) == 0 && me.row < GROUP_HEADS) {
         stats[(me.warp * GROUP_HEADS + me.row) * 2] = found.best;
         stats[(me.warp * GROUP_HEADS + me.row) * 2 + 1] = found.weight;
@@ -773,6 +873,7 @@ __device__ __forceinline__ void attend(
         if (d == 0)  // a closed request attends to nothing: its result is 0, and it has one part
             tell(a.words + PK_LSE + part * QH + number, __float_as_uint(weight > 0.f ? best + __log2f(weight) : 0.f), flag);
     }
+    __syncthreads();  // the next product writes where these sums were
 }
 
 // ---- the trunk -------------------------------------------------------------------------------------------------
@@ -805,45 +906,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     const int h0 = GROUPS_H * part / WARPS, hn = GROUPS_H * (part + 1) / WARPS - h0;
     const int c0 = GROUPS_O * part / WARPS, cn = GROUPS_O * (part + 1) / WARPS - c0;
     const int i0 = GROUPS_I * part / WARPS, in = GROUPS_I * (part + 1) / WARPS - i0;
-    u16* sizes = (u16*)(shared + AT_SIZES) + me.warp * CHUNKS;
-    u16* behind = sizes_of<GROUPS_I>(sizes_of<GROUPS_H>(sizes_of<GROUPS_O>(sizes_of<GROUPS_H>(sizes, qn, hn), on, cn), gn, hn), on, in);
-    __syncwarp();
-    Ring ring;
-    ring.begin(a.stream + a.offsets[block * WARPS + me.warp], sizes, behind - sizes, shared + me.warp * SLOTS * CHUNK,
-               address(shared + AT_BARRIERS) + me.warp * SLOTS * 8, me.lane);
-    float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
     const u32 base = *(volatile u32*)a.launches * (LAYERS + 1);
-    bool direct = true;  // readers add up the parts of attention themselves
-#pragma unroll
-    for (int n = 0; n < NT; n++) direct &= splits_of(a.lengths[n]) <= DIRECT;
+    const char* stream = a.stream + a.offsets[block * WARPS + me.warp];
+    // All that is read from memory by single loads comes first: it would wait behind the weights.
+    float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
     for (int n = thread; n < on * 8 * NT; n += THREADS) {
         int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
         u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + (o0 + tile) * 16 + row);
         residual[(tile * NT + token) * 16 + row] = low(pair), residual[(tile * NT + token) * 16 + row + 1] = high(pair);
         tell(a.words + PK_X + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pair, base);
     }
+    bool direct = true;  // readers add up the parts of attention themselves
+#pragma unroll
+    for (int n = 0; n < NT; n++) direct &= splits_of(a.lengths[n]) <= DIRECT;
+    const Unit unit = unit_of(me, a, block);
+    long long slot = unit.token < 0 ? -1 : a.slots[unit.token];
+    if (slot >= 0) slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + unit.head * a.cache_head;
+    if (unit.token >= 0 && unit.length == 0) slot = -1;
+    for (int n = thread; n < NT * DIM; n += THREADS) {
+        long long at = a.positions[n / DIM] * DIM + n % DIM;
+#if ROPE_FLOAT
+        ((float*)(shared + AT_ROPE))[n] = ((const float*)a.rope)[at];
+#else
+        ((float*)(shared + AT_ROPE))[n] = plain(((const u16*)a.rope)[at]);
+#endif
+    }
+    Gains gains, others;  // of the norm that is next, and of the one behind it
+    gains.read(me, a.norms, h0, hn), others.read(me, a.norms + HIDDEN, h0, hn);
+#if BIAS
+    u32 bias = 0;  // of the layer that is next, for this thread's first rows
+    const bool biased = thread < qn * 8 * NT;
+    const u16* bias_at = a.bias + (q0 + thread / (8 * NT)) * 16 + thread % 8 * 2;
+    if (biased) bias = *(const u32*)bias_at;
+#endif
+    if (unit.token >= 0) ask_for_keys(me, a, unit, 0);
+    u16* sizes = (u16*)(shared + AT_SIZES) + me.warp * CHUNKS;
+    u16* behind = sizes_of<GROUPS_I>(sizes_of<GROUPS_H>(sizes_of<GROUPS_O>(sizes_of<GROUPS_H>(sizes, qn, hn), on, cn), gn, hn), on, in);
     __syncthreads();
+    Ring ring;
+    ring.begin(stream, sizes, behind - sizes, shared + me.warp * SLOTS * CHUNK,
+               address(shared + AT_BARRIERS) + me.warp * SLOTS * 8, me.lane);
+    float *sums = (float*)(shared + AT_SUMS), *more_sums = sums + WARPS * TILES * NT * 16;
+    float* squares = (float*)(shared + AT_SQUARES);
 #ifdef PROFILE
     u32 spent[16] = {}, last = clock();
 #endif
-    int turn = 0;  // of the two rooms for sums
     for (int layer = 0; layer < LAYERS; layer++) {
         const u32 flag = base + layer + 1;
-        const u16* norms = a.norms + layer * 2 * HIDDEN;
-        float *sums, *squares;
-#define TURN turn ^= 1, sums = (float*)(shared + AT_SUMS + turn * SUMS), \
-                  squares = (float*)(shared + AT_SQUARES) + turn * WARPS * NT
+        const bool ends = layer == LAYERS - 1;
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {  // attention, and then what is behind it
             const int tiles = half ? gn : qn;
-#if BIAS
-            u32 bias = 0;  // read before there is anything to add it to
-            if (!half && thread < qn * 8 * NT)
-                bias = *(const u32*)(a.bias + layer * QKV + (q0 + thread / (8 * NT)) * 16 + thread % 8 * 2);
-#endif
-            TURN;
-            if (tiles > 0) {
-                take<HIDDEN, true>(me, a.words + (half ? PK_MID : PK_X), half ? flag : flag - 1, norms + half * HIDDEN, h0, hn, squares);
+            {
+                take<HIDDEN, true>(me, a.words + (half ? PK_MID : PK_X), half ? flag : flag - 1, gains, h0, hn, squares);
+                Gains used = others;  // those of the next layer are read now
+                if (!ends) others.read(me, a.norms + ((layer + 1) * 2 + half) * HIDDEN, h0, hn);
+                gains = used;
                 MARK(half * 7);
                 product<GROUPS_H>(ring, me, tiles, hn, sums + me.warp * tiles * NT * 16);
                 MARK(half * 7 + 1);
@@ -857,61 +975,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                     float2 x = added(sums, qn, tile, token, row);
                     x.x *= factor, x.y *= factor;
 #if BIAS
-                    if (n != thread) bias = *(const u32*)(a.bias + layer * QKV + out);
-                    x.x += low(bias), x.y += high(bias);
+                    u32 some = n == thread ? bias : *(const u32*)(a.bias + layer * QKV + out);
+                    x.x += low(some), x.y += high(some);
 #endif
                     tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
                 }
                 MARK(2);
+#if BIAS
+                if (biased && !ends) bias = *(const u32*)(bias_at + (layer + 1) * QKV);
+#endif
                 // ---- attention
-                TURN;
-                int unit = block, before = 0;
-                bool worked = false;
-#pragma unroll 1
-                for (int token = 0; token < NT; token++) {
-                    int splits = splits_of(a.lengths[token]), units = splits * KVH;
-#pragma unroll 1
-                    for (; unit < before + units; unit += NB) {
-                        if (worked) __syncthreads();  // the unit before has been read
-                        worked = true;
-                        attend(me, a, flag, layer, token, (unit - before) / splits, (unit - before) % splits,
-                               a.lengths[token], shared, sums);
-                    }
-                    before += units;
+                if (unit.token >= 0) {
+                    attend(me, a, unit, flag, layer, slot, shared, sums);
+                    if (!ends) ask_for_keys(me, a, unit, layer + 1);
                 }
-                if (!worked) __syncthreads();
                 MARK(3);
                 if (!direct) add_up(me, a, flag, block);
                 // ---- what attention gives, added to the residual
-                TURN;
                 if (on > 0) {
                     if (direct)
                         take_parts(me, a, flag, c0, cn);
                     else
-                        take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, (const u16*)0, c0, cn, squares);
+                        take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, gains, c0, cn, squares);
                     MARK(4);
-                    product<GROUPS_O>(ring, me, on, cn, sums + me.warp * on * NT * 16);
+                    product<GROUPS_O>(ring, me, on, cn, more_sums + me.warp * on * NT * 16);
                     MARK(5);
                 }
             } else {
                 // ---- gate and up: rows 0 to 7 of a tile are gates, the others what they gate
                 MARK(9);
+                // Sixteen lanes have 32 columns of a token, two each, and round them together.
                 for (int n = thread; n < gn * 4 * NT; n += THREADS) {
-                    int tile = n / (4 * NT), token = n / 4 % NT, row = n % 4 * 2;
+                    int four = n / (16 * NT) * 4, token = n / 16 % NT, tile = four + n % 16 / 4, row = n % 4 * 2;
                     float factor = norm_factor(squares, token);
                     float2 gate = added(sums, gn, tile, token, row), up = added(sums, gn, tile, token, row + 8);
                     gate.x *= factor, gate.y *= factor, up.x *= factor, up.y *= factor;
                     float x = __fdividef(gate.x, 1.f + exp2_fast(-LOG2E * gate.x)) * up.x;
                     float y = __fdividef(gate.y, 1.f + exp2_fast(-LOG2E * gate.y)) * up.y;
-                    tell(a.words + PK_GATED + (token * INTER + (g0 + tile) * 8 + row) / 2, pack(x, y), flag);
+                    const u32 lanes = 0xffffu << (thread & 16);
+                    float most = fmaxf(fabsf(x), fabsf(y));
+#pragma unroll
+                    for (int d = 1; d < 16; d *= 2) most = fmaxf(most, __shfl_xor_sync(lanes, most, d));
+                    const float magic = 12582912.f, inverse = most > 0.f ? __fdividef(127.f, most) : 0.f;
+                    u32 pair = __byte_perm(__float_as_uint(fmaf(x, inverse, magic)), __float_as_uint(fmaf(y, inverse, magic)), 0x40);
+                    pair = __byte_perm(pair, __shfl_xor_sync(lanes, pair, 1), 0x5410);
+                    int column = (g0 + tile) * 8 + row;
+                    if (!(n & 1)) tell(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
+                    if (n % 16 == 0) tell(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
                 }
                 MARK(10);
                 // ---- down, added to the residual
-                TURN;
                 if (on > 0) {
-                    take<INTER, false>(me, a.words + PK_GATED, flag, (const u16*)0, i0, in, squares);
+                    take_bytes(me, a, flag, i0, in);
                     MARK(11);
-                    product<GROUPS_I>(ring, me, on, in, sums + me.warp * on * NT * 16);
+                    product<GROUPS_I>(ring, me, on, in, more_sums + me.warp * on * NT * 16);
                     MARK(12);
                 }
             }
@@ -919,7 +1036,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
             u64* to = a.words + (half ? PK_X : PK_MID);
             for (int n = thread; n < on * 8 * NT; n += THREADS) {
                 int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-                float2 x = added(sums, on, tile, token, row);
+                float2 x = added(more_sums, on, tile, token, row);
                 float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
                 x.x += left->x, x.y += left->y, *left = x;
                 tell(to + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
@@ -935,7 +1052,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     if (block < NT) {
         const u64* words = a.words + PK_X + block * HIDDEN / 2;
         float square = 0.f;
-        float* squares = (float*)(shared + AT_SQUARES);
         __syncthreads();
         for (int n = thread; n < HIDDEN / 2; n += THREADS) {
             u32 pair = wait_one(words + n, base + LAYERS);

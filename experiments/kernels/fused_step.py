@@ -241,7 +241,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def check(model: Model, fused: Fused, lengths: list[int]) -> dict[str, Any]:
+def check(model: Model, fused: Fused, lengths: list[int], beside: bool) -> dict[str, Any]:
     """One step of the kernel, run three times and then in a loop inside a CUDA graph, against PyTorch."""
     step, live = Step(model, lengths), [n for n, length in enumerate(lengths) if length]
     wanted, written = reference(step, rounds=True)
@@ -266,7 +266,7 @@ def check(model: Model, fused: Fused, lengths: list[int]) -> dict[str, Any]:
         "untouched": untouched, "same_again": all(torch.equal(outs[0], other) for other in outs),
         "error_unrounded": error(outs[0][live], plain[live]), "looped": looped(run, step, outs[0]),
     }  # fmt: skip
-    if not model.shape.head_norms:
+    if beside and not model.shape.head_norms:
         row["separate_error_unrounded"] = error(separate(step)[live], plain[live])
     return row
 
@@ -350,7 +350,7 @@ def main() -> None:
             for tokens in arguments.tokens:
                 fused = Fused(small, tokens, *settings[0])
                 for lengths in CASES[tokens]:
-                    keep({"shape": name, "layers": arguments.check_layers, **check(small, fused, lengths)})
+                    keep({"shape": name, "layers": arguments.check_layers, **check(small, fused, lengths, not arguments.no_separate)})
         model = Model(replace(shape, layers=arguments.layers or shape.layers))
         for tokens in arguments.tokens:
             if not arguments.no_separate and not shape.head_norms:

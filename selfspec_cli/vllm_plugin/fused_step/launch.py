@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape
+from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape, share
 
 NAME = b"draft_trunk"
 SPLITS = 64  # most parts that the keys of a request are split into
@@ -68,8 +68,8 @@ def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
     """Most chunks of a warp in a layer."""
 
     def of(tiles: int, groups: int) -> int:
-        most = -(-groups // plan.warps)
-        return -(-tiles // (at_once // most)) if most <= at_once else tiles * -(-most // at_once)
+        shares = {len(share(groups, warp, plan.warps)) for warp in range(plan.warps)}
+        return max(-(-tiles // (at_once // n)) if n <= at_once else tiles * -(-n // at_once) for n in shares)
 
     groups = shape.groups
     return max(of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
@@ -79,9 +79,9 @@ def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
 def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     """Shared memory of a block beside the warps' rings."""
     most = -(-max(shape.groups.values()) // plan.warps)
-    gemv = plan.warps * plan.most_tiles * tokens * 16 * 4
+    gemv = plan.warps * (plan.most_tiles + plan.most_rows) * tokens * 16 * 4
     attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
-    sums = -(-max(2 * gemv, attention) // 16) * 16
+    sums = -(-max(gemv, attention) // 16) * 16
     residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
     queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
     return (

@@ -44,9 +44,9 @@ typedef unsigned short u16;
 // ---- shared memory, in bytes -----------------------------------------------------------------------------------
 #define ACT_WARP (MOST_GROUPS * NT * 64)
 #define FAC_WARP (MOST_GROUPS * NT * 8)
-#define SUMS_GEMV (WARPS * TILES * NT * 16 * 4)
+#define SUMS_GEMV (WARPS * (TILES + ROWS) * NT * 16 * 4)
 #define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
-#define SUMS ((MAX2(2 * SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
+#define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
 #define AT_ACT (WARPS * SLOTS * CHUNK)
 #define AT_FAC (AT_ACT + WARPS * ACT_WARP)
 #define AT_SUMS (AT_FAC + WARPS * FAC_WARP)
@@ -196,12 +196,14 @@ struct Ring {
         slot = parity = coming = 0;
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         if (lane == 0) {
+#pragma unroll 1
             for (u32 n = 0; n < SLOTS; n++)
                 asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + n * 8) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         }
         __syncwarp();
+#pragma unroll 1
         for (u32 n = 0; n < SLOTS; n++) request(n, lane);
     }
     // Where the next chunk is. It is there when this returns.
@@ -254,104 +256,60 @@ __device__ __forceinline__ void multiply_record(Sums& sums, uint4 w, u32 scales,
     sums.below = fmaf(half_to_float(scales >> 16), below, sums.below);
 }
 
-__device__ __forceinline__ void put(const Lane& me, const Sums& sums, float* to) {
-    if ((me.lane & 3) < NT) to[me.pair * 16 + me.row] = sums.above, to[me.pair * 16 + me.row + 8] = sums.below;
+// Records of the next chunk: whole tiles, or a part of one.
+__device__ __forceinline__ int records_of_chunk(int left, int group, int groups) {
+    return groups <= RECORDS ? min(RECORDS / groups * groups, left) : min(RECORDS, groups - group);
 }
 
-// TILES_HERE whole tiles of a chunk, with the warp's tokens in registers.
-template <int MOST, int TILES_HERE>
-__device__ __forceinline__ void multiply_tiles(
-    const char* record, const Lane& me, const uint4* tokens, const float2* factors, int groups, float* to
-) {
-    uint4 weights[TILES_HERE][MOST];
-    u32 scales[TILES_HERE][MOST];
+// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16]. One place in the kernel calls it, with
+// one loop for all phases: code that is run once a layer waits for its instructions longer than for anything else.
+__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int groups, float* to) {
+    int left = tiles * groups, group = 0;
+    Sums sums = {0.f, 0.f};
+#pragma unroll 1
+    while (left > 0) {
+        const int count = records_of_chunk(left, group, groups);
+        left -= count;
+        const char* record = ring.chunk();
+        uint4 weights[RECORDS], tokens[RECORDS];
+        u32 scales[RECORDS];
+        float2 factors[RECORDS];
+        bool ends[RECORDS];
 #pragma unroll
-    for (int t = 0; t < TILES_HERE; t++) {
-#pragma unroll
-        for (int n = 0; n < MOST; n++) {  // a group too many has factors of 0, and takes another's weights
-            const char* at = record + (t * groups + (n < groups ? n : 0)) * RECORD;
-            weights[t][n] = *(const uint4*)(at + me.lane * 16);
-            scales[t][n] = *(const u32*)(at + 512 + me.row * 4);
+        for (int n = 0; n < RECORDS; n++) {
+            const bool here = n < count;  // what is not there is another with scales of 0
+            const char* at = record + (here ? n : 0) * RECORD;
+            weights[n] = *(const uint4*)(at + me.lane * 16);
+            scales[n] = here ? *(const u32*)(at + 512 + me.row * 4) : 0;
+            tokens[n] = bytes_of(me, group);
+            factors[n] = factors_of(me, group);
+            ends[n] = here && group + 1 == groups;
+            group = !here ? group : ends[n] ? 0 : group + 1;
         }
-    }
+        Sums each[RECORDS];
 #pragma unroll
-    for (int t = 0; t < TILES_HERE; t++) {
-        Sums sums = {0.f, 0.f};
-#pragma unroll
-        for (int n = 0; n < MOST; n++) multiply_record(sums, weights[t][n], scales[t][n], tokens[n], factors[n]);
-        put(me, sums, to + t * NT * 16);
-    }
-}
-
-template <int GROUPS>
-struct Columns {
-    static constexpr int MOST = (GROUPS + WARPS - 1) / WARPS;  // groups of a warp
-    static constexpr bool EVEN = GROUPS % WARPS == 0, SHORT = MOST <= RECORDS;
-    static constexpr int AT_ONCE = SHORT ? RECORDS / MOST : 1;  // tiles of a chunk
-};
-
-// The warp's share of the columns of `tiles` tiles, into sums [tiles][NT][16].
-template <int GROUPS>
-__device__ __forceinline__ void product(Ring& ring, const Lane& me, int tiles, int its_groups, float* sums) {
-    using C = Columns<GROUPS>;
-    const int groups = C::EVEN ? C::MOST : its_groups;
-    if constexpr (C::SHORT) {
-        uint4 tokens[C::MOST];
-        float2 factors[C::MOST];
-#pragma unroll
-        for (int n = 0; n < C::MOST; n++) {
-            tokens[n] = n < groups ? bytes_of(me, n) : make_uint4(0, 0, 0, 0);
-            factors[n] = n < groups ? factors_of(me, n) : make_float2(0.f, 0.f);
+        for (int n = 0; n < RECORDS; n++) {
+            each[n] = {0.f, 0.f};
+            multiply_record(each[n], weights[n], scales[n], tokens[n], factors[n]);
         }
-        for (int tile = 0; tile < tiles; tile += C::AT_ONCE) {
-            const char* record = ring.chunk();
-            float* to = sums + tile * NT * 16;
-            if (tile + C::AT_ONCE <= tiles) {
-                multiply_tiles<C::MOST, C::AT_ONCE>(record, me, tokens, factors, groups, to);
-            } else {
-                for (int t = 0; t < tiles - tile; t++)
-                    multiply_tiles<C::MOST, 1>(record + t * groups * RECORD, me, tokens, factors, groups, to + t * NT * 16);
-            }
-            ring.used(me.lane);
-        }
-    } else {
-        for (int tile = 0; tile < tiles; tile++) {
-            Sums all[2] = {{0.f, 0.f}, {0.f, 0.f}};
-            for (int group = 0; group < groups; group += RECORDS) {
-                const char* record = ring.chunk();
-                const int count = min(RECORDS, groups - group);
-                uint4 weights[RECORDS], tokens[RECORDS];
-                u32 scales[RECORDS];
-                float2 factors[RECORDS];
 #pragma unroll
-                for (int n = 0; n < RECORDS; n++) {
-                    bool here = n < count;
-                    int which = here ? n : 0;
-                    weights[n] = *(const uint4*)(record + which * RECORD + me.lane * 16);
-                    scales[n] = *(const u32*)(record + which * RECORD + 512 + me.row * 4);
-                    tokens[n] = bytes_of(me, group + which);
-                    factors[n] = factors_of(me, group + which);
-                    if (!here) tokens[n] = make_uint4(0, 0, 0, 0);
-                }
-#pragma unroll
-                for (int n = 0; n < RECORDS; n++) multiply_record(all[n & 1], weights[n], scales[n], tokens[n], factors[n]);
-                ring.used(me.lane);
-            }
-            all[0].above += all[1].above, all[0].below += all[1].below;
-            put(me, all[0], sums + tile * NT * 16);
+        for (int n = 0; n < RECORDS; n++) {
+            sums.above += each[n].above, sums.below += each[n].below;
+            if (ends[n] && (me.lane & 3) < NT) to[me.pair * 16 + me.row] = sums.above, to[me.pair * 16 + me.row + 8] = sums.below;
+            if (ends[n]) sums = {0.f, 0.f}, to += NT * 16;
         }
+        ring.used(me.lane);
     }
 }
 
 // Bytes of the chunks of a phase, in the order in which `product` takes them; returns behind the last.
-template <int GROUPS>
 __device__ __forceinline__ u16* sizes_of(u16* to, int tiles, int groups) {
-    using C = Columns<GROUPS>;
-    if (C::SHORT) {
-        for (int tile = 0; tile < tiles; tile += C::AT_ONCE) *to++ = min(C::AT_ONCE, tiles - tile) * groups * RECORD;
-    } else {
-        for (int tile = 0; tile < tiles; tile++)
-            for (int group = 0; group < groups; group += RECORDS) *to++ = min(RECORDS, groups - group) * RECORD;
+    int left = tiles * groups, group = 0;
+#pragma unroll 1
+    while (left > 0) {
+        const int count = records_of_chunk(left, group, groups);
+        left -= count, *to++ = count * RECORD;
+        group = groups <= RECORDS || group + count == groups ? 0 : group + count;
     }
     return to;
 }
@@ -465,7 +423,7 @@ __device__ __forceinline__ void take(
 
 // The warp's groups of what comes before down, which is bytes already.
 __device__ __forceinline__ void take_bytes(const Lane& me, const Arguments& a, u32 flag, int begin, int groups) {
-    constexpr int ITEMS = (Columns<GROUPS_I>::MOST + 3) / 4;  // of 256 columns
+    constexpr int ITEMS = ((GROUPS_I + WARPS - 1) / WARPS + 3) / 4;  // of 256 columns
     __syncwarp();  // the bytes of the phase before have been read
 #pragma unroll 1
     for (int token = 0; token < NT; token++) {
@@ -858,9 +816,9 @@ __device__ __forceinline__ void attend(
     for (int n = me.warp * 32 + me.lane; n < GROUP_HEADS * DIM / 2; n += THREADS) {
         int which = n / (DIM / 2), d = n % (DIM / 2) * 2;
         float best = -INFINITY, weight = 0.f, x = 0.f, y = 0.f;
-#pragma unroll
+#pragma unroll 4
         for (int w = 0; w < WARPS; w++) best = fmaxf(best, stats[(w * GROUP_HEADS + which) * 2]);
-#pragma unroll
+#pragma unroll 4
         for (int w = 0; w < WARPS; w++) {
             float its = stats[(w * GROUP_HEADS + which) * 2], share = its == -INFINITY ? 0.f : exp2_fast(its - best);
             float2 sum = *(const float2*)(sums + (w * GROUP_HEADS + which) * DIM + d);
@@ -910,6 +868,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     const char* stream = a.stream + a.offsets[block * WARPS + me.warp];
     // All that is read from memory by single loads comes first: it would wait behind the weights.
     float* residual = (float*)(shared + AT_RESIDUAL);  // [on][NT][16]
+#pragma unroll 1
     for (int n = thread; n < on * 8 * NT; n += THREADS) {
         int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
         u32 pair = *(const u32*)(a.embedding + (long long)a.ids[token] * HIDDEN + (o0 + tile) * 16 + row);
@@ -923,6 +882,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
     long long slot = unit.token < 0 ? -1 : a.slots[unit.token];
     if (slot >= 0) slot = slot / PAGE * a.cache_block + slot % PAGE * a.cache_token + unit.head * a.cache_head;
     if (unit.token >= 0 && unit.length == 0) slot = -1;
+#pragma unroll 1
     for (int n = thread; n < NT * DIM; n += THREADS) {
         long long at = a.positions[n / DIM] * DIM + n % DIM;
 #if ROPE_FLOAT
@@ -941,7 +901,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
 #endif
     if (unit.token >= 0) ask_for_keys(me, a, unit, 0);
     u16* sizes = (u16*)(shared + AT_SIZES) + me.warp * CHUNKS;
-    u16* behind = sizes_of<GROUPS_I>(sizes_of<GROUPS_H>(sizes_of<GROUPS_O>(sizes_of<GROUPS_H>(sizes, qn, hn), on, cn), gn, hn), on, in);
+    u16* behind = sizes_of(sizes_of(sizes_of(sizes_of(sizes, qn, hn), on, cn), gn, hn), on, in);
     __syncthreads();
     Ring ring;
     ring.begin(stream, sizes, behind - sizes, shared + me.warp * SLOTS * CHUNK,
@@ -955,20 +915,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
         const u32 flag = base + layer + 1;
         const bool ends = layer == LAYERS - 1;
 #pragma unroll 1
-        for (int half = 0; half < 2; half++) {  // attention, and then what is behind it
-            const int tiles = half ? gn : qn;
-            {
-                take<HIDDEN, true>(me, a.words + (half ? PK_MID : PK_X), half ? flag : flag - 1, gains, h0, hn, squares);
+        for (int phase = 0; phase < 4; phase++) {
+            // ---- what the product reads
+            if (phase == 0 || phase == 2) {
+                const u64* words = a.words + (phase ? PK_MID : PK_X);
+                take<HIDDEN, true>(me, words, phase ? flag : flag - 1, gains, h0, hn, squares);
                 Gains used = others;  // those of the next layer are read now
-                if (!ends) others.read(me, a.norms + ((layer + 1) * 2 + half) * HIDDEN, h0, hn);
+                if (!ends) others.read(me, a.norms + ((layer + 1) * 2 + phase / 2) * HIDDEN, h0, hn);
                 gains = used;
-                MARK(half * 7);
-                product<GROUPS_H>(ring, me, tiles, hn, sums + me.warp * tiles * NT * 16);
-                MARK(half * 7 + 1);
+            } else if (phase == 3) {
+                if (on > 0) take_bytes(me, a, flag, i0, in);
+            } else {
+                if (unit.token >= 0) {
+                    attend(me, a, unit, flag, layer, slot, shared, sums);
+                    if (!ends) ask_for_keys(me, a, unit, layer + 1);
+                }
+                if (direct) {
+                    if (on > 0) take_parts(me, a, flag, c0, cn);
+                } else {
+                    add_up(me, a, flag, block);
+                    if (on > 0) take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, gains, c0, cn, squares);
+                }
             }
+            MARK(phase * 3);
+            const int tiles = phase == 0 ? qn : phase == 2 ? gn : on, groups = phase == 1 ? cn : phase == 3 ? in : hn;
+            float* sums_here = phase & 1 ? more_sums : sums;
+            product(ring, me, tiles, groups, sums_here + me.warp * tiles * NT * 16);
+            MARK(phase * 3 + 1);
             __syncthreads();
-            if (!half) {
-                // ---- queries, keys, values
+            // ---- what becomes of it
+            if (phase == 0) {  // queries, keys, values
                 for (int n = thread; n < qn * 8 * NT; n += THREADS) {
                     int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2, out = (q0 + tile) * 16 + row;
                     float factor = norm_factor(squares, token);
@@ -980,30 +956,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
 #endif
                     tell(a.words + PK_QKV + (token * QKV + out) / 2, pack(x.x, x.y), flag);
                 }
-                MARK(2);
 #if BIAS
                 if (biased && !ends) bias = *(const u32*)(bias_at + (layer + 1) * QKV);
 #endif
-                // ---- attention
-                if (unit.token >= 0) {
-                    attend(me, a, unit, flag, layer, slot, shared, sums);
-                    if (!ends) ask_for_keys(me, a, unit, layer + 1);
-                }
-                MARK(3);
-                if (!direct) add_up(me, a, flag, block);
-                // ---- what attention gives, added to the residual
-                if (on > 0) {
-                    if (direct)
-                        take_parts(me, a, flag, c0, cn);
-                    else
-                        take<HEADS_OUT, false>(me, a.words + PK_ATT, flag, gains, c0, cn, squares);
-                    MARK(4);
-                    product<GROUPS_O>(ring, me, on, cn, more_sums + me.warp * on * NT * 16);
-                    MARK(5);
-                }
-            } else {
-                // ---- gate and up: rows 0 to 7 of a tile are gates, the others what they gate
-                MARK(9);
+            } else if (phase == 2) {  // rows 0 to 7 of a tile are gates, the others what they gate
                 // Sixteen lanes have 32 columns of a token, two each, and round them together.
                 for (int n = thread; n < gn * 4 * NT; n += THREADS) {
                     int four = n / (16 * NT) * 4, token = n / 16 % NT, tile = four + n % 16 / 4, row = n % 4 * 2;
@@ -1023,25 +979,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draft_trunk(const __gri
                     if (!(n & 1)) tell(a.words + PK_GATED + (token * INTER + column) / 4, pair, flag);
                     if (n % 16 == 0) tell(a.words + PK_FACTOR + (token * INTER + column) / 32, __float_as_uint(most * (1.f / (127.f * 16.f))), flag);
                 }
-                MARK(10);
-                // ---- down, added to the residual
-                if (on > 0) {
-                    take_bytes(me, a, flag, i0, in);
-                    MARK(11);
-                    product<GROUPS_I>(ring, me, on, in, more_sums + me.warp * on * NT * 16);
-                    MARK(12);
+            } else {  // added to the residual
+                u64* to = a.words + (phase == 3 ? PK_X : PK_MID);
+                for (int n = thread; n < on * 8 * NT; n += THREADS) {
+                    int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
+                    float2 x = added(sums_here, on, tile, token, row);
+                    float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
+                    x.x += left->x, x.y += left->y, *left = x;
+                    tell(to + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
                 }
             }
-            __syncthreads();
-            u64* to = a.words + (half ? PK_X : PK_MID);
-            for (int n = thread; n < on * 8 * NT; n += THREADS) {
-                int tile = n / (8 * NT), token = n / 8 % NT, row = n % 8 * 2;
-                float2 x = added(more_sums, on, tile, token, row);
-                float2* left = (float2*)(residual + (tile * NT + token) * 16 + row);
-                x.x += left->x, x.y += left->y, *left = x;
-                tell(to + (token * HIDDEN + (o0 + tile) * 16 + row) / 2, pack(x.x, x.y), flag);
-            }
-            MARK(half ? 13 : 6);
+            MARK(phase * 3 + 2);
         }
     }
 #ifdef PROFILE

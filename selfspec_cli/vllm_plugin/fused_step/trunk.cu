@@ -765,7 +765,7 @@ __device__ __forceinline__ void attend(
     const int token = unit.token, head = unit.head, split = unit.split, length = unit.length;
     const u16* cache = (const u16*)a.caches[layer];
     int tile = unit.tile;
-    Keys keys, next;
+    Keys keys;
     if (tile < unit.tiles) read_keys(keys, me, a, cache, unit.place, length - 1 - tile * 8);
     u16 *queries = (u16*)(shared + AT_QUERY), *fresh = (u16*)(shared + AT_NEW);
     const float* turn = (const float*)(shared + AT_ROPE) + token * DIM;
@@ -785,26 +785,26 @@ __device__ __forceinline__ void attend(
                                         : make_uint4(0, 0, 0, 0);
     Attended found = {};
     found.best = -INFINITY;
-    // The warp that most likely has no other key begins with the newest.
+    // The warp that most likely has no other key takes the newest, too.
     bool newest = split == unit.splits - 1 && me.warp == WARPS - 1 && length > 0;
 #pragma unroll 1
     while (newest || tile < unit.tiles) {
-        if (newest) {
+        const bool cached = tile < unit.tiles;
+        if (!cached) {
             newest = false;
 #pragma unroll
             for (int n = 0; n < DIM / 32; n++)
-                next.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
+                keys.key[n] = me.row == 0 ? *(const uint4*)(fresh + n * 32 + (me.lane & 3) * 8) : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int n = 0; n < DIM / 64; n++) {
-                next.value[n][1] = make_uint4(0, 0, 0, 0), next.value[n][0] = make_uint4(0, 0, 0, 0);
-                if ((me.lane & 3) == 0) next.value[n][0] = *(const uint4*)(fresh + DIM + n * 64 + me.row * 8);
+                keys.value[n][1] = make_uint4(0, 0, 0, 0), keys.value[n][0] = make_uint4(0, 0, 0, 0);
+                if ((me.lane & 3) == 0) keys.value[n][0] = *(const uint4*)(fresh + DIM + n * 64 + me.row * 8);
             }
-            next.valid = 1;
-        } else {
-            next = keys, tile += unit.step;
-            if (tile < unit.tiles) read_keys(keys, me, a, cache, place_of(me, a, unit, tile), length - 1 - tile * 8);
+            keys.valid = 1;
         }
-        attend_to(found, next, query, me, a.scale);
+        attend_to(found, keys, query, me, a.scale);
+        if (cached) tile += unit.step;
+        if (tile < unit.tiles) read_keys(keys, me, a, cache, place_of(me, a, unit, tile), length - 1 - tile * 8);
     }
     float* stats = sums + WARPS * GROUP_HEADS * DIM;  // [WARPS][GROUP_HEADS][2]
     put_attended(found, me, sums + me.warp * GROUP_HEADS * DIM);

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
-from selfspec_cli.vllm_plugin.attention.one_query import attend
+from selfspec_cli.vllm_plugin.attention.one_query import LOG2_E, attend
 from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, Kernel, built, pointer
 from selfspec_cli.vllm_plugin.fused_step.layout import Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
@@ -38,7 +38,6 @@ SHAPES = {
     "llama3_8b": Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5, rope_float=True),
 }
 VOCABULARY, POSITIONS = 1000, 32768
-COOPERATIVE = True
 PATIENCE: list[str] = []
 """How often the kernel asks for what another block should have written, before it ends with an error."""
 
@@ -105,7 +104,7 @@ def rounded(x: Tensor, on: bool) -> Tensor:
 
 
 def reference(step: Step, rounds: bool) -> tuple[Tensor, list[Tensor]]:
-    """The step in float32 on the copies' weights, and what it would write to the caches, [n, heads, 2 * dim] a layer."""
+    """The step in float32 on the copies' weights, and what it would write to each cache, [n, heads, 2 * dim]."""
     model, shape = step.model, step.model.shape
     n, dim, heads, groups = len(step.lengths), shape.dim, shape.heads, shape.query_heads // shape.heads
     short = (lambda x: x.bfloat16().float()) if rounds else (lambda x: x)
@@ -156,12 +155,12 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Fused:
     """The kernel, for one number of tokens."""
 
-    def __init__(self, model: Model, tokens: int, warps: int = 8, at_once: int = 4, evenly: float = 1.0) -> None:
+    def __init__(self, model: Model, tokens: int, warps: int, at_once: int, evenly: float) -> None:
         shape, device = model.shape, torch.device("cuda")
         properties = torch.cuda.get_device_properties(device)
         plan = planned(shape, properties.multi_processor_count, warps, evenly)
-        self.kernel = Kernel(built(shape, plan, tokens, at_once, properties.shared_memory_per_multiprocessor), device,
-                             PATIENCE)  # fmt: skip
+        build = built(shape, plan, tokens, at_once, properties.shared_memory_per_block_optin)
+        self.kernel = Kernel(build, device, None, PATIENCE)
         self.stream = Stream(shape, plan, at_once, device)
         for number, layer in enumerate(model.layers):
             copies = {**layer["copies"], "gate_up": gate_and_up(layer["copies"]["gate_up"])}
@@ -185,12 +184,9 @@ class Fused:
         arguments = Arguments(
             **{name: pointer(tensor) for name, tensor in tensors.items()},
             cache_block=cache.stride(0), cache_head=cache.stride(1), cache_token=cache.stride(2),
-            cache_value=model.shape.dim, table_row=step.table.stride(0), scale=model.shape.dim**-0.5 * 1.4426950408889634,
+            cache_value=model.shape.dim, table_row=step.table.stride(0), scale=model.shape.dim**-0.5 * LOG2_E,
         )  # fmt: skip
-        if "-DPROFILE" in PATIENCE:
-            self.profile = torch.zeros(len(self.plan), 16, dtype=torch.int32, device="cuda")
-            arguments.profile = self.profile.data_ptr()
-        return lambda: self.kernel(arguments, COOPERATIVE)
+        return lambda: self.kernel(arguments)
 
 
 # ---- the kernels that it replaces -----------------------------------------------------------------------------------
@@ -222,7 +218,8 @@ def separate(step: Step) -> Tensor:
         copies, norms = layer["copies"], layer["norms"]
         _, residual, some, factors = rounding.add_and_norm(x, residual, norms[0], shape.epsilon, 4)
         qkv = times(some, factors, copies["qkv"], layer["bias"])
-        _turn[(n, shape.query_heads + shape.heads)](qkv, model.rope, step.positions, qkv.stride(0), shape.dim, num_warps=1)
+        turned = (n, shape.query_heads + shape.heads)
+        _turn[turned](qkv, model.rope, step.positions, qkv.stride(0), shape.dim, num_warps=1)
         q, k, v = (part.unflatten(1, (-1, shape.dim)) for part in qkv.split(sizes, dim=1))
         out = torch.empty(n, sizes[0], device="cuda", dtype=torch.bfloat16)
         attend(q, k, v, cache, step.table, step.lengths, step.slots, shape.dim**-0.5, out)
@@ -320,18 +317,11 @@ def main() -> None:
     parser.add_argument("--check-layers", type=int, default=2)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 512, 2048, 8192])
-    parser.add_argument("--settings", nargs="+", default=["8,4,1.0"], help="warps, records of a copy, evenly")
+    parser.add_argument("--settings", nargs="+", default=["12,6,0.5"], help="warps, records of a copy, evenly")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-separate", action="store_true")
     parser.add_argument("--patience", type=int, help="end with an error after so many tries to read a word")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--define", nargs="*", default=[])
-    parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
-    global COOPERATIVE
-    COOPERATIVE = not arguments.plain
-    PATIENCE.extend(f"-D{one}" for one in arguments.define)
-    PATIENCE.extend(["-DPROFILE"] if arguments.profile else [])
     PATIENCE.extend([] if arguments.patience is None else [f"-DPATIENCE={arguments.patience}"])
     none_arrived(torch.device("cuda"))
     rows: list[dict[str, Any]] = []
@@ -350,7 +340,8 @@ def main() -> None:
             for tokens in arguments.tokens:
                 fused = Fused(small, tokens, *settings[0])
                 for lengths in CASES[tokens]:
-                    keep({"shape": name, "layers": arguments.check_layers, **check(small, fused, lengths, not arguments.no_separate)})
+                    row = check(small, fused, lengths, not arguments.no_separate)
+                    keep({"shape": name, "layers": arguments.check_layers, **row})
         model = Model(replace(shape, layers=arguments.layers or shape.layers))
         for tokens in arguments.tokens:
             if not arguments.no_separate and not shape.head_norms:
@@ -366,12 +357,9 @@ def main() -> None:
                 for context in arguments.contexts:
                     step = Step(model, [context] * tokens)
                     us = timed(fused.bind(step))
-                    if arguments.profile:
-                        each = fused.profile.float() / model.shape.layers
-                        print(setting, tokens, context, *("|".join(f"{x:.0f}" for x in one.tolist()) for one in (
-                            each.mean(0), each[0], each[30], each[131])), sep="\n  ")  # fmt: skip
                     keep({"shape": name, "tokens": tokens, "context": context, "setting": setting, "fused_us": us,
-                          "made_s": seconds, "slots": fused.kernel.build.slots})  # fmt: skip
+                          "made_s": seconds, "slots": fused.kernel.build.slots,
+                          "spilled": fused.kernel.spilled})  # fmt: skip
                     del step
                 del fused
         del model

@@ -1,11 +1,14 @@
-"""Compiles the kernel for a whole trunk (trunk.cu) with NVRTC, which PyTorch brings, and launches it."""
+"""Compiles the kernel for a whole trunk (exchange.cu begins it) with NVRTC, which PyTorch brings, and launches it."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +17,10 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape, share
 
 NAME = b"draft_trunk"
+PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
+"""Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
 DIRECT = 8  # most of them that readers add up themselves, with one token
-RESERVED = 1024  # bytes of shared memory that CUDA keeps of each block's
 
 
 @dataclass(frozen=True)
@@ -45,21 +49,23 @@ class Build:
 
     @property
     def options(self) -> list[str]:
-        """What trunk.cu is compiled with."""
+        """What the kernel is compiled with."""
         shape, plan = self.shape, self.plan
+        direct = min(DIRECT, self.splits) if self.tokens == 1 else 1
         values = {
             "LAYERS": shape.layers, "HIDDEN": shape.hidden, "INTER": shape.intermediate, "QH": shape.query_heads,
-            "KVH": shape.heads, "DIM": shape.dim, "NT": self.tokens, "WARPS": plan.warps, "NB": len(plan.blocks),
-            "RECORDS": self.at_once, "SLOTS": self.slots, "CHUNKS": chunks(shape, plan, self.at_once), "TILES": plan.most_tiles, "ROWS": plan.most_rows,
-            "PAGE": shape.page, "BIAS": int(shape.bias), "QKNORM": int(shape.head_norms),
-            "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
-            "DIRECT": min(DIRECT, self.splits) if self.tokens == 1 else 1,
+            "KVH": shape.heads, "DIM": shape.dim, "PAGE": shape.page, "BIAS": int(shape.bias),
+            "QKNORM": int(shape.head_norms), "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
+            "NT": self.tokens, "WARPS": plan.warps, "NB": len(plan.blocks), "TILES": plan.most_tiles,
+            "ROWS": plan.most_rows, "RECORDS": self.at_once, "SLOTS": self.slots,
+            "CHUNKS": chunks(shape, plan, self.at_once), "DIRECT": direct,
+            "SHARED": self.shared_bytes, "WORDS": self.words,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block; trunk.cu counts the same."""
+        """Shared memory of a block."""
         rings = self.slots * self.plan.warps * (self.at_once * RECORD + 8)
         return rings + fixed_bytes(self.shape, self.plan, self.tokens, self.at_once)
 
@@ -84,15 +90,13 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
     sums = -(-max(gemv, attention) // 16) * 16
     residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
     queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
-    return (
-        plan.warps * most * tokens * (64 + 8) + sums + plan.warps * tokens * 4 + residual + queries + tokens * shape.dim * 4
-        + plan.warps * chunks(shape, plan, at_once) * 2
-    )  # fmt: skip
+    per_token = plan.warps * most * (64 + 8) + plan.warps * 4 + shape.dim * 4
+    return tokens * per_token + sums + residual + queries + plan.warps * chunks(shape, plan, at_once) * 2
 
 
 def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> Build:
-    """With as many slots as `shared` bytes of shared memory have room for. Raises ValueError where that is under two."""
-    room = shared - RESERVED - fixed_bytes(shape, plan, tokens, at_once)
+    """With as many slots as `shared` bytes have room for. Raises ValueError where there is room for fewer than two."""
+    room = shared - fixed_bytes(shape, plan, tokens, at_once)
     slots = room // (plan.warps * (at_once * RECORD + 8))
     if slots < 2:
         raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
@@ -100,7 +104,7 @@ def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> B
 
 
 class Arguments(ctypes.Structure):
-    """`struct Arguments` of trunk.cu."""
+    """`struct Arguments` of exchange.cu."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
@@ -108,50 +112,73 @@ class Arguments(ctypes.Structure):
             "words", "launches", "ids", "positions", "lengths", "slots", "table", "out")),
         *((name, ctypes.c_longlong) for name in (
             "cache_block", "cache_head", "cache_token", "cache_value", "table_row")),
-        ("profile", ctypes.c_void_p),
         ("scale", ctypes.c_float),
     ]  # fmt: skip
 
 
 class Kernel:
-    """A build on one device."""
+    """A build on one device. folder: where compiled code is kept, if anywhere; a start that finds it compiles nothing.
 
-    def __init__(self, build: Build, device: torch.device, more_options: Sequence[str] = ()) -> None:
-        from cuda.bindings import driver, nvrtc
+    Raises RuntimeError for any error of CUDA's.
+    """
+
+    def __init__(
+        self, build: Build, device: torch.device, folder: Path | None = None, more_options: Sequence[str] = ()
+    ) -> None:
+        from cuda.bindings import driver
 
         self.build = build
-        source = (files("selfspec_cli.vllm_plugin.fused_step") / "trunk.cu").read_bytes()
-        major, minor = torch.cuda.get_device_capability(device)
-        options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device", *build.options,
-                   *more_options]  # fmt: skip
-        program = check(nvrtc.nvrtcCreateProgram(source, b"trunk.cu", 0, None, None))
-        status = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
-        if int(status[0]):
-            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"NVRTC: {log.decode(errors='replace')}")
-        code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, code))
+        code = _compiled(device, [*build.options, *more_options], folder)
         torch.cuda.current_stream(device).synchronize()  # a context must exist before a module is loaded into it
         self._module = check(driver.cuModuleLoadData(code))
         self._function = check(driver.cuModuleGetFunction(self._module, NAME))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuFuncSetAttribute(self._function, attribute, build.shared_bytes))
+        attributes = driver.CUfunction_attribute
+        most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._function, most, build.shared_bytes))
+        local = attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        self.spilled = int(check(driver.cuFuncGetAttribute(local, self._function)))  # bytes of a thread; costs dearly
         self.words = torch.zeros(build.words, dtype=torch.int64, device=device)
         self.launches = torch.ones(1, dtype=torch.int32, device=device)
 
-    def __call__(self, arguments: Arguments, cooperative: bool = True) -> None:
-        """Launch it on the current stream."""
+    def __call__(self, arguments: Arguments) -> None:
+        """Launch it on the current stream. All blocks must run at a time, so it is a cooperative launch."""
         from cuda.bindings import driver
 
         arguments.words, arguments.launches = self.words.data_ptr(), self.launches.data_ptr()
         values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         grid, threads = len(self.build.plan.blocks), self.build.plan.warps * 32
-        launch = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        stream = torch.cuda.current_stream().cuda_stream
-        more = () if cooperative else (0,)
-        check(launch(self._function, grid, 1, 1, threads, 1, 1, self.build.shared_bytes, stream,
-                     ctypes.addressof(values), *more))  # fmt: skip
+        stream, shared = torch.cuda.current_stream().cuda_stream, self.build.shared_bytes
+        sizes = (grid, 1, 1, threads, 1, 1, shared, stream)
+        check(driver.cuLaunchCooperativeKernel(self._function, *sizes, ctypes.addressof(values)))
+
+
+def _compiled(device: torch.device, options: Sequence[str], folder: Path | None) -> bytes:
+    """Machine code for a device, from `folder` or by NVRTC."""
+    from cuda.bindings import nvrtc
+
+    folder_of_parts = files("selfspec_cli.vllm_plugin.fused_step")
+    source = b"".join((folder_of_parts / part).read_bytes() for part in PARTS)
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device", *options]
+    version = check(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(b"\0".join([source, repr((version, options)).encode()])).hexdigest()
+    kept = None if folder is None else folder / f"draft_trunk_{key[:24]}.cubin"
+    if kept is not None and kept.exists():
+        return kept.read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(source, b"trunk.cu", 0, None, None))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
+    if int(status[0]):
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC: {log.decode(errors='replace')}")
+    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as written:
+            written.write(code)
+        Path(written.name).replace(kept)  # whole, or not there
+    return code
 
 
 def pointer(tensor: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Weights as the kernel for a whole trunk reads them (trunk.cu). Needs torch alone.
+"""Weights as the kernel for a whole trunk reads them (exchange.cu says how it works). Needs torch alone.
 
 Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, integers and scales as they are. A record is a
 tile of 16 rows times one group of 64 columns; every warp of every block has the records of all layers in one stream, in

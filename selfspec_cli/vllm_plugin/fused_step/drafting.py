@@ -24,7 +24,7 @@ from selfspec_cli.vllm_plugin.fused_step.models import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 MOST = 4  # tokens
 AT_ONCE, EVENLY = 6, 0.5
@@ -35,7 +35,7 @@ LOG2_E = 1.4426950408889634
 
 def fused_step(trunk: nn.Module, vllm_config: VllmConfig, device: torch.device) -> FusedStep | None:
     """The kernel for `trunk` (trunk.first_layers), or None where it cannot be had. The log says which, and why."""
-    from vllm.logger import init_logger
+    from selfspec_cli.vllm_plugin.vllm_names import init_logger
 
     logger = init_logger("vllm.selfspec")
     reason = reason_against(trunk, vllm_config, device)
@@ -86,7 +86,8 @@ class FusedStep:
         Call it inside vLLM's forward context. None where the trunk has to run instead: for more tokens, without a KV
         cache, and where a graph would record what has not run before.
         """
-        from vllm.model_executor.layers.attention.attention import get_attention_context
+        from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, pointer
+        from selfspec_cli.vllm_plugin.vllm_names import get_attention_context
 
         if num_tokens > MOST:
             return None
@@ -101,8 +102,6 @@ class FusedStep:
             "caches": caches, "ids": buffers.input_ids, "positions": buffers.positions, "lengths": metadata.seq_lens,
             "slots": slots, "table": metadata.block_table, "out": out,
         }  # fmt: skip
-        from selfspec_cli.vllm_plugin.fused_step.launch import Arguments, pointer
-
         block, head, token, _ = cache.stride()
         kernel(Arguments(
             **{name: pointer(tensor) for name, tensor in {**self._tensors, **step}.items()},
@@ -129,10 +128,8 @@ class FusedStep:
         return self._kernels.get(tokens)
 
     def _built(self, tokens: int, page: int) -> Any:
-        import vllm.envs as envs
-        from vllm.logger import init_logger
-
         from selfspec_cli.vllm_plugin.fused_step.launch import Kernel, built
+        from selfspec_cli.vllm_plugin.vllm_names import envs, init_logger
 
         properties: Any = torch.cuda.get_device_properties(self._device)
         shared = int(properties.shared_memory_per_block_optin)
@@ -155,7 +152,7 @@ class FusedStep:
 
         None where layers differ in their caches or metadata, or a graph would record addresses not known before.
         """
-        from vllm.forward_context import get_forward_context
+        from selfspec_cli.vllm_plugin.vllm_names import get_forward_context
 
         context = get_forward_context()
         caches = [context.no_compile_layers[name].kv_cache for name in self._names]

@@ -23,7 +23,7 @@ MODULES = {
     "vllm.distributed": "tensor_model_parallel_all_gather",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.exceptions": "VLLMValidationError",
-    "vllm.forward_context": "BatchDescriptor set_forward_context",
+    "vllm.forward_context": "BatchDescriptor get_forward_context set_forward_context",
     "vllm.logger": "init_logger",
     "vllm.platforms": "current_platform",
     "vllm.third_party": "pynvml",

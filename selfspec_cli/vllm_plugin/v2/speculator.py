@@ -22,6 +22,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -114,6 +115,7 @@ class EarlyExitSpeculator(DraftLoop):
             decoder_of(target_model), wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        self.fused_step = fused_step(self.model, self.vllm_config, self.device)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from selfspec_cli import interrupts
-from selfspec_cli.engine import children
+from selfspec_cli import children
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.terminal import last_lines
 

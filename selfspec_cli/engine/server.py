@@ -22,7 +22,7 @@ from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine import children
+from selfspec_cli import children
 from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_frontend
 from selfspec_cli.terminal import last_lines
 

@@ -34,6 +34,17 @@ def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: 
     return _interval(tuple(ours), tuple(theirs), paired)
 
 
+def mean_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+    """The 95 % interval of mean(above) / mean(below), each side resampled by itself.
+
+    Returns:
+        None where one side has fewer than two values, or the values below are all 0.
+    """
+    if min(len(above), len(below)) < 2 or not any(below):
+        return None
+    return _of_means(tuple(above), tuple(below))
+
+
 def perplexity_interval(
     nats: Sequence[float],
     tokens: Sequence[int],
@@ -77,6 +88,23 @@ def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) 
     found = bootstrap((ours, theirs), ratio, n_resamples=RESAMPLES, paired=paired, vectorized=True, method="percentile",
                       confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)
+
+
+@lru_cache(maxsize=64)
+def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+    import numpy
+
+    draw = numpy.random.default_rng(SEED)
+
+    def means(values: tuple[float, ...]) -> Any:
+        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
+        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(RESAMPLES)])
+
+    with numpy.errstate(divide="ignore"):
+        ratios = means(above) / means(below)
+    half = 50 * (1 - LEVEL)
+    low, high = numpy.percentile(ratios, [half, 100 - half])
+    return float(low), float(high)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,127 @@
+"""A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.asked import ENDPOINTS
+from selfspec_cli.gateway.caching import Caching
+from selfspec_cli.gateway.client import Receive, Scope, Send
+from selfspec_cli.gateway.control import control
+from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.log import FILE, RequestLog
+from selfspec_cli.gateway.ports import AnswerCache
+from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
+from selfspec_cli.gateway.supervisor import Supervisor, replica
+
+FOLDER = "gateway"  # in the results folder
+BACKLOG = 4096
+Say = Callable[[str], None]
+
+
+def made(settings: GatewaySettings) -> Gateway:
+    """The gateway of these settings, before it is opened; raises ConfigError."""
+    folder = Path(settings.results_dir) / FOLDER
+    log = RequestLog(Path(settings.log) if settings.log else folder / FILE, settings.log_text)
+    caching = Caching(settings.cache, _cache(settings.cache, folder))
+    return Gateway(settings, [replica(one) for one in settings.backends], log, caching)
+
+
+def _cache(settings: CacheSettings, folder: Path) -> AnswerCache | None:
+    if settings.kind == "none":
+        return None
+    from selfspec_cli.gateway import cache
+
+    found: AnswerCache = cache.open_cache(settings.options, folder)
+    return found
+
+
+def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
+    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface."""
+    surface = control(gateway)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in ENDPOINTS:
+            await gateway(scope, receive, send)
+        elif scope["type"] == "http":
+            await surface(scope, receive, send)
+
+    return app
+
+
+@asynccontextmanager
+async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterator[Supervisor]:
+    """A gateway with its client, its log, and its backends, for as long as the block lasts."""
+    folder = Path(gateway.settings.results_dir) / FOLDER
+    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, gateway.batch.look, say)
+    await gateway.upstream.open()
+    gateway.log.open()
+    try:
+        await supervisor.open()
+        yield supervisor
+    finally:
+        await supervisor.close()
+        await gateway.upstream.close()
+        await gateway.log.close()
+        gateway.tracing.close()
+        if gateway.caching.cache is not None:
+            gateway.caching.cache.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which tells the gateway when it is asked to end, so that no new request is begun."""
+
+    gateway: Gateway
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.gateway.draining = True
+        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+
+
+def server(gateway: Gateway) -> uvicorn.Server:
+    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings."""
+    settings = gateway.settings
+    config = uvicorn.Config(
+        application(gateway),
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(settings.limits.drain_seconds),
+        timeout_keep_alive=75,
+        server_header=False,
+    )
+    found = _Server(config)
+    found.gateway = gateway
+    return found
+
+
+def serve(settings: GatewaySettings, say: Say) -> None:
+    """Run a gateway until it is told to end.
+
+    Raises:
+        ConfigError: what the settings ask for cannot be had, such as the port.
+    """
+
+    async def run() -> None:
+        gateway = made(settings)
+        async with opened(gateway, say):
+            say(f"listening on http://{settings.host}:{settings.port}/v1")
+            await server(gateway).serve()
+
+    import uvloop
+
+    try:
+        uvloop.run(run())
+    except SystemExit as error:  # uvicorn's, where it cannot listen
+        raise ConfigError(f"port={settings.port}: it cannot listen on {settings.host}:{settings.port}") from error

@@ -97,12 +97,14 @@ class Client:
         await self.end(event + END + DONE + END)
 
 
-def watch(receive: Receive, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-    """Cancels a task when its client goes away; end it when the answer was sent."""
+def watch(receive: Receive, client: Client, task: asyncio.Task[Any]) -> asyncio.Task[bool]:
+    """Cancels a task when its client goes away before its answer was sent, and returns whether it did."""
 
-    async def wait() -> None:
+    async def wait() -> bool:
         while (await receive())["type"] != "http.disconnect":
             pass
-        task.cancel("the client is gone")
+        if client.ended:  # a server tells of every end in that way
+            return False
+        return task.cancel("the client is gone")
 
     return asyncio.ensure_future(wait())

@@ -107,7 +107,7 @@ class Gateway:
         client, tenant, out = Client(send, {}), None, None
         self.inside += 1
         self.telemetry.inside.set(self.inside)
-        watching: asyncio.Task[Any] | None = None
+        watching: asyncio.Task[bool] | None = None
         try:
             if scope["method"] != "POST":
                 raise GatewayError(
@@ -124,7 +124,7 @@ class Gateway:
             client.headers["x-request-id"] = asked.id
             current = asyncio.current_task()
             assert current is not None
-            watching = watch(receive, current)
+            watching = watch(receive, client, current)
             with self.tracing.span(scope["path"], headers) as span:
                 await self._answer(asked, out, client, headers)
                 out.status = out.status or 200
@@ -132,7 +132,7 @@ class Gateway:
         except Vanished:
             pass
         except asyncio.CancelledError:
-            if watching is None or not watching.done():
+            if watching is None or not watching.done() or not watching.result():
                 raise  # the server ends
             task = asyncio.current_task()
             assert task is not None

@@ -190,16 +190,12 @@ class Relay:
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         frames, done = Frames(), False
         async for part in self.gateway.upstream.parts(response):
-            made = []
-            for event in frames.feed(part):
-                if not event:
-                    continue
-                events.check(event)
-                if events.is_done(event):
-                    done = True
-                    break
-                if (taken := self._event(event)) is not None:
-                    made.append(taken)
+            made: list[bytes] = []
+            broken: BrokenStream | None = None
+            try:
+                done = self._take(frames.feed(part), made)
+            except BrokenStream as error:
+                broken = error  # what came before it is remembered as sent, so it has to be
             if made:
                 at = time.monotonic()
                 if self.first is None:
@@ -211,6 +207,8 @@ class Relay:
                     replica.succeeded()
                 self.last = at
                 await self.client.part(END.join([*made, b""]))
+            if broken is not None:
+                raise broken
             if done:
                 break
         if not done and not self.finished:
@@ -221,6 +219,22 @@ class Relay:
                 async with asyncio.timeout(DRAIN_SECONDS):
                     async for _ in self.gateway.upstream.parts(response):
                         pass
+
+    def _take(self, found: list[bytes], made: list[bytes]) -> bool:
+        """Put events as the client gets them into `made`; whether the last one of the answer was among them.
+
+        Raises:
+            BrokenStream: one of them is no event; those before it are in `made`.
+        """
+        for event in found:
+            if not event:
+                continue
+            events.check(event)
+            if events.is_done(event):
+                return True
+            if (taken := self._event(event)) is not None:
+                made.append(taken)
+        return False
 
     def _event(self, event: bytes) -> bytes | None:
         """An event as the client gets it; None for one that it does not get."""

@@ -15,7 +15,7 @@ from fake import Fake
 
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
 
 QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, poll_seconds=0.05, open_seconds=0.3, failures=2)
 
@@ -42,12 +42,21 @@ class Running:
             raw = await response.read()
             return Stream(response.status, raw, dict(response.headers))
 
+    async def settled(self) -> None:
+        """Wait until what was asked is counted too, which is after its answer was sent."""
+        for _ in range(200):
+            if self.gateway.inside == 0:
+                return
+            await asyncio.sleep(0.005)
+
     async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        await self.settled()
         async with self.session.get(self.url + path, headers=headers) as response:
             return response.status, await response.text()
 
-    def rows(self) -> list[dict[str, Any]]:
+    async def rows(self) -> list[dict[str, Any]]:
         """The log so far."""
+        await self.settled()
         self.gateway.log.write()
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
@@ -81,7 +90,13 @@ async def running(
     """A gateway over these backends. kinds, backends: by the backend's name, its kind and more of its settings."""
     for fake in fakes:
         await fake.start()
-    more = {"policy": "fixed", "limits": QUICK, "results_dir": str(folder), "port": 0} | settings
+    more = {
+        "policy": "fixed",
+        "ledger": LedgerSettings(plain_share=0.0),
+        "limits": QUICK,
+        "results_dir": str(folder),
+        "port": 0,
+    } | settings
     made = [BackendSettings(name=one.name, kind=(kinds or {}).get(one.name, "local"), url=one.url,
                             **(backends or {}).get(one.name, {})) for one in fakes]  # fmt: skip
     gateway = server.made(GatewaySettings(backends=made, **more))

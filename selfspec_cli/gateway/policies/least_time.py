@@ -1,9 +1,12 @@
-"""The backend that is expected to send the last token first.
+"""The backend at which the request adds least to the time of all requests: its own, and what it takes from others.
 
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
 what a round of drafting costs and brings (`timing`). A backend of which too little is known is asked first, at most a
 few times at once; later one request in `explore` goes to the backend that was asked longest ago, because what changed
 there is seen in no other way.
+
+A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all that
+are there. So what it slows the others down is added: the requests there, times what one more costs a token.
 
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
@@ -20,7 +23,7 @@ from selfspec_cli.gateway.timing import FEW
 
 
 def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
-    """The order by predicted time to the last token; backends without a prediction come first, as long as no more
+    """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(asked) for replica in replicas}
     new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
@@ -32,8 +35,8 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
         return Choice(tuple(fewest_first(replicas)), "fewest")
 
     def seconds(replica: Replica) -> float:
-        expected = known[replica.name]
-        return float("inf") if expected is None else expected.e2e
+        expected, slower = known[replica.name], replica.slows(asked)
+        return float("inf") if expected is None else expected.e2e + slower
 
     order = sorted(replicas, key=seconds)
     return Choice(tuple(order), "least_time", known[order[0].name])
@@ -58,7 +61,7 @@ class _LeastTime(Chooser):
 
 POLICY = Policy(
     "least_time",
-    "the backend whose last token is expected first, by load, prompt, prefix cache and drafts",
+    "the backend at which a request adds least time, its own and others', by load, prompt, prefix cache and drafts",
     lambda options, slo: _LeastTime(int(options["explore"])),
-    {"explore": 50},
+    {"explore": 500},
 )

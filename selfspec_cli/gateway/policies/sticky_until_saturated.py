@@ -26,7 +26,9 @@ class _Sticky(Chooser):
 
         def saturated(replica: Replica) -> bool:
             rate = self.rate or replica.timing.prefill_rate
-            return rate is not None and replica.ahead() > 0 and waiting(replica) > rate * self.seconds
+            if replica.ahead() == 0:
+                return False
+            return rate is None or waiting(replica) > rate * self.seconds  # no rate yet: one prompt at a time
 
         warm = sorted(replicas, key=lambda one: (-one.cached_share(asked), one.ahead(), one.running()))
         free = [one for one in warm if not saturated(one)]

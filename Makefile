@@ -1,4 +1,5 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
+# make demo-gateway  two vLLM servers and a stub behind a gateway, on the CPU, about five minutes; what it won
 # make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run every test that this machine can run; says how long each part took
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
@@ -31,11 +32,14 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus wheel clean
+.PHONY: demo demo-gateway quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
 	$(BIN)/selfspec report results_dir=$(RESULTS)
+
+demo-gateway: $(INSTALLED)
+	$(BIN)/selfspec gateway demo results_dir=$(RESULTS)
 
 quick: $(INSTALLED)
 	@rm -f $(TIMES)
@@ -46,12 +50,12 @@ quick-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
 
 quick-tests: $(INSTALLED)
-	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
 test: $(INSTALLED)
 	@rm -f $(TIMES)
 	$(call timed,lint,$(LINT))
-	$(call timed,unit,$(PYTEST) tests/unit $(SIDE_BY_SIDE) --durations=10)
+	$(call timed,unit,$(PYTEST) tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 	$(call timed,contract,$(PYTEST) tests/contract)
 	$(call timed,gpu,$(PYTEST) tests/gpu)
 	$(call timed,browser,$(PYTEST) tests/browser)

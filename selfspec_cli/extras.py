@@ -11,6 +11,9 @@ EXTRAS = {
     "track": ("wandb",),
     "eval": ("lm_eval",),
     "load": ("locust",),
+    "gateway": (
+        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "uvloop",
+    ),
 }  # fmt: skip
 """Extra -> modules, by the names under which they are imported."""
 FROM_VLLM = ("torch", "transformers", "triton", "vllm")

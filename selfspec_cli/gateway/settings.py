@@ -11,13 +11,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from selfspec_cli.config.choices import conf_dirs
+from selfspec_cli.config.choices import GATEWAY, conf_dirs
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import knob
 
-GROUP = "gateway"
 CACHES = ("none", "exact", "meaning")
 
 
@@ -160,7 +159,7 @@ def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
 
 def choices() -> dict[str, Path]:
     """The named gateways: a user's own first."""
-    files = [file for folder in reversed(conf_dirs()) for file in sorted((folder / GROUP).glob("*.yaml"))]
+    files = [file for folder in reversed(conf_dirs()) for file in sorted((folder / GATEWAY).glob("*.yaml"))]
     return {file.stem: file for file in files}
 
 

@@ -46,8 +46,8 @@ def answer(prompt: str, count: int) -> str:
 class Fake:
     """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
     nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so many
-    requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is asked
-    for. dead: closes every connection at once. step: seconds between two tokens; first: before the first."""
+    requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is
+    asked for. dead: closes every connection at once. step: seconds between two tokens; first: before the first."""
 
     name: str = "fake"
     model: str = "toy"

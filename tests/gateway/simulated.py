@@ -37,7 +37,7 @@ class Job:
 
 @dataclass
 class Server:
-    """One simulated backend. rate: tokens prefilled a second. extra: seconds a step besides, by the time: a neighbour."""
+    """One simulated backend. rate: tokens prefilled a second. extra: seconds a step besides, by the time."""
 
     name: str
     step: float = 0.02
@@ -118,7 +118,7 @@ def simulate(
     policy: str, servers: Sequence[Server], requests: Sequence[Request], slo: SloSettings | None = None,
     judge: Callable[[str, str], float] | None = None, **options: Any,
 ) -> Result:  # fmt: skip
-    """Let a policy route requests. judge: (backend, prompt) -> quality of the answer, told to the policy when it ends."""
+    """Let a policy route requests. judge: (backend, prompt) -> quality of the answer, which the policy learns."""
     chooser = POLICIES[policy].chooser(options, slo or SloSettings())
     clock = {"at": 0.0}
     for server in servers:

@@ -139,7 +139,7 @@ async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
         assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "a"
         on.fakes["b"].dead = on.fakes["a"].dead = True
         await asyncio.sleep(0.2)
-        status, found, headers = await on.post(PROMPT)
+        status, _, headers = await on.post(PROMPT)
         assert (status, headers["retry-after"]) == (503, "1")
         assert (await on.get("/health"))[0] == 503
 

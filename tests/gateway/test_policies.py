@@ -1,4 +1,4 @@
-"""Each policy on a workload made for it, where it beats round robin, and on one where it loses, as its docstring says."""
+"""Each policy on a workload made for it, where it beats round robin, and on one where it loses."""
 
 from dataclasses import replace
 
@@ -166,6 +166,6 @@ def test_options_are_checked():
         POLICIES["least_time"].check({"explore": "often"})
     with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
         POLICIES["roundrobin"]
-    assert list(POLICIES)[0] == "least_time"
+    assert next(iter(POLICIES)) == "least_time"
     for policy in POLICIES.values():
         assert policy.help

@@ -5,8 +5,8 @@ what a round of drafting costs and brings (`timing`). A backend of which too lit
 few times at once; later one request in `explore` goes to the backend that was asked longest ago, because what changed
 there is seen in no other way.
 
-A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all that
-are there. So what it slows the others down is added: the requests there, times what one more costs a token.
+A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
+that are there. So what it slows the others down is added: the requests there, times what one more costs a token.
 
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.

@@ -56,6 +56,7 @@ class Outcome:
         """A line of the log, without its end. text: what was asked is in it; otherwise its SHA-256."""
         asked = self.asked
         prompt, messages = asked.body.get("prompt"), asked.body.get("messages")
+        said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
         return orjson.dumps(
             {
                 "at": time.time(),
@@ -87,8 +88,7 @@ class Outcome:
                 "lost_ms": _ms(self.lost),
                 "tried": self.tried,
                 "sha256": hashlib.sha256(asked.text.encode()).hexdigest(),
-                "prompt": prompt if text and isinstance(prompt, str) else None,
-                "messages": messages if text else None,
+                **(said if text else {"prompt": None}),
             }
         )
 

@@ -125,6 +125,11 @@ class Tracing:
 
             TraceContextTextMapPropagator().inject(headers)
 
+    def flush(self) -> None:
+        """Send what is there."""
+        if self._provider is not None:
+            self._provider.force_flush()
+
     def close(self) -> None:
         """Send what is left."""
         if self._provider is not None:

@@ -103,7 +103,7 @@ def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
     with numpy.errstate(divide="ignore"):
         ratios = means(above) / means(below)
     half = 50 * (1 - LEVEL)
-    low, high = numpy.percentile(ratios, [half, 100 - half])
+    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
     return float(low), float(high)
 
 

@@ -1,8 +1,9 @@
 """The configuration: files, overrides, and what is said of mistakes in them."""
 
 import pytest
-from commands_of import call
+from typer.testing import CliRunner
 
+from selfspec_cli.commands.app import app
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import settings
@@ -85,8 +86,8 @@ def test_what_a_backend_is_started_with():
 
 
 def test_the_command_shows_what_it_would_run_and_refuses_bad_input():
-    shown = call("gateway", "two_servers", "--dry-run", "--json")
+    shown = CliRunner().invoke(app, ["gateway", "two_servers", "--dry-run", "--json"])
     assert shown.exit_code == 0
     assert '"price_hour": 1.0' in shown.stdout
     for words in ((), ("nothing",), ("demo", "two_servers"), ("two_servers", "prt=1")):
-        assert call("gateway", *words, "--dry-run").exit_code == 2
+        assert CliRunner().invoke(app, ["gateway", *words, "--dry-run"]).exit_code == 2

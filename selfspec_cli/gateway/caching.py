@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
@@ -16,10 +19,13 @@ _NOT_SAMPLING = ("model", "messages", "prompt", "stream", "stream_options", "use
 
 
 class Caching:
-    """cache: None where no cache is configured."""
+    """cache: None where no cache is configured. fault: told what failed in the cache."""
 
-    def __init__(self, settings: CacheSettings, cache: AnswerCache | None) -> None:
-        self.settings, self.cache = settings, cache
+    def __init__(
+        self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], None]
+    ) -> None:
+        self.settings, self.cache, self.fault = settings, cache, fault
+        self._settling: asyncio.Task[None] | None = None
 
     def _wants(self, asked: Asked) -> str:
         """What a request may be answered by: never more than the settings allow, nor than the client wishes."""
@@ -51,17 +57,25 @@ class Caching:
         if self._wants(asked) == "none":
             out.cache = "bypassed"
             return False
-        hit = await self.cache.lookup(self._request(asked))
+        try:
+            hit = await self.cache.lookup(self._request(asked))
+        except Exception as error:  # a cache that is broken costs no request
+            out.cache = "failed"
+            self.fault(error)
+            return False
         if hit is None:
             out.cache = "miss"
             return False
         out.cache, out.route, out.reason = "hit", "cache", str(hit.kind)
         client.headers["x-selfspec-cache"] = f"hit; entry={hit.entry_id}"
-        kind = EVENTS if asked.stream else JSON
-        await client.begin(200, kind)
-        async for part in self.cache.replay(hit, asked.stream):
+        usage = bool((asked.body.get("stream_options") or {}).get("include_usage"))
+        await client.begin(200, EVENTS if asked.stream else JSON)
+        async for part in self.cache.replay(hit, asked.stream, usage):
+            if out.ttft is None and asked.stream:
+                out.ttft = time.monotonic() - asked.began
             await client.part(part)
         await client.end()
+        out.usage(hit.answer.get("usage"))
         return True
 
     def keep(self, asked: Asked, out: Outcome, client: Client) -> None:
@@ -74,4 +88,20 @@ class Caching:
         if self.cache is None or out.cache != "miss" or not client.kept:
             return
         usage = {"prompt_tokens": out.prompt_tokens, "completion_tokens": out.tokens}
-        await self.cache.store(self._request(asked), client.kept, {"stream": asked.stream, "usage": usage})
+        try:
+            await self.cache.store(self._request(asked), client.kept, {"usage": usage})
+        except Exception as error:
+            self.fault(error)
+
+    def settle(self) -> None:
+        """Let answers be judged, one at a time; called when backends were looked at."""
+        if self.cache is not None and self.settings.judge is not None and self._settling is None:
+            self._settling = asyncio.ensure_future(self._settle(self.cache))
+
+    async def _settle(self, cache: AnswerCache) -> None:
+        try:
+            await cache.settle(1)
+        except Exception as error:
+            self.fault(error)
+        finally:
+            self._settling = None

@@ -38,10 +38,15 @@ class Gateway:
     """Everything that lasts longer than a request. replicas: in the order of the settings."""
 
     def __init__(
-        self, settings: GatewaySettings, replicas: Sequence[Replica], log: RequestLog, caching: Caching
+        self,
+        settings: GatewaySettings,
+        replicas: Sequence[Replica],
+        upstream: Upstream,
+        log: RequestLog,
+        caching: Caching,
     ) -> None:
-        self.settings, self.replicas, self.log, self.caching = settings, list(replicas), log, caching
-        self.upstream = Upstream(settings.limits)
+        self.settings, self.replicas, self.upstream = settings, list(replicas), upstream
+        self.log, self.caching = log, caching
         self.telemetry = Telemetry()
         self.tracing = Tracing(settings.tracing)
         self.keys = Keys(settings.keys)

@@ -12,16 +12,19 @@ class AnswerCache(Protocol):
     async def lookup(self, request: Any) -> Any | None:
         """A hit for this request, or None."""
 
-    async def store(self, request: Any, answer_chunks: list[bytes], final: dict[str, Any]) -> None:
+    async def store(self, request: Any, answer_chunks: list[bytes], final: dict[str, Any]) -> Any:
         """Keep an answer. answer_chunks: as they were sent to the client."""
 
-    def replay(self, hit: Any, stream: bool) -> AsyncIterator[bytes]:
+    def replay(self, hit: Any, stream: bool, include_usage: bool = False) -> AsyncIterator[bytes]:
         """The bytes of a hit, as a stream of events or as one JSON object."""
+
+    async def settle(self, most: int = 1) -> int:
+        """Judge answers that wait for it, in idle time; how many were."""
 
     def feedback(self, entry_id: str, right: bool) -> None:
         """Somebody judged a hit."""
 
-    def evict(self, entry_id: str) -> None:
+    def evict(self, entry_id: str) -> Any:
         """Forget one answer."""
 
     def stats(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -14,12 +15,15 @@ from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Receive, Scope, Send
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.judging import judge
 from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
+from selfspec_cli.gateway.upstream import Upstream
 
 FOLDER = "gateway"  # in the results folder
+CACHE = "cache.sqlite"
 BACKLOG = 4096
 Say = Callable[[str], None]
 
@@ -28,16 +32,19 @@ def made(settings: GatewaySettings) -> Gateway:
     """The gateway of these settings, before it is opened; raises ConfigError."""
     folder = Path(settings.results_dir) / FOLDER
     log = RequestLog(Path(settings.log) if settings.log else folder / FILE, settings.log_text)
-    caching = Caching(settings.cache, _cache(settings.cache, folder))
-    return Gateway(settings, [replica(one) for one in settings.backends], log, caching)
+    replicas, upstream = [replica(one) for one in settings.backends], Upstream(settings.limits)
+    judges = [one for one in replicas if one.name == settings.cache.judge]
+    found = _cache(settings.cache, folder, judge(upstream, judges[0]) if judges else None)
+    return Gateway(settings, replicas, upstream, log, Caching(settings.cache, found, log.fault))
 
 
-def _cache(settings: CacheSettings, folder: Path) -> AnswerCache | None:
+def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache | None:
     if settings.kind == "none":
         return None
     from selfspec_cli.gateway import cache
 
-    found: AnswerCache = cache.open_cache(settings.options, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found: AnswerCache = cache.open_cache(folder / CACHE, settings.options, judged_by)
     return found
 
 
@@ -58,7 +65,12 @@ def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
 async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterator[Supervisor]:
     """A gateway with its client, its log, and its backends, for as long as the block lasts."""
     folder = Path(gateway.settings.results_dir) / FOLDER
-    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, gateway.batch.look, say)
+
+    def looked() -> None:
+        gateway.batch.look()
+        gateway.caching.settle()
+
+    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
     await gateway.upstream.open()
     gateway.log.open()
     try:

@@ -99,7 +99,10 @@ class CacheSettings:
     """Answers that are given again."""
 
     kind: str = knob("none", help="which requests may be answered from the cache", choices=CACHES)
-    options: dict[str, Any] = knob(factory=dict, help="handed to the cache as they are (docs/cache.md)")
+    judge: str | None = knob(
+        None, help="backend that compares answers while it idles", unset="answers are the same if their texts are"
+    )
+    options: dict[str, Any] = knob(factory=dict, help="handed to the cache as they are")
 
 
 @dataclass
@@ -177,6 +180,8 @@ def check(settings: GatewaySettings) -> None:
         BACKENDS[backend.kind].check(backend)
         if backend.key_env is not None and not os.environ.get(backend.key_env):
             raise ConfigError(f"backends.{place}.key_env={backend.key_env}: that environment variable is not set")
+    if settings.cache.judge is not None and settings.cache.judge not in names:
+        raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
     for policy in (settings.policy, *settings.policy_options):
         POLICIES[policy].check(settings.policy_options.get(policy) or {})
     for place, key in enumerate(settings.keys):

@@ -76,9 +76,9 @@ class Upstream:
 
     @asynccontextmanager
     async def post(
-        self, replica: Replica, path: str, body: dict[str, Any], headers: Mapping[str, str]
+        self, replica: Replica, path: str, body: dict[str, Any], headers: Mapping[str, str], base: str | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer whose head has come and says 200.
+        """An answer whose head has come and says 200. base: of another address than the backend's own.
 
         Raises:
             BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
@@ -87,7 +87,7 @@ class Upstream:
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **key_of(replica), **headers}
         try:
             async with asyncio.timeout(self.limits.first_byte_seconds):
-                response = await self.session.post(replica.url + path, data=orjson.dumps(body), headers=sent)
+                response = await self.session.post((base or replica.url) + path, data=orjson.dumps(body), headers=sent)
         except TimeoutError as error:
             raise BackendFailed(f"no answer in {self.limits.first_byte_seconds:g} s", 504) from error
         except (aiohttp.ClientError, OSError) as error:

@@ -22,7 +22,7 @@ Do both answers say the same? Reply with one word, yes or no."""
 
 
 def judge(upstream: Upstream, replica: Replica) -> Callable[[str, str, str], Awaitable[bool | None]]:
-    """Asks a backend about (question, cached answer, fresh answer); None where it was not idle, failed, or said neither."""
+    """Asks a backend about (question, cached, fresh answer); None where it was not idle, failed, or said neither."""
 
     async def asked(question: str, cached: str, fresh: str) -> bool | None:
         if not replica.available() or not replica.idle():

@@ -257,7 +257,7 @@ async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path)
     address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
     trace = "0af7651916cd43dd8448eb211c80319c"
     async with running([Fake("a")], tmp_path, tracing=address) as on:
-        await on.stream(PROMPT, **{"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+        await on.stream(PROMPT, traceparent=f"00-{trace}-b7ad6b7169203331-01")
         await on.settled()
         assert trace in on.fakes["a"].headers[-1]["traceparent"]
         await asyncio.to_thread(on.gateway.tracing.flush)

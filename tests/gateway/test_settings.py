@@ -21,7 +21,9 @@ def test_every_named_gateway_can_be_read(monkeypatch):
 
 
 def test_overrides_reach_backends_by_number_and_by_name():
-    made = settings.load("two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"])
+    made = settings.load(
+        "two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"]
+    )
     assert (made.backends[1].price_hour, made.backends[0].words, made.limits.attempts) == (3.0, ["layer=4"], 2)
     made = settings.load(None, [*ONE, "backends.1.name=b", "backends.1.kind=openai", "backends.1.url=http://x"])
     assert [one.kind for one in made.backends] == ["openai", "openai"]
@@ -76,9 +78,11 @@ def test_each_kind_of_backend_checks_its_settings(backend, message):
 def test_what_a_backend_is_started_with():
     words = BACKENDS["local"].command(BackendSettings(name="a", words=["k=4"], priorities=True, options=["--x"]), 81)
     at = words.index("serve")
-    assert words[at:] == ["serve", "k=4", "--", "--host", "127.0.0.1", "--port", "81", "--scheduling-policy", "priority",
-                          "--x"]  # fmt: skip
-    pool = BackendSettings(name="p", kind="pool", replicas=["http://x", "http://y"], options=["program=r", "--policy", "z"])
+    assert words[at : at + 7] == ["serve", "k=4", "--", "--host", "127.0.0.1", "--port", "81"]
+    assert words[at + 7 :] == ["--scheduling-policy", "priority", "--x"]
+    pool = BackendSettings(
+        name="p", kind="pool", replicas=["http://x", "http://y"], options=["program=r", "--policy", "z"]
+    )
     assert BACKENDS["pool"].command(pool, 82) == ["r", "--worker-urls", "http://x", "http://y", "--host", "127.0.0.1",
                                                   "--port", "82", "--policy", "z"]  # fmt: skip
     for kind in BACKENDS.values():

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from commands import call, document
 
-from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli import children
+from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.engine import server
 from selfspec_cli.engine.server import ServerError, front_end, open_server
 from selfspec_cli.record import folder, tables

@@ -1,0 +1,7 @@
+"""A cache of answers: the same request first, then one that means the same, with a promise on the share of wrong hits."""
+
+from selfspec_cli.gateway.cache.answers import AnswerCache, Hit, open_cache
+from selfspec_cli.gateway.cache.options import CacheOptions, options_from
+from selfspec_cli.gateway.cache.request import CacheRequest
+
+__all__ = ["AnswerCache", "CacheOptions", "CacheRequest", "Hit", "open_cache", "options_from"]

@@ -1,0 +1,150 @@
+"""An answer as the client got it, as one document, and as a stream again."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+_DATA = b"data: "
+_DONE = b"data: [DONE]\n\n"
+Document = dict[str, Any]
+
+
+class Incomplete(ValueError):
+    """An answer that is an error, ends early or is none at all; it is not kept."""
+
+
+def document(chunks: list[bytes]) -> Document:
+    """The answer as one JSON document in OpenAI's form, from the bytes that a client was sent.
+
+    Args:
+        chunks: of a stream of events (cut anywhere), or of one JSON document.
+
+    Raises:
+        Incomplete: the answer is no whole answer.
+    """
+    raw = b"".join(chunks)
+    try:
+        whole = raw.lstrip().startswith(b"{")
+        answer = orjson.loads(raw) if whole else _assembled(_events(raw))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise Incomplete(f"the answer is not in OpenAI's form: {error}") from error
+    choices = answer.get("choices")
+    if "error" in answer or not choices or any(choice.get("finish_reason") is None for choice in choices):
+        raise Incomplete("the answer is an error or has no end")
+    return answer
+
+
+def _events(raw: bytes) -> list[Document]:
+    payloads = [
+        line[len(_DATA) :].strip() for line in raw.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(_DATA)
+    ]
+    if not payloads or payloads[-1] != b"[DONE]":
+        raise Incomplete("the stream has no end")
+    return [orjson.loads(payload) for payload in payloads[:-1]]
+
+
+def _assembled(events: list[Document]) -> Document:
+    """One document of the parts: texts joined, lists of logprobs joined, the last value of everything else."""
+    if not events or any("error" in event for event in events):
+        raise Incomplete("the stream is empty or tells an error")
+    chat = events[0]["object"].startswith("chat.")
+    answer: Document = {name: value for name, value in events[0].items() if name not in ("choices", "usage")}
+    answer["object"] = "chat.completion" if chat else "text_completion"
+    choices: dict[int, Document] = {}
+    for event in events:
+        if event.get("usage"):
+            answer["usage"] = event["usage"]
+        for part in event["choices"]:
+            empty = {"index": part["index"], "finish_reason": None}
+            whole = choices.setdefault(
+                part["index"],
+                {**empty, "message": {"role": "assistant", "content": ""}} if chat else {**empty, "text": ""},
+            )
+            _add(
+                whole["message"] if chat else whole, part.get("delta", {}) if chat else {"text": part.get("text") or ""}
+            )
+            if part.get("logprobs"):
+                _add(whole.setdefault("logprobs", {}), part["logprobs"])
+            for name, value in part.items():
+                if name not in ("index", "delta", "text", "logprobs") and value is not None:
+                    whole[name] = value
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    return answer
+
+
+def _add(whole: Document, part: Document) -> None:
+    """Append the texts and lists of `part` to those of `whole`; calls of tools by their index."""
+    for name, value in part.items():
+        if name == "tool_calls":
+            calls = whole.setdefault(name, [])
+            for call in value or ():
+                while len(calls) <= call["index"]:
+                    calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+                one = calls[call["index"]]
+                one.update({key: call[key] for key in ("id", "type") if call.get(key)})
+                _add(one["function"], call.get("function") or {})
+        elif name == "role" or value is None:
+            whole[name] = value if name == "role" else whole.get(name)
+        elif isinstance(value, str):
+            whole[name] = (whole.get(name) or "") + value
+        elif isinstance(value, list):
+            whole[name] = [*(whole.get(name) or []), *value]
+        else:
+            whole[name] = value
+
+
+def text_of(answer: Document) -> str:
+    """What a document says, of all choices."""
+    said = [choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in answer["choices"]]
+    return "\n".join(said)
+
+
+def renewed(answer: Document, now: float | None = None) -> Document:
+    """The document with an id and a time of its own, so that no client takes two answers for one."""
+    prefix = str(answer.get("id", "cache")).partition("-")[0] or "cache"
+    return {**answer, "id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time() if now is None else now)}
+
+
+def stream(answer: Document, include_usage: bool) -> Iterator[bytes]:
+    """The document as a stream of events: of each choice one part with all of its text and one with its end.
+
+    Args:
+        include_usage: whether the client asked for the usage (stream_options.include_usage).
+    """
+    chat = answer.get("object") == "chat.completion"
+    head = {name: value for name, value in answer.items() if name not in ("choices", "usage", "object")}
+    head["object"] = "chat.completion.chunk" if chat else "text_completion"
+
+    def event(choices: list[Document], **more: Any) -> bytes:
+        return (
+            _DATA
+            + orjson.dumps({**head, "choices": choices, **({"usage": None} if include_usage else {}), **more})
+            + b"\n\n"
+        )
+
+    for choice in answer["choices"]:
+        index, logprobs = choice["index"], choice.get("logprobs")
+        if chat:
+            message = {name: value for name, value in choice["message"].items() if name != "role" and value}
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            said: list[Document] = [
+                {"delta": {"role": "assistant", "content": ""}},
+                {"delta": message, "logprobs": logprobs},
+            ]
+            end: Document = {"delta": {}}
+        else:
+            said = [{"text": choice["text"], "logprobs": logprobs}]
+            end = {"text": "", "logprobs": None}
+        rest = {name: value for name, value in choice.items() if name not in ("message", "text", "logprobs", "index")}
+        for part in said:
+            yield event([{"index": index, "finish_reason": None, **part}])
+        yield event([{"index": index, **end, **rest}])
+    if include_usage:
+        yield event([], usage=answer.get("usage"))
+    yield _DONE

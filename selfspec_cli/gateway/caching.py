@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
 from selfspec_cli.gateway.client import EVENTS, JSON, Client
@@ -27,9 +27,9 @@ class Caching:
         self.settings, self.cache, self.fault = settings, cache, fault
         self._settling: asyncio.Task[None] | None = None
 
-    def _wants(self, asked: Asked) -> str:
+    def _wants(self, asked: Asked) -> Literal["none", "exact", "meaning"]:
         """What a request may be answered by: never more than the settings allow, nor than the client wishes."""
-        order = ("none", "exact", "meaning")
+        order: tuple[Literal["none", "exact", "meaning"], ...] = ("none", "exact", "meaning")
         allowed = order.index(self.settings.kind if self.cache is not None else "none")
         wished = order.index(asked.cache) if asked.cache is not None else allowed
         return "none" if asked.endpoint == EMBEDDINGS else order[min(allowed, wished)]

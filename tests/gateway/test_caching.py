@@ -34,11 +34,10 @@ async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_pat
 
 async def test_wishes_and_walls(tmp_path):
     async with running([Fake("a")], tmp_path, cache=EXACT) as on:
-        await on.post(PROMPT)
-        await on.post(PROMPT | {"selfspec": {"cache": "none"}})
-        await on.post(PROMPT | {"temperature": 1.0})
-        await on.post(PROMPT | {"seed": 3})
-        await on.post(PROMPT | {"seed": 3})
+        wishes = ({}, {"selfspec": {"cache": "none"}}, {"temperature": 1.0}, {"seed": 3}, {"seed": 3})
+        for more in wishes:
+            await on.post(PROMPT | more)
+            await on.settled()
         await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         verdicts = [row["cache"] for row in await on.rows()]
         assert verdicts == ["miss", "bypassed", "miss", "miss", "miss", "bypassed"]
@@ -53,8 +52,8 @@ async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
 
 @pytest.mark.parametrize("fault", [{"die_after": 5}, {"error_after": 5}])
 async def test_a_broken_answer_is_never_kept(tmp_path, fault):
-    async with running([Fake("a", times=1, **fault)], tmp_path, cache=EXACT) as on:
-        assert "error" in (await on.stream(PROMPT)).events[-1] or True
+    async with running([Fake("a", step=0.001, times=1, **fault)], tmp_path, cache=EXACT) as on:
+        assert "error" in (await on.stream(PROMPT)).events[-1]
         on.gateway.replicas[0].succeeded()
         assert (await on.stream(PROMPT)).text == answer("once", 12)
 

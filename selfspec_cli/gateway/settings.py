@@ -29,6 +29,9 @@ class BackendSettings:
     url: str | None = knob(None, help="its address; a server that answers there is adopted", unset="one is started")
     words: list[str] = knob(factory=list, help="of `local` and `quantised`: what `selfspec serve` is given")
     options: list[str] = knob(factory=list, help="further options of the server that is started")
+    environment: dict[str, Any] = knob(
+        factory=dict, help="variables of the server that is started, such as CUDA_VISIBLE_DEVICES"
+    )
     replicas: list[str] = knob(factory=list, help="of `pool`: addresses of the servers behind the router")
     prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
     model: str | None = knob(None, help="the name of the model there", unset="the first that /v1/models names")

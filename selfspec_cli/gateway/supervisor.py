@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -100,7 +99,7 @@ class Supervisor:
         log = log_of(settings, self.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:
-            self.processes[one.name] = children.start(command, out, environment(os.environ))
+            self.processes[one.name] = children.start(command, out, environment(settings))
         self.say(f"{one.name}: starting at {one.url}; its log: {log}")
 
     async def _answers(self, one: Replica) -> bool:

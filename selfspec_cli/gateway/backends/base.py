@@ -64,6 +64,7 @@ def log_of(settings: BackendSettings, folder: Path) -> Path:
     return folder / f"backend-{settings.name}.log"
 
 
-def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Of a server that is started here."""
-    return {"VLLM_NO_USAGE_STATS": "1", **base}
+def environment(settings: BackendSettings, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Of the server of a backend that is started here."""
+    own = {name: str(value) for name, value in settings.environment.items()}
+    return {"VLLM_NO_USAGE_STATS": "1", **base, **own}

@@ -60,11 +60,11 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(*(_cell(row[column]) for column in columns))
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)
-    table = Table("route", "of", "requests", "plain requests", "gain", "95 % interval",
+    table = Table("model", "route", "of", "requests", "plain requests", "gain", "95 % interval",
                   title="what it won: plain over routed, for one token of the answer; above 1 is a win")  # fmt: skip
     for gain in found["gains"]:
         interval = "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}"
-        table.add_row(gain["route"], gain["of"], str(gain["requests"]), str(gain["plain_requests"]),
+        table.add_row(gain["model"], gain["route"], gain["of"], str(gain["requests"]), str(gain["plain_requests"]),
                       "" if gain["gain"] is None else f"{gain['gain']:.2f}", interval)  # fmt: skip
     console.print(table)
     for name, value in found["checks"].items():

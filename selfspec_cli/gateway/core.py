@@ -17,7 +17,7 @@ from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body, watch
 from selfspec_cli.gateway.errors import GatewayError, bad_request
-from selfspec_cli.gateway.ledger import Ledger
+from selfspec_cli.gateway.ledger import ASKED_FOR, Ledger
 from selfspec_cli.gateway.limits import Keys, Tenant
 from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.outcome import Outcome
@@ -99,7 +99,7 @@ class Gateway:
                                backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
         out.policy = asked.policy or self.settings.policy
         if asked.backend is not None:
-            return Choice(tuple(found), "asked_for", found[0].predict(asked))
+            return Choice(tuple(found), ASKED_FOR, found[0].predict(asked))
         if out.plain:
             return Choice(tuple(found), "plain", found[0].predict(asked))
         return self.choose(asked, found)

@@ -61,6 +61,9 @@ def run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
 async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
     async with stub() as address:
         settings.backends[-1].url = address
+        if (os.cpu_count() or 1) < 2:  # then the servers share the one core that there is
+            for backend in settings.backends:
+                backend.environment.clear()
         settings.port = 0
         log = Path(settings.results_dir) / server.FOLDER / f"demo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         settings.log = str(log)

@@ -17,13 +17,15 @@ from selfspec_cli.record.intervals import mean_ratio_interval
 
 KEPT = 2000  # newest requests of a route
 ALL = "all"  # routes together
+ASKED_FOR = "asked_for"  # the reason of a request whose client named the backend
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One route's. gain: plain over routed; low, high: its interval; None where one side has fewer than two requests,
-    or a route cost nothing. of: seconds or money."""
+    """One route's, of one model. gain: plain over routed; low, high: its interval; None where one side has fewer than
+    two requests, or a route cost nothing. of: seconds or money."""
 
+    model: str
     route: str
     of: str
     requests: int
@@ -34,42 +36,40 @@ class Gain:
 
 
 class Ledger:
-    """Seconds and money a token, by route; the plain side is under None."""
+    """Seconds and money a token, by model and route; the plain side is under the route None."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str | None, deque[float]] = {}
-        self.money: dict[str | None, deque[float]] = {}
+        self.kept: dict[str, dict[tuple[str, str | None], deque[float]]] = {"seconds": {}, "money": {}}
 
     def add(self, out: Outcome) -> None:
         """A request has ended."""
         self.add_row({"status": out.status, "plain": out.plain, "route": out.route, "tokens": out.tokens,
-                      "e2e_ms": None if out.e2e is None else out.e2e * 1000, "cost": out.cost,
-                      "cache": out.cache})  # fmt: skip
+                      "e2e_ms": None if out.e2e is None else out.e2e * 1000, "cost": out.cost, "cache": out.cache,
+                      "model": out.asked.model, "reason": out.reason})  # fmt: skip
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """A line of the log."""
-        tokens, route = row.get("tokens"), row.get("route")
-        if row.get("status") != 200 or not tokens or route is None:
+        """A line of the log. A request whose client named the backend was not routed, and counts on no side."""
+        tokens, route, model = row.get("tokens"), row.get("route"), str(row.get("model") or "")
+        if row.get("status") != 200 or not tokens or route is None or row.get("reason") == ASKED_FOR:
             return
-        cost = 0.0 if row.get("cache") == "hit" else row.get("cost")
-        for kept, value in ((self.seconds, row.get("e2e_ms")), (self.money, cost)):
+        seconds, cost = row.get("e2e_ms"), 0.0 if row.get("cache") == "hit" else row.get("cost")
+        for of, value in (("seconds", None if seconds is None else seconds / 1000), ("money", cost)):
             if value is None:
                 continue
-            scaled = value / tokens / (1000 if kept is self.seconds else 1)
             for key in [None] if row.get("plain") else [route, ALL]:
-                kept.setdefault(key, deque(maxlen=KEPT)).append(scaled)
+                self.kept[of].setdefault((model, key), deque(maxlen=KEPT)).append(value / tokens)
 
     def gains(self) -> list[Gain]:
-        """Of every route, and of all together."""
-        return [_gain(str(route), of, kept[route], kept.get(None, ()))
-                for of, kept in (("seconds", self.seconds), ("money", self.money))
-                for route in sorted(key for key in kept if key is not None)]  # fmt: skip
+        """Of every model and route, and of all routes of a model together."""
+        return [_gain(model, route, of, kept[model, route], kept.get((model, None), ()))
+                for of, kept in self.kept.items()
+                for model, route in sorted((model, route) for model, route in kept if route is not None)]  # fmt: skip
 
 
-def _gain(route: str, of: str, ours: Sequence[float], plain: Sequence[float]) -> Gain:
+def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequence[float]) -> Gain:
     if min(len(ours), len(plain)) < 2 or sum(ours) == 0:
-        return Gain(route, of, len(ours), len(plain), None, None, None)
+        return Gain(model, route, of, len(ours), len(plain), None, None, None)
     ratio = (sum(plain) / len(plain)) / (sum(ours) / len(ours))
     interval = mean_ratio_interval(plain, ours)
     low, high = interval if interval is not None else (None, None)
-    return Gain(route, of, len(ours), len(plain), ratio, low, high)
+    return Gain(model, route, of, len(ours), len(plain), ratio, low, high)

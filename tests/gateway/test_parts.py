@@ -104,13 +104,16 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
         plain = number % 4 == 0
         ms = draw.lognormvariate(0, 0.3) * (100 if plain else 50)
         ledger.add_row({"status": 200, "plain": plain, "route": "a", "tokens": 10, "e2e_ms": ms, "cost": None})
-    (all_routes, route) = ledger.gains()
-    assert (all_routes.route, route.route, route.of) == ("a", "all", "seconds")
+    route, all_routes = ledger.gains()
+    assert (route.route, all_routes.route, route.of) == ("a", "all", "seconds")
     assert route.low < 2.0 < route.high
     assert route.high - route.low < 0.5
     few = Ledger()
     few.add_row({"status": 200, "plain": False, "route": "a", "tokens": 10, "e2e_ms": 1.0})
     few.add_row({"status": 502, "plain": True, "route": "a", "tokens": 10, "e2e_ms": 1.0})
+    for _ in range(3):
+        few.add_row({"status": 200, "plain": False, "route": "a", "tokens": 1, "e2e_ms": 1, "reason": "asked_for"})
+    assert [one.requests for one in few.gains()] == [1, 1]
     assert {one.gain for one in few.gains()} == {None}
 
 

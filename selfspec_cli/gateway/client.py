@@ -62,6 +62,15 @@ class Client:
 
     async def part(self, data: bytes) -> None:
         """Send a part of a stream; returns when the client has room for more."""
+        await self._part(data)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def last(self, data: bytes) -> None:
+        """Send the last part of a stream."""
+        await self._part(data)
+        await self.end(data)
+
+    async def _part(self, data: bytes) -> None:
         if not self.begun:
             self.headers["cache-control"] = "no-cache"
             await self.begin(200, EVENTS)
@@ -71,10 +80,9 @@ class Client:
                 self.kept = None
             else:
                 self.kept.append(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """Send the last part."""
+        """Send the end, and what comes with it."""
         self.ended = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 

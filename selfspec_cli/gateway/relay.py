@@ -189,8 +189,9 @@ class Relay:
         if not kind.startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         frames, done = Frames(), False
+        made: list[bytes] = []
         async for part in self.gateway.upstream.parts(response):
-            made: list[bytes] = []
+            made = []
             broken: BrokenStream | None = None
             try:
                 done = self._take(frames.feed(part), made)
@@ -206,14 +207,15 @@ class Relay:
                     replica.first_token(number, at - began)
                     replica.succeeded()
                 self.last = at
-                await self.client.part(END.join([*made, b""]))
+                if not done:  # its end is sent with it: each write is a system call
+                    await self.client.part(END.join([*made, b""]))
             if broken is not None:
                 raise broken
             if done:
                 break
         if not done and not self.finished:
             raise BrokenStream("the stream ended before the answer did")
-        await self._finish([])
+        await self._finish(made if done else [])
         if done:  # then the connection can be used again
             with suppress(BrokenStream, TimeoutError):
                 async with asyncio.timeout(DRAIN_SECONDS):
@@ -266,5 +268,4 @@ class Relay:
         self.finished = True
         if self.out.tokens is None and self.way == continuation.IDS and self.kept.tokens:
             self.out.tokens = len(self.kept.token_ids())
-        await self.client.part(END.join([*more, events.DONE, b""]))
-        await self.client.end()
+        await self.client.last(END.join([*more, events.DONE, b""]))

@@ -2,12 +2,13 @@
 # make demo-gateway  two vLLM servers and a stub behind a gateway, on the CPU, about five minutes; what it won
 # make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run every test that this machine can run; says how long each part took
-# make mutants  small faults in the code, one by one: which of them the tests notice (hours; docs/mutation.md)
+# make mutants  small faults in the code, one by one: which of them the tests notice (hours; tests/mutation/README.md)
 # make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
 # make prometheus  install what the test of the metrics needs (Prometheus); without it that test is skipped
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
+# make sky  whether SkyPilot takes infra/selfspec.yaml
 # Needs Python 3.11+ (PYTHON=python3.12 picks one), make and pip.
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ define timed
 endef
 summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
 
-.PHONY: demo demo-gateway quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus wheel clean
+.PHONY: demo demo-gateway quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -92,6 +93,13 @@ browser:
 # What tests/engine/test_prometheus.py needs: Prometheus and promtool, Debian's package.
 prometheus:
 	command -v prometheus >/dev/null && command -v promtool >/dev/null || (apt-get update && apt-get install -y prometheus)
+
+# Does SkyPilot's own parser take infra/selfspec.yaml? In an environment of its own, because it wants older packages.
+sky:
+	$(PYTHON) -m venv .sky
+	.sky/bin/python -m pip install -q --disable-pip-version-check skypilot==0.14.1
+	.sky/bin/python -c 'import sky, yaml; print(sky.Task.from_yaml_config(yaml.safe_load(open("infra/selfspec.yaml")), \
+	    env_overrides=[("SELFSPEC_BUCKET", "bucket"), ("SELFSPEC_WORDS", "layer=3")]).resources)'
 
 wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

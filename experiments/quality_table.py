@@ -1,10 +1,10 @@
-"""The tables of docs/quality.md: speed, accept rate, perplexities and scores of arms, from one results folder.
+"""The tables of quality on the page of published figures: speed, accept rate, perplexities and scores of arms, from one results folder.
 
-    python experiments/quality_table.py reference results/published/quality/reference            what to run, in order
-    python experiments/quality_table.py reference results/published/quality/reference --run      run it, then the table
-    python experiments/quality_table.py reference results/published/quality/reference --run --steps sweep
-    python experiments/quality_table.py reference results/published/quality/reference --table    the table alone
-    python experiments/quality_table.py smollm2 results/published/quality/smollm2 --run model=/models/smollm2
+    python experiments/quality_table.py reference results/quality/reference            what to run, in order
+    python experiments/quality_table.py reference results/quality/reference --run      run it, then the table
+    python experiments/quality_table.py reference results/quality/reference --run --steps sweep
+    python experiments/quality_table.py reference results/quality/reference --table    the table alone
+    python experiments/quality_table.py smollm2 results/quality/smollm2 --run model=/models/smollm2
 
 `reference` is the embedded model, `smollm2` a folder ./smollm2 made by smollm2.py, or the one that model= names. The
 quality of an arm does not hang on who else works on the machine; its speed does, and so the sweep stands last, for a
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.record import folder, quality, tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.quality import GENERATED, GREEDY, Book, arm_in_words
-from selfspec_cli.record.tables import Record
 
 EAGER = "engine.enforce_eager=true"  # nothing is timed, and an engine starts in a quarter of the time
 GATES = ("none", "adaedl", "entropy", "margin", "maxp", "survival", "varH")
@@ -68,9 +68,7 @@ def main() -> None:
         if options.run:
             subprocess.run([sys.executable, "-m", "selfspec_cli", *words], check=True)
     if options.run or options.table:
-        text = table(options.results)
-        (options.results / "table.md").write_text(text, encoding="utf-8")
-        print(text)
+        print(table(options.results))
 
 
 def table(results: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 EXTRAS = {
     "bench": (
-        "altair", "hydra", "itables", "jinja2", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy", "sklearn",
-        "tabulate", "typer", "vl_convert", "yaml",
+        "altair", "hydra", "itables", "jinja2", "joblib", "numpy", "omegaconf", "optuna", "pandas", "rich", "scipy",
+        "sklearn", "tabulate", "typer", "vl_convert", "yaml",
     ),
     "data": ("datasets",),
     "track": ("wandb",),

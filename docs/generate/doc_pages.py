@@ -1,9 +1,10 @@
-"""Writes what is generated: docs/figures.md, and the parts of other pages that stand between two markers.
+"""What is generated of the pages: the page of all published figures, and the parts of others between two markers.
 
     PYTHONPATH=. python docs/generate/doc_pages.py
 
-tests/unit/test_docs.py compares these pages with what this would write. A new folder of points in results/published gets
-a table by itself, and a file that no part of the page is about is listed at its end.
+writes those parts, and tests/unit/test_docs.py compares them with what this would write. The page of all figures is kept
+in no file: `make docs` adds it to the site. A new folder of points in results/published gets a table there by itself, and
+a file that no part of the page is about is listed at its end.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from figure_cells import PUBLISHED, ROOT, data_of, table
+from figure_cells import ROOT, at, data_of, names, table
+from figure_grid import by_arm, by_load
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
-from figure_readme import speedups
+from figure_readme import served, settings, speedups
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
-from selfspec_cli.record import tables
-
-PAGE = ROOT / "docs" / "figures.md"
+from selfspec_cli.record.columns import TABLES, header, meanings
 
 HEAD = """# Published figures
 
-This page is generated from `results/published/` by `docs/generate/`. A test compares the two, so a figure here is the
-figure of a file there. The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
+This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
 
 - **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
   drafting costs, and nothing about how good the drafts of any model are. Every such row has a length in the column
@@ -39,13 +38,10 @@ figure of a file there. The [glossary](glossary.md) explains the words, and [rea
 
 
 def left_out() -> list[str]:
-    """Files of results/published that no part of the page is about. Logs and locks are no results: git ignores them."""
-    patterns = [pattern for _, files in PARTS for pattern in files] + list(NO_FIGURES)
-    covered = {path for pattern in patterns for path in PUBLISHED.glob(pattern)}
-    covered |= {path for name in point_folders() for path in (PUBLISHED / name).glob("*.[ct]sv")}
-    covered |= set(PUBLISHED.rglob("runs/*"))
-    files = {path for path in PUBLISHED.rglob("[!.]*") if path.is_file() and path.parent.name != "logs"}
-    return sorted(str(path.relative_to(PUBLISHED)) for path in files - covered)
+    """Published files that no part of the page is about."""
+    patterns = [pattern for _, files in PARTS for pattern in files] + [*NO_FIGURES, "*/runs/*"]
+    covered = {name for pattern in patterns for name in names(pattern)}
+    return sorted(set(names()) - covered)
 
 
 def page() -> str:
@@ -54,6 +50,8 @@ def page() -> str:
     now = [points_section(name) for name in names if "earlier" not in name]
     before = [points_section(name) for name in names if "earlier" in name]
     others = [write() for write, _ in PARTS]
+    others += ["### Quality", quality_tables(), "### Profiles", profile_tables()]
+    others += ["### Other methods of vLLM", rivals_tables(at("rivals"))]
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
     parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
@@ -63,9 +61,18 @@ def page() -> str:
 
 
 def columns() -> str:
-    """The table of a row's columns."""
-    rows = [(f"`{name}`", meaning) for name, meaning in tables.meanings(tables.Record).items()]
-    return table(("column", "what it holds"), rows)
+    """A table of the columns of each file of a results folder."""
+    parts = []
+    for file, kind in TABLES.items():
+        meaning = {
+            "key": "joins the tables: of one setting on one workload",
+            "point": "joins the tables: of one measurement",
+        }
+        meaning |= meanings(kind)
+        rows = [(f"`{name}`", meaning.get(name)) for name in header(kind)]
+        about = " ".join((kind.__doc__ or "").split())
+        parts += [f"### {file}", f"{about} {len(rows)} columns.", table(("column", "what it holds"), rows)]
+    return "\n\n".join(parts)
 
 
 def installs() -> str:
@@ -91,27 +98,30 @@ def installs() -> str:
     return "\n\n".join(parts)
 
 
-WRITTEN = {
-    "README.md": ("speedups", speedups),
-    "docs/rows.md": ("columns", columns),
-    "docs/getting_started.md": ("install", installs),
-    "docs/profile.md": ("profiles", profile_tables),
-    "docs/quality.md": ("quality", quality_tables),
-    "docs/rivals.md": ("rivals", lambda: rivals_tables(PUBLISHED / "rivals")),
-}
-"""Pages that have a generated part, with the name of the two markers that it stands between and what writes it."""
+WRITTEN = (
+    ("README.md", "speedups", speedups),
+    ("docs/which_models.md", "settings", settings),
+    ("docs/load.md", "served", served),
+    ("docs/measurements.md", "cpu", lambda: by_arm("cpu")),
+    ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
+    ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
+    ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
+    ("docs/rows.md", "columns", columns),
+    ("docs/getting_started.md", "install", installs),
+)
+"""Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""
 
 
 def pages() -> dict[Path, str]:
-    """Every page that is written here, or has a part that is, and what it should be.
+    """Every page that has a part that is written here, and what it should be.
 
     Raises:
         ValueError: a page has lost its markers.
     """
-    made = {PAGE: page()}
-    for name, (marker, write) in WRITTEN.items():
+    made: dict[Path, str] = {}
+    for name, marker, write in WRITTEN:
         path, text = ROOT / name, write()
-        parts = re.split(f"(<!-- /?{marker} -->)", path.read_text(encoding="utf-8"))
+        parts = re.split(f"(<!-- /?{marker} -->)", made.get(path) or path.read_text(encoding="utf-8"))
         if len(parts) != 5:
             raise ValueError(f"{name}: a part stands between <!-- {marker} --> and <!-- /{marker} -->")
         made[path] = f"{parts[0]}{parts[1]}\n{text}\n{parts[3]}{parts[4]}"

@@ -5,8 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from selfspec_cli.record import archive, folder
+from selfspec_cli.record.point import Point
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "results" / "published"
@@ -38,12 +43,49 @@ def percent(value: Any) -> str | None:
     return None if value in (None, "") else f"{100 * float(value):.0f} %"
 
 
+def at(name: str) -> Path:
+    """Where a published file or folder is, such as `gpu/lowbit/int4_E8`: in an archive, or beside them."""
+    if (PUBLISHED / name).is_file():
+        return PUBLISHED / name
+    parts = name.split("/")
+    for last in range(len(parts), 0, -1):
+        packed = PUBLISHED.joinpath(*parts[:last]).with_name(parts[last - 1] + archive.SUFFIX)
+        if packed.is_file():
+            return packed.joinpath(*parts[last:])
+    return PUBLISHED / name
+
+
+def names(pattern: str = "*") -> list[str]:
+    """The names of published files, those in archives too, that match a pattern; `*` matches several folders."""
+    found = [path for path in PUBLISHED.rglob("[!.]*") if path.is_file()]
+    packed = [path for path in found if path.name.endswith(archive.SUFFIX)]
+    every = [*(set(found) - set(packed)), *(file for one in packed for file in archive.contents(one))]
+    called = (archive.shown(path.relative_to(PUBLISHED)) for path in every)
+    return sorted(name for name in called if fnmatchcase(name, pattern))
+
+
+@lru_cache(maxsize=64)
+def _points(path: Path) -> tuple[Point, ...]:
+    points, warnings = folder.read(path)
+    assert not warnings, warnings
+    return tuple(points)
+
+
+def points_of(name: str) -> tuple[Point, ...]:
+    """The points of a published folder."""
+    return _points(at(name))
+
+
+def text_of(name: str) -> str:
+    """A text file of results/published."""
+    return archive.read_text(at(name))
+
+
 def rows_of(name: str) -> list[dict[str, str]]:
     """The rows of a CSV file of results/published."""
-    with (PUBLISHED / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader(text_of(name).splitlines()))
 
 
 def data_of(name: str) -> Any:
     """A JSON file of results/published."""
-    return json.loads((PUBLISHED / name).read_text(encoding="utf-8"))
+    return json.loads(text_of(name))

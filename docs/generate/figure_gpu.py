@@ -1,17 +1,17 @@
-"""Published files of single GPU runs as sections of docs/figures.md."""
+"""Published files of single GPU runs as sections of the page of all figures."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from figure_cells import PUBLISHED, data_of, number, ratio, table
+from figure_cells import data_of, names, number, ratio, table
 
 
 def lossless() -> str:
     """How many outputs were compared on a GPU in batch-invariant mode, and how many differed."""
     lines = []
-    for name in sorted(str(path.relative_to(PUBLISHED)) for path in PUBLISHED.rglob("lossless*.json")):
+    for name in names("*lossless*.json"):
         found = data_of(name)
         cases = found.get("cases", [])
         gates = [each for engine in found.get("gates", {}).values() for each in engine.values()]

@@ -1,49 +1,55 @@
-"""Published files that are no points as sections of docs/figures.md."""
+"""Published files that are no points as sections of the page of all figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from figure_cells import PUBLISHED, data_of, number, percent, ratio, rows_of, table
+from figure_cells import at, data_of, names, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
-from figure_serving import RUNS, VARYING, agreement, api_server, joins, orders, served, trimmed, varying
+from figure_quality import COLUMNS, cells
+from figure_serving import (
+    RUNS,
+    VARYING,
+    adaptive_verification,
+    agreement,
+    api_server,
+    full_graphs,
+    orders,
+    served,
+    varying,
+)
 
 
 def gates() -> str:
-    """One line a run of experiments/gates/compare.py: plain decoding, the best without a gate, the best with one."""
+    """The arms of every run of experiments/gates/compare.py."""
     lines = []
-    for file in sorted((PUBLISHED / "gates").glob("*_E*.csv")):
-        rows = rows_of(f"gates/{file.name}")
-        if not {"gate", "speedup"} <= set(rows[0]):
+    for file in names("gates/*_E*"):
+        rows = rows_of(file) if file.endswith(".csv") else data_of(file).get("rows")
+        if not rows or not {"gate", "speedup"} <= set(rows[0]):
             continue
-        drafted = [row for row in rows if int(row["k"])]
-        plain = next((row for row in rows if not int(row["k"])), None)
-        best = {kind: max((row for row in drafted if (row["gate"] == "none") == (kind == "none")), default=None,
-                          key=lambda row: float(row["speedup"])) for kind in ("none", "gate")}  # fmt: skip
-        lines.append((f"`{file.name}`", rows[0]["E"], len(drafted), plain and number(plain["tok_s_median"], 4),
-                      *(setting(row) for row in best.values())))  # fmt: skip
+        for row in [] if file.endswith("screened.csv") else rows:
+            between = f"{ratio(row['speedup_min'])} to {ratio(row['speedup_max'])}"
+            lines.append((f"`{file}`", row["E"], row["k"] or "plain", gate_of(row), number(row["tok_s_median"], 4),
+                          f"{ratio(row['speedup'])} ({between})"))  # fmt: skip
     text = """### gates: comparisons on one engine
 
-Arms of one engine take turns prompt by prompt. `fixed` files hold every draft length without a gate and some settings;
-`grid` files hold the best points of a grid, measured a second time. `grid_E3_screened.csv` is a first screening on a few
-prompts, whose best point is partly luck. Files with "widened" are from one H200, the others from two CPU cores.
+Arms of one engine take turns prompt by prompt; every arm is a row. `fixed` files hold every draft length without a gate and
+some settings; `grid` files hold the best points of a grid, measured a second time. `gates/grid_E3_screened.csv` is the
+first screening of one of them, 98 arms on a few prompts, whose order is partly luck; it is not shown. Files with "widened" are from one H200, the others from two CPU cores.
 
 ```
-python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
-python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
+python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
+python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 ```
 
 """
-    header = ("file", "E", "drafting arms", "plain tok/s", "best without a gate", "best with a gate")
+    header = ("file", "E", "k", "gate", "tok/s", "speedup (lowest to highest of the repeats)")
     return text + table(header, lines)
 
 
-def setting(row: dict[str, str] | None) -> str | None:
-    """A row of a gate's comparison in words."""
-    if row is None:
-        return None
-    gate = "" if row["gate"] == "none" else f", {row['gate']} at {float(row['threshold']):.3g}"
-    return f"{ratio(row['speedup'])} (k={row['k']}{gate})"
+def gate_of(row: dict[str, str]) -> str:
+    """The gate of a row of a comparison, with its threshold."""
+    return "" if row["gate"] == "none" else f"{row['gate']} at {float(row['threshold']):.3g}"
 
 
 def gate_costs() -> str:
@@ -54,7 +60,7 @@ Milliseconds of a step or a round, medians; one H200, Llama-3-8B shape, E=8, k=3
 adaptive verification on another card.
 
 ```
-python experiments/gates/cost_on_gpu.py --out results/published/gates/cost_on_gpu.json
+python experiments/gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
 ```
 
 """
@@ -68,8 +74,8 @@ def roc() -> str:
     text = """### gates: which one tells good drafts from bad
 
 Real drafts of the reference model. The area under the curve is 0.5 for a coin and 1 for a gate that is always right; "at
-stake" counts only drafts behind accepted ones. `results/published/gates/roc/roc.png` has the curves, `choice.json` what
-was chosen.
+stake" counts only drafts behind accepted ones. `gates/roc/choice.json` says
+what was chosen.
 
 ```
 selfspec roc
@@ -114,7 +120,7 @@ Two CPU cores, E=3, setting {found["setting"]}. Asking the gate takes {found["ga
 second table is the time of one layer's products over so many tokens.
 
 ```
-python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/published/gates
+python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
 ```
 
 """
@@ -126,7 +132,7 @@ def heads(name: str) -> str:
     """The heads of one run of `selfspec heads`."""
     rows = [(row["E"], row["head"], row["vocab"], percent(row["agreement"]), percent(row["agreement_generated"]),
              row["best_k"], ratio(row["predicted_speedup"]), ratio(row["measured_speedup"]))
-            for row in rows_of(f"{name}/heads.csv")]  # fmt: skip
+            for row in data_of(f"{name}/heads.json")["rows"]]  # fmt: skip
     found = data_of(f"{name}/heads.json")
     text = f"""### {name}: exit heads
 
@@ -149,7 +155,7 @@ def views() -> str:
     """Acceptance of cheaper views."""
     engine = [(row["model"], row["draft_weights"], row["skip_layers"], row["rounds"], percent(row["first"]),
                f"{float(row['mean_accepted_len']):.2f}", f"{float(row['cost']):.2f}", ratio(row["predicted"]))
-              for row in rows_of("views/cpu_engine/views.csv")]  # fmt: skip
+              for row in data_of("views/cpu_engine/views.json")["rows"]]  # fmt: skip
     plain = [(row["model"], row["view"], row["temperature"], row["drafts"], percent(row["given_before"]),
               f"{percent(row['low'])} to {percent(row['high'])}", f"{float(row['tokens_a_round']):.2f}")
              for name in VIEWS for row in rows_of(f"views/{name}.csv") if row["position"] == "1"]  # fmt: skip
@@ -174,7 +180,7 @@ steps on 64 answers at a rate of 1e-3, "kl-gentle" in 100 steps on 256 answers a
 the view at the request's temperature (`draft_sample_method=probabilistic`).
 
 ```
-experiments/views/measure.sh SMOLLM2_FOLDER results/published/views
+experiments/views/measure.sh SMOLLM2_FOLDER results/views
 python experiments/views/acceptance.py --model experiments/reference_model/plain --name reference_plain --prompts library --answers 32 --views "int8;int6;int5;int4;fp8;int4=FITTED;12-17;12-13;int4@12-13;shared@3-23;shared@6-23" --out plain_views.csv
 selfspec fit-weights model=./smollm2 model.name=smollm2_135m model.dtype=float32 model.max_model_len=1024 engine=cpu engine.kv_cache_gib=2 engine.max_num_seqs=32 workload=chat draft_weights=int4 --prompts 32 --rank 32
 python experiments/views/train_corrections.py --model smollm2 --weights FITTED --steps 100 --answers 256 --length 96 --rate 2e-4 --out TRAINED
@@ -187,39 +193,39 @@ python experiments/views/acceptance.py --model smollm2 --name smollm2_135m --ans
 
 
 def quality() -> str:
-    """The committed table of perplexities."""
+    """The table of perplexities."""
     text = """### quality: perplexity
 
 One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here are those
 that do not verify (method `skip`). [Quality](quality.md) explains the columns.
 
 ```
-python experiments/quality_table.py reference results/published/quality/reference --run
+python experiments/quality_table.py reference results/quality/reference --run
 ```
 
 """
-    return text + (PUBLISHED / "quality" / "reference" / "table.md").read_text(encoding="utf-8").strip()
+    return text + table(COLUMNS, cells(at("quality/reference")))
 
 
 PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
-    (gates, ("gates/*_E*.csv", "gates/*_E*.json")),
+    (gates, ("gates/*_E*")),
     (gate_costs, ("gates/cost_on_gpu*.json",)),
     (roc, ("gates/roc/*",)),
     (tuning, ("gates/tune/*",)),
-    (round_times, ("gates/rounds_E3.json", "gates/verify_E3.csv", "gates/gemm_rows.csv")),
-    (lambda: heads("heads"), ("heads/heads.*",)),
-    (lambda: heads("heads_2"), ("heads_2/heads.*",)),
-    (views, ("views/**/*",)),
-    (quality, ("quality/**/*",)),
+    (round_times, ("gates/gemm_rows.csv",)),
+    (lambda: heads("heads"), ("heads/heads.json",)),
+    (lambda: heads("heads_2"), ("heads_2/heads.json",)),
+    (views, ("views/*",)),
+    (quality, ("quality/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
-    (trimmed, ()),
+    (adaptive_verification, ()),
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
     (api_server, ("serving/api_server_cpu.json",)),
-    (joins, ("serving/full_graphs_apart_h200.json",)),
+    (full_graphs, ("serving/full_graphs_apart_h200.json",)),
     (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
-    (lossless, ("gpu/**/lossless*.json",)),
-    (trace, ("gpu/**/trace_batch1.json",)),
+    (lossless, ("gpu/*lossless*.json",)),
+    (trace, ("gpu/*trace_batch1.json",)),
     (low_bits, ("gpu/lowbit/engine_h200.json", "gpu/rearranged/before_after.json", "gpu/vllm_0.33/gpu_8b.json")),
     (fits, ("gpu/fit_*.json",)),
     (attention, ("gpu/attention/*",)),
@@ -239,5 +245,5 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
 )
 """What writes a part of the page, and the files that it is about."""
 
-NO_FIGURES = ("serving/*", "install/*", "profile/**/*", "**/README.md")
+NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md")
 """Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -1,4 +1,4 @@
-"""Folders of measured points as sections of docs/figures.md."""
+"""Folders of measured points as sections of the page of all figures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from figure_cells import PUBLISHED, number, percent, ratio, table
+from figure_cells import PUBLISHED, ROOT, at, number, percent, points_of, ratio, table
 
-from selfspec_cli.record import folder, tables
+from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label
 
@@ -25,15 +25,15 @@ ABOUT = {
     "gpu/plain_widened_one": "The same control in an engine for one request at a time, on the layout of copies that it has, with the draft's attention in one kernel.",
     "gpu/plain_widened_one_newer": "The same by the newer kernel for one token, with norms and activations that round for the product behind them.",
     "gpu/widened_one": "The early-exit-trained model in such an engine. A measurement with six drafts was cut off.",
-    "gpu/smollm2_one_request": "SmolLM2-135M-Instruct widened, in such an engine. The three arms' 32 outputs are one another's, and those of plain decoding in an engine for 32 requests (`rivals/gpu_smollm2`); it is the plain engine for one request that differs from all of them. Another engine used the other card of the host.",
-    "gpu/smollm2_h100": "SmolLM2-135M-Instruct widened, in an engine for 32 requests, by the kernels for one and for few tokens that such engines have now; no other program was running while it was timed. The outputs of an arm are the same at 1, 4 and 16 requests; of plain decoding's 16 they repeat 3 or 4.",
-    "gpu/smollm2_one_request_h100": "The same model in an engine for one request, on the same host.",
-    "gpu/smollm2_four_bits_h100": "The same model beside itself in 4 bits, which is what people do instead and is not lossless: over the plain model 1.11x (0.90x to 1.22x), 1.30x (1.15x to 1.40x) and 1.31x (1.14x to 1.38x) at 1, 4 and 16 requests. The three engines ran on one host with two cards and were timed one at a time; the baseline of the drafting arm was measured by a command of its own.",
-    "gpu/smollm2_slow_host_h100": "The same on another host, on which the plain engine took 3.1 to 3.7 ms a step, for want of a faster processor: ratios say more about that host than about drafting. The outputs of the drafting arms are all those of plain decoding.",
-    "gpu/smollm2_rounds_in_front_h100": "The same model in an engine for one request, with norms and activations that round for the product behind them.",
-    "gpu/smollm2_rounds_apart_h100": "The same in the same loan of a machine, with a kernel of its own that rounds. The two plain engines, which are the same, differ by 22 % in their time a token.",
-    "gpu/smollm2_read_first_h200": "The same model on an H200, in an engine for 32 requests: tokens read before the next step is launched where drafting hides that, and launched first at every load; vLLM's `draft_model` on a 4-bit copy; and the model itself in 4 bits. All engines were timed one at a time; the plain one was busy for about 40 % of the time.",
-    "gpu/smollm2_fitted_h200": "The same in an engine for one request: 4-bit copies rounded with data, and with corrections of rank 32 beside them; and, over another plain engine, 8-bit copies.",
+    "gpu/smollm2/one_request": "SmolLM2-135M-Instruct widened, in such an engine. The three arms' 32 outputs are one another's, and those of plain decoding in an engine for 32 requests (`rivals/gpu_smollm2`); it is the plain engine for one request that differs from all of them. Another engine used the other card of the host.",
+    "gpu/smollm2/h100": "SmolLM2-135M-Instruct widened, in an engine for 32 requests, by the kernels for one and for few tokens that such engines have now; no other program was running while it was timed. The outputs of an arm are the same at 1, 4 and 16 requests; of plain decoding's 16 they repeat 3 or 4.",
+    "gpu/smollm2/one_request_h100": "The same model in an engine for one request, on the same host.",
+    "gpu/smollm2/four_bits_h100": "The same model beside itself in 4 bits, which is what people do instead and is not lossless. The three engines ran on one host with two cards and were timed one at a time; the baseline of the drafting arm was measured by a command of its own.",
+    "gpu/smollm2/slow_host_h100": "The same on another host, on which the plain engine took 3.1 to 3.7 ms a step, for want of a faster processor: ratios say more about that host than about drafting. The outputs of the drafting arms are all those of plain decoding.",
+    "gpu/smollm2/rounds_in_front_h100": "The same model in an engine for one request, with norms and activations that round for the product behind them.",
+    "gpu/smollm2/rounds_apart_h100": "The same in the same loan of a machine, with a kernel of its own that rounds. The two plain engines, which are the same, differ by 22 % in their time a token.",
+    "gpu/smollm2/read_first_h200": "The same model on an H200, in an engine for 32 requests: tokens read before the next step is launched where drafting hides that, and launched first at every load; vLLM's `draft_model` on a 4-bit copy; and the model itself in 4 bits. All engines were timed one at a time; the plain one was busy for about 40 % of the time.",
+    "gpu/smollm2/fitted_h200": "The same in an engine for one request: 4-bit copies rounded with data, and with corrections of rank 32 beside them; and, over another plain engine, 8-bit copies.",
     "gpu/widened_rounds_in_front_h100": "The early-exit-trained model in an engine for one request, with norms and activations that round for the product behind them.",
     "gpu/widened_lowbit_h100": "The early-exit-trained model in an engine for one request, by the newer kernel for one token.",
     "gpu/drafts_off": "Early exit whose table of lengths says that nothing is drafted (`length_table=1:0`), beside plain vLLM: what the engine costs when it does not draft.",
@@ -70,21 +70,25 @@ ABOUT = {
 
 def point_folders() -> list[str]:
     """Folders of results/published that hold points, by their names; earlier runs last."""
-    found = {str(runs.parent.relative_to(PUBLISHED)) for runs in PUBLISHED.rglob("runs") if any(runs.glob("*.json"))}
+    found = {archive.shown(runs.parent.relative_to(PUBLISHED)) for runs in archive.below(PUBLISHED, folder.RUNS)}
     return sorted(found, key=lambda name: ("earlier" in name, name))
 
 
 def points_section(name: str) -> str:
     """The heading, commands and table of a folder of points."""
-    points, warnings = folder.read(PUBLISHED / name)
-    assert not warnings, warnings
-    lines = [f"### {name}", "", ABOUT.get(name, ""), "", f"Files: `results/published/{name}/`. {where(points)}", ""]
+    points = points_of(name)
+    lines = [f"### {name}", "", ABOUT.get(name, ""), "", f"File: `{source(name)}`. {where(points)}", ""]
     said = dict.fromkeys(filter(None, map(command, points)))
     lines += ["```", *said, "```", ""] if said else []
     rows = [row_of(point) for point in points]
     header = ("arm", "at once", "tokens in", "tok/s (min to max)", "speedup (95 %)", "synthetic acceptance", "accept rate",
               "tokens a verify step", "ΔPPL", "identical outputs")  # fmt: skip
     return "\n".join([*lines, table(header, rows)])
+
+
+def source(name: str) -> str:
+    """The path by which `selfspec report results_dir=PATH` shows a folder of points."""
+    return str(at(name).relative_to(ROOT))
 
 
 def row_of(point: Point) -> tuple[Any, ...]:

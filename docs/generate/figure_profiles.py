@@ -1,14 +1,14 @@
-"""Published profiles (`selfspec profile`) as the tables of docs/profile.md."""
+"""Published profiles (`selfspec profile`) as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from figure_cells import PUBLISHED, percent, table
+from figure_cells import at, percent, table
 
-from selfspec_cli.record import profiles
+from selfspec_cli.record import archive, profiles
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.profiles import SHARES, Profile
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.rows import group_title, label
 
 FOLDER = "profile"
@@ -18,7 +18,7 @@ KERNELS = 5  # of the slowest, of each arm
 def profile_tables() -> str:
     """Two tables for each model, workload and machine: the share of each part, and the slowest kernels."""
     groups: dict[tuple[str, str], list[Profile]] = {}
-    for place in sorted((PUBLISHED / FOLDER).glob(f"*/{profiles.FOLDER}")):
+    for place in archive.below(at(FOLDER), profiles.FOLDER):
         for profile in profiles.newest(place.parent).values():
             groups.setdefault((profile.device, group_title(_row(profile))), []).append(profile)
     if not groups:

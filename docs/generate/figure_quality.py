@@ -1,10 +1,10 @@
-"""The tables of docs/quality.md, from the published folders of `experiments/quality_table.py`."""
+"""The tables of quality, from the published folders of `experiments/quality_table.py`."""
 
 from __future__ import annotations
 
 import sys
 
-from figure_cells import PUBLISHED, ROOT, table
+from figure_cells import ROOT, at, table
 
 sys.path.insert(0, str(ROOT / "experiments"))
 from quality_table import COLUMNS, cells
@@ -23,9 +23,7 @@ def quality_tables() -> str:
     """For each model what an arm reached, and what perplexity; the columns of one table are too many for a page."""
     parts = []
     for name, about in MODELS.items():
-        if not (PUBLISHED / "quality" / name).is_dir():
-            continue
-        rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(PUBLISHED / "quality" / name)]
+        rows = [dict(zip(COLUMNS, line, strict=True)) for line in cells(at(f"quality/{name}"))]
         parts.append(f"### {about}")
         parts += [table(columns, [tuple(row[column] for column in columns) for row in rows]) for columns in TABLES]
     return "\n\n".join(parts)

@@ -1,89 +1,124 @@
-"""The README's table of speedups, from the published points."""
+"""The README's tables of speedups: a row is one setting, and a cell is the published point that its key names."""
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from figure_cells import PUBLISHED, ROOT, data_of, ratio, table
+from figure_cells import ROOT, at, data_of, points_of, ratio, table
 from figure_serving import LOADS as SERVED
 
 sys.path.insert(0, str(ROOT / "experiments" / "rivals"))
 from table import lost
 
-from selfspec_cli.record import folder, tables
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.point import Point
 
-Chosen = Callable[[Record], bool]
-LOADS = (1, 16, 32, 128)
-REAL, SET = "**Real acceptance**", "**Synthetic acceptance: cost alone.** vLLM was told to accept two of three drafts"
+LOADS = (1, 8, 16, 32, 128)
+REAL, SET = (
+    "**Real acceptance**",
+    "**Synthetic acceptance: cost alone.** vLLM accepts two of three drafts, whatever they are",
+)
 SAME = "the same"
-NEWEST = {"load_h200_rust_long": "behind vLLM's front end in Rust, newest run",
-          "load_h200_full_graphs": "behind vLLM's API server in Python, newest run of every load; a slow host"}  # fmt: skip
+RUNS = {"load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
+        "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)"}  # fmt: skip
+"""Load runs that have a row of their own, each on one server with one setting."""
 
 
-def _own_layers(layer: int, weights: str = "shared") -> Chosen:
-    """Early exit at a layer over the full vocabulary; `weights` None in old points is shared."""
-    return lambda row: (row.arm == "layer_skip" and row.E == layer and (row.draft_weights or "shared") == weights
-                        and row.vocab in (None, "full"))  # fmt: skip
+@dataclass(frozen=True)
+class Line:
+    """One setting on one model and machine. runs: the folders of points that measured it; of several the median is
+    shown. keys: of its point at each number of requests at once."""
+
+    model: str
+    setting: str
+    runs: tuple[str, ...]
+    keys: dict[int, str]
 
 
-def _small_vocabulary(row: Record) -> bool:
-    """Early exit over some of the vocabulary."""
-    return row.arm == "layer_skip" and row.vocab not in (None, "full")
-
-
-LINES: tuple[tuple[str, str, str, Chosen] | str, ...] = (
+LINES: tuple[Line | str, ...] = (
     REAL,
-    ("trained for early exit: 15 M parameters, widened to the cost of 5 B; one H200", "first 3 of 24 layers",
-     "gpu/widened", _own_layers(3)),
-    (SAME, "the same on 8-bit floats", "gpu/widened", _own_layers(3, "fp8")),
-    (SAME, "the same on 8-bit integers", "rivals/gpu", _own_layers(3, "int8")),
-    (SAME, "the same on 4-bit integers", "gpu/widened_one", _own_layers(3, "int4")),
-    ("the same size and text, plainly trained, widened; one H200", "all 24 layers on 4-bit integers",
-     "gpu/plain_widened_one_newer", _own_layers(24, "int4")),
-    ("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; one H100",
-     "all 30 layers on 8-bit integers", "gpu/smollm2_four_bits_h100", _own_layers(30, "int8")),
-    ("the same; one H200", SAME, "gpu/smollm2_read_first_h200",
-     lambda row: _own_layers(30, "int8")(row) and row.read_first is None),
-    ("trained for early exit: 15 M parameters; two CPU cores", "first 3 of 24 layers", "cpu",
-     lambda row: _own_layers(3)(row) and row.gate == "varH"),
+    Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
+         ("gpu/widened",), {1: "e4209e624b23"}),
+    Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),
+         {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"}),
+    Line(SAME, "first 3 layers on 4-bit integers, 5 drafts, engine for one request", ("gpu/widened_one",),
+         {1: "2de765c33a6d"}),
+    Line("the same size and text, plainly trained, widened; H200",
+         "all 24 layers on 4-bit integers, 4 drafts, engine for one request", ("gpu/plain_widened_one_newer",),
+         {1: "de3d7597ef5b"}),
+    Line("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; H100, three hosts",
+         "all 30 layers on 8-bit integers, 4 drafts",
+         ("gpu/smollm2/h100", "gpu/smollm2/four_bits_h100", "gpu/smollm2/slow_host_h100"),
+         {1: "e7dd82f25482", 16: "744a3528e4e4"}),
+    Line("the same; H200", SAME, ("gpu/smollm2/read_first_h200",), {1: "191ac9f30d30", 16: "49941cfd5486"}),
+    Line("15 M parameters, trained for early exit; two CPU cores", "first 3 of 24 layers, 4 drafts, gate varH at 5",
+         ("cpu",), {1: "fa36750527d0"}),
     SET,
-    ("Llama-3-8B shape, random weights; one H200", "first 8 of 32 layers", "gpu/gpu_8b", _own_layers(8)),
-    (SAME, "the same on 8-bit floats", "gpu/gpu_8b_drafts", _own_layers(8, "fp8")),
-    (SAME, "the same on 4-bit integers, 32,768 tokens of the vocabulary, in an engine for one request",
-     "gpu/lowbit/one_request_8b", _small_vocabulary),
-    ("the same; one H100", "the same in an engine for 32 requests", "gpu/lowbit/int4_E8_many_h100", _small_vocabulary),
+    Line("Llama-3-8B shape, random weights; H200", "first 8 of 32 layers, 3 drafts", ("gpu/gpu_8b", "gpu/gpu_8b_drafts"),
+         {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"}),
+    Line(SAME, "the same on 8-bit floats", ("gpu/gpu_8b_drafts",),
+         {1: "438791af307f", 16: "d7cfc21d7b6f", 32: "e24b1f982f6c"}),
+    Line("the same; H100", "first 8 layers on 4-bit integers, 32,768 tokens of the vocabulary, 3 drafts",
+         ("gpu/lowbit/int4_E8_many_h100",), {1: "d9afdae35f5a", 16: "100d14edc268", 32: "839aecefd32e"}),
 )  # fmt: skip
-"""Model and machine, what drafts, the folder of points, and which of its points; or a line of its own."""
 
 
 def speedups() -> str:
-    """The table of speedups, and below it where another method of vLLM was faster than early exit."""
-    parts, faster = [_table(), served()], list(lost(PUBLISHED / "rivals"))
-    if not faster:
-        return "\n\n".join(parts)
-    told = (
-        "Other methods of vLLM were faster in these of the runs that [compare them](docs/rivals.md); "
-        "on a CPU a draft on copies takes as long as a plain step:"
-    )
-    return "\n\n".join([*parts, told, "\n".join(f"- {line}" for line in faster)])
+    """The table of speedups, what servers reached, and where another method of vLLM was faster than early exit."""
+    parts, faster = [settings(), served()], list(lost(at("rivals")))
+    if faster:
+        parts += ["[Other methods of vLLM](docs/rivals.md) were faster than every measured setting of early exit here:",
+                  "\n".join(f"- {line}" for line in faster)]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def settings() -> str:
+    """A row a setting, a column a number of requests at once."""
+    rows = [(line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
+            for line in LINES]  # fmt: skip
+    return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
+
+
+def _cells(line: Line) -> list[str]:
+    """The speedups of a line by LOADS; behind a median the number of its runs.
+
+    Raises:
+        ValueError: a key names no point, one of another load, or the points are not of one setting.
+    """
+    cells, setting = [], None
+    for load in LOADS:
+        points = [point for name in line.runs for point in points_of(name) if point.key == line.keys.get(load)]
+        if not points and load in line.keys:
+            raise ValueError(f"{line.setting}: no point of {', '.join(line.runs)} has the key {line.keys[load]}")
+        for point in points:
+            setting = setting or one_setting(point)
+            if point.arm["batch"] != load or one_setting(point) != setting:
+                raise ValueError(f"{line.setting}: {point.id} is of another load or setting than its row")
+        values = [point.compared_with.speedup for point in points if point.compared_with is not None]
+        runs = f" ({len(values)} runs)" if len(values) > 1 else ""
+        cells.append(f"{ratio(statistics.median(values))}{runs}" if values else "")
+    return cells
+
+
+def one_setting(point: Point) -> dict[str, Any]:
+    """What makes a point's setting, whatever the load and the length of the measurement."""
+    return {name: value for name, value in point.arm.items()
+            if name not in ("batch", "repeats", "seed", "output_len") and value is not None}  # fmt: skip
 
 
 def served() -> str:
-    """Throughput of a server over plain vLLM's in closed loops: the newest run of every load behind each front end, and
-    all runs."""
+    """Throughput of a server over plain vLLM's in closed loops: of two runs, and the range of all."""
     runs = {name: data_of(f"serving/{name}.json") for name in SERVED}
     levels = [level for level in runs[SERVED[0]]["compared"] if level.startswith("closed ")]
     clients = sorted(int(level.removeprefix("closed ")) for level in levels)
-    rows = [(told, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients))
-            for name, told in NEWEST.items()]  # fmt: skip
+    rows = [(about, *(ratio(_reached(runs[name], f"closed {count}")) for count in clients))
+            for name, about in RUNS.items()]  # fmt: skip
     reached = [[one for run in runs.values() if (one := _reached(run, f"closed {count}"))] for count in clients]
-    rows.append((f"all {len(runs)} runs, the lowest and the highest",
+    rows.append((f"all {len(runs)} runs, other hosts and versions: the lowest and the highest",
                  *(f"{ratio(min(found))} to {ratio(max(found))}" for found in reached)))  # fmt: skip
-    text = """Served over HTTP on H200s, the widened model on 8-bit integers with a table of lengths, 128 tokens out, clients that
-ask again at once. Hosts and versions differ; [load tests](docs/load.md) has each run, and the latencies:
+    text = """Served over HTTP on H200s, the widened model on 8-bit integers, 128 tokens out, clients that ask again at once:
 
 """
     return text + table(("clients", *map(str, clients)), rows)
@@ -95,24 +130,3 @@ def _reached(run: dict[str, Any], level: str) -> float | None:
     if turns:
         return float(turns["throughput"]["median"])
     return float(once["throughput"]) if once else None
-
-
-def _table() -> str:
-    """Of several points at one load the greatest speedup stands in it, in short contexts; the greatest of all
-    with real acceptance is bold."""
-    rows, best = [], max(_speed(line, 1) or 0.0 for line in LINES[: LINES.index(SET)] if not isinstance(line, str))
-    for line in LINES:
-        if isinstance(line, str):
-            rows.append((line, *[""] * (len(LOADS) + 1)))
-            continue
-        speeds = [_speed(line, load) for load in LOADS]
-        cells = [f"**{ratio(speed)}**" if speed == best else ratio(speed) for speed in speeds]
-        rows.append((line[0], line[1], *(cell or "" for cell in cells)))
-    return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
-
-
-def _speed(line: tuple[str, str, str, Chosen], load: int) -> float | None:
-    points = folder.read(PUBLISHED / line[2])[0]
-    found = [row.speedup for row in map(tables.row, points)
-             if line[3](row) and row.batch == load and row.input_len <= 128 and row.speedup is not None]  # fmt: skip
-    return max(found, default=None)

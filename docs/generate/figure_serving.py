@@ -1,11 +1,11 @@
-"""Published files of load tests as sections of docs/figures.md."""
+"""Published files of load tests as sections of the page of all figures."""
 
 from __future__ import annotations
 
 import re
 import statistics
 
-from figure_cells import PUBLISHED, data_of, number, ratio, table
+from figure_cells import data_of, number, ratio, table, text_of
 
 LOADS = ("load_h200", "load_h200_swapped", "load_h200_alone", "load_h200_late", "load_h200_again",
          "load_h200_full_graphs", "load_h200_128", "load_h200_rust", "load_h200_rust_measured",
@@ -27,7 +27,7 @@ def served() -> str:
         found = data_of(f"serving/{name}.json")
         for level, over in found["compared"].items():
             if level.startswith("trimmed"):
-                continue  # `trimmed` has them
+                continue  # `adaptive_verification` has them
             sides = found["rows"][level]
             speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
                       for side in ("plain", "early exit")]  # fmt: skip
@@ -96,8 +96,8 @@ def varying() -> str:
     both = "\n\n".join(tables)
     return f"""### serving: a table of lengths where loads vary
 
-The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients by
-turns of 2.5 s, 10 s a turn, everything else stopped.
+The widened reference model on one H200, E=3, 8 bits, `adaptive_length`; the table `{found["table"]}`. 128 and 32 clients,
+alternating every 2.5 s, 10 s a turn, everything else stopped.
 
 ```
 experiments/gpu_host.sh MODELS OUT widened load_widened
@@ -106,8 +106,8 @@ experiments/gpu_host.sh MODELS OUT widened load_widened
 {both}"""
 
 
-def joins() -> str:
-    """Full graphs for steps that requests join, beside vLLM's graphs of the parts of such a step."""
+def full_graphs() -> str:
+    """Full graphs for mixed prefill and decode batches, beside vLLM's piecewise graphs of them."""
     rows = []
     for one in data_of("serving/full_graphs_apart_h200.json"):
         cpu = " / ".join(f"{share:.2f}" for share in one["server_cpu"].values())
@@ -116,17 +116,17 @@ def joins() -> str:
                      one["unlike_answers"]))  # fmt: skip
     header = ("clients", "server", "table of lengths", "tok/s", "TTFT (ms)", "p99 TTFT (ms)", "TPOT (ms)",
               "p99 TPOT (ms)", "of a core: API server, engine", "prompts with unlike answers")  # fmt: skip
-    return f"""### serving: full graphs for steps that requests join
+    return f"""### serving: full graphs for mixed prefill and decode batches
 
 The widened reference model on one H200, E=3, 8 bits, k=6 at most, `adaptive_length`; three servers on one card, closed loops
-of 3 to 10 seconds by turns, in the order of the rows. One early exit server had full graphs for the steps that requests join
+of 3 to 10 seconds, alternating, in the order of the rows. One early exit server had full graphs for mixed prefill and decode batches
 (one for each size, and none for short queries yet), the other one vLLM's graphs of the parts of such a step. A script of the day
 measured it, and a switch that is not in the code.
 
 {table(header, sorted(rows, key=lambda row: row[0]))}"""
 
 
-TRIMMED = {
+ADAPTIVE = {
     "load_h200_rust_long": "As it was, beside `adaptive_length`: what it had left out of the verify pass counted as "
     "rejected, and what it drafted after a pause was always left out, so that it did not begin again.",
     "load_h200_trimmed": "These repaired, on another host. Drafts are admitted by the exit head's own probability.",
@@ -137,10 +137,10 @@ TRIMMED = {
 """Runs with a server with adaptive verification, and what was new in each."""
 
 
-def trimmed() -> str:
+def adaptive_verification() -> str:
     """Adaptive verification beside full verification, at fixed draft lengths."""
     tables = []
-    for file, told in TRIMMED.items():
+    for file, about in ADAPTIVE.items():
         rows = []
         for level, sides in data_of(f"serving/{file}.json")["rows"].items():
             if not level.startswith("trimmed"):
@@ -155,12 +155,12 @@ def trimmed() -> str:
         header = ("clients", "drafts a round", "plain tok/s", "every draft verified", "adaptive verification",
                   "over every draft verified", "tokens a round with drafts", "the same, adaptive", "rounds with drafts",
                   "the same, adaptive", "adaptive, every draft verified")  # fmt: skip
-        tables.append(f"`{file}.json`. {told}\n\n{table(header[: len(rows[0])], sorted(rows))}")
+        tables.append(f"`{file}.json`. {about}\n\n{table(header[: len(rows[0])], sorted(rows))}")
     all_of_them = "\n\n".join(tables)
     return f"""### serving: adaptive verification
 
 The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
-beside one that verifies every draft, 5 to 8 seconds a level, by turns, everything else stopped. What it does is in
+beside one that verifies every draft, 5 to 8 seconds a level, alternating, everything else stopped. What it does is in
 [draft length](draft_length.md#adaptive-verification).
 
 ```
@@ -172,13 +172,13 @@ experiments/gpu_host.sh MODELS OUT widened load_trimmed_short   # the third
 {all_of_them}"""
 
 
-ENGINES = {"plain": "plain vLLM, steps that a request joins 2.5 ms longer",
-           "slow joins": "plain vLLM, steps that a request joins 6 ms longer",
+ENGINES = {"plain": "plain vLLM, mixed batches 2.5 ms longer",
+           "slow joins": "plain vLLM, mixed batches 6 ms longer",
            "early exit": "early exit, two drafts at most from 46 requests on",
            "longer": "early exit, four drafts at any number of requests",
            "none first": "early exit, no drafts while requests arrive",
            "held": "early exit, steps 4 ms longer while requests arrive"}  # fmt: skip
-"""What the stand-in for an engine stood for, in experiments/serving/api_server.py."""
+"""What the stand-in for an engine behaved like, in experiments/serving/api_server.py."""
 
 
 def api_server() -> str:
@@ -192,12 +192,12 @@ def api_server() -> str:
             middle, low, high = (number(of(values), digits) for of in (statistics.median, min, max))
             cells.append(f"{middle} ({low} to {high})")
         rows.append((ENGINES[arm], len(runs), *cells))
-    header = ("the engine stands for", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
+    header = ("the engine behaves like", "runs", "tok/s", "p99 TTFT (ms)", "last first token of the start (ms)",
               "TTFT, settled (ms)", "p99 TTFT, settled (ms)")  # fmt: skip
     return f"""### serving: what the API server takes of a first token
 
 vLLM's API server in front of a stand-in for the engine, whose steps last as long as those of the widened reference model on
-an H200 did; 128 clients that begin at once, runs of 8 seconds, three of each server and two servers of each kind, by turns. Two
+an H200 did; 128 clients that begin at once, runs of 8 seconds, three of each server and two servers of each kind, alternating. Two
 cores of an Intel Xeon, one for the server and one for the clients, and nothing else. Settled are the requests that began after
 the first second. Medians, and the least and the greatest.
 
@@ -211,7 +211,7 @@ python experiments/serving/api_server.py --out api_server.json
 def orders() -> str:
     """Early exit that reads a step's tokens before it launches the next one, or launches that late, and in vLLM's order,
     over plain vLLM."""
-    lines = (PUBLISHED / "serving" / "host_time_h200.txt").read_text(encoding="utf-8").splitlines()
+    lines = text_of("serving/host_time_h200.txt").splitlines()
     steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
              for line in lines]  # fmt: skip
     return f"""### serving: when a step's tokens are read
@@ -266,7 +266,7 @@ def agreement() -> str:
         rows.append((f"`{name}.json`", where, found["clients"], len(found["rounds"]), *spread, *apart))
     text = """### serving: `selfspec load` beside `vllm bench serve`
 
-One server without drafts, by turns; ours over theirs within each round, and the median of that over the rounds. With 8
+One server without drafts, alternating; ours over theirs within each round, and the median of that over the rounds. With 8
 clients, rounds are 200 requests of 128 tokens; with one, 100 of 32.
 
 ```

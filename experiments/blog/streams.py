@@ -1,6 +1,6 @@
 """Two streams side by side, from a measured run: plain decoding and early exit write the same text, at their own pace.
 
-    python experiments/blog/streams.py results/published/blog --out docs/blog/streams.svg [--prompt 0]
+    python experiments/blog/streams.py results/published/blog.jsonl.xz --out docs/blog/streams.svg [--prompt 0]
 
 The folder holds the points of a sweep on the embedded reference model: a baseline, and an arm of early exit behind gate
 varH. They have the time at which each output of each request came, and a digest of its tokens. The text is not among

@@ -1,7 +1,7 @@
 """Gated drafting against ungated, and a full grid, on one live engine whose arms take turns prompt by prompt.
 
-    python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/published/gates
-    python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/published/gates
+    python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
+    python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 
     python experiments/gates/compare.py fixed --model /tmp/reference_widened --layer 3 --setting survival:0.184:12 ...
 

@@ -1,24 +1,25 @@
-"""The tables of docs/rivals.md, from the points of results folders: of each method the setting that was the fastest.
+"""The tables of docs/rivals.md, from the points of results folders: every setting of every method that was measured.
 
-    python experiments/rivals/table.py results/published/rivals/cpu [FOLDER ...]    print them
+    python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
     PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/rivals.md
 
-A table a model, workload and batch, each against the baseline of its own command; all arms that were measured stand in
-the folders' summary.csv. Where no setting of a method was measured, or all failed, it has no line.
+A table a model, workload and batch, each against the baseline of its own command. A setting that failed has no line.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli.record import folder, tables
+from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.report.rows import Group, groups, headline, label, times
+from selfspec_cli.report.sources import folders as results_folders
 
-COLUMNS = ("fastest setting of each method", "speedup", "accept rate", "tokens a verify step",
+COLUMNS = ("method and setting", "speedup", "accept rate", "tokens a verify step",
            "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
 TEXTS = {"headline": "Python", "prose": "English documentation", "chat": "chat questions"}
 """What the prompts of a workload are, for readers who do not know its name."""
@@ -35,29 +36,41 @@ def main() -> None:
 
 def rivals_tables(place: Path) -> str:
     """The tables of every results folder in a folder, one after the other."""
-    found = sorted(runs.parent for runs in place.glob("*/runs"))
+    found = results_folders(place)
     if not found:
         return "Nothing has been measured on a quiet machine yet."
     return "\n".join(line for each in found for line in markdown(each)).strip()
 
 
 def lost(place: Path) -> Iterator[str]:
-    """For each model, text and load of every results folder in a folder: where another method was faster than early
-    exit by more than noise, which is an interval wholly above that of early exit."""
-    for runs in sorted(place.glob("*/runs")):
-        points = [point for point in folder.read(runs.parent)[0] if point.ok]
+    """For each model, text and load of every results folder in a folder: settings of other methods that were faster
+    than every setting of early exit by more than noise, which is an interval wholly above theirs."""
+    for one in results_folders(place):
+        points = [point for point in folder.read(one)[0] if point.ok]
         for group in groups(tables.row(point) for point in points):
-            best = best_of_each(group.rows)
-            own = next((row for row in best if row.arm == "layer_skip"), None)
-            if own is None or own is best[0] or _least(best[0]) <= (own.speedup_high or own.speedup or 0):
+            measured = arms(group.rows)
+            ours = [row for row in measured if row.arm == "layer_skip"]
+            above = [row for row in measured if ours and row not in ours
+                     and (row.speedup_low or row.speedup or 0) > max(_high(own) for own in ours)]  # fmt: skip
+            if not above:
                 continue
-            text = TEXTS.get(group.rows[0].workload or "", "random text")
-            other, ours = (f"{label(row)} reached {row.speedup:.2f}x" for row in (best[0], own))
-            yield f"{other}, {ours} ({text}; {group.title}; {own.device})"
+            first = group.rows[0]
+            text = TEXTS.get(first.workload or "", "random text")
+            others = " and ".join(f"{_method(row)} {row.speedup:.2f}x" for row in above)
+            own = " and ".join(f"{_method(row)} {row.speedup:.2f}x" for row in ours)
+            where = f"{first.model}, {text}, {first.input_len:,} tokens in, batch {first.batch}, {first.device}"
+            yield f"{others}, where early exit was {own} ({where})"
 
 
-def _least(row: Record) -> float:
-    return row.speedup_low or row.speedup or 0.0
+def _method(row: Record) -> str:
+    """A setting in two or three words."""
+    if row.arm == "layer_skip":
+        return label(replace(row, acceptance_length=None)).replace(" · lens", "").replace(" · no gate", "")
+    return f"{(row.speculative or row.arm).partition(' ')[0]} k={row.k}"
+
+
+def _high(row: Record) -> float:
+    return row.speedup_high or row.speedup or 0.0
 
 
 def markdown(place: Path) -> Iterator[str]:
@@ -79,7 +92,7 @@ def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> 
     yield ""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|---" * len(COLUMNS) + "|"
-    for row in best_of_each(group.rows):
+    for row in arms(group.rows):
         rate = "" if row.accept_rate is None else f"{row.accept_rate:.0%}"
         length = "" if row.mean_accepted_len is None else f"{row.mean_accepted_len:.2f}"
         same = "" if row.identical is None else f"{row.identical} of {row.outputs}"
@@ -87,17 +100,10 @@ def _table(group: Group, accepted: dict[str, AcceptRow | None], place: Path) -> 
     yield ""
 
 
-def best_of_each(rows: Sequence[Record]) -> list[Record]:
-    """Of each method the measured arm of greatest speedup, the fastest first."""
-    best: dict[tuple[object, ...], Record] = {}
-    for row in rows:
-        if row.arm == "baseline" or row.status != OK or row.speedup is None:
-            continue
-        method = (row.arm, (row.speculative or "").partition(" ")[0], row.draft_weights, row.skip_layers,
-                  row.gate in (None, "none"))  # fmt: skip
-        if method not in best or row.speedup > (best[method].speedup or 0):
-            best[method] = row
-    return sorted(best.values(), key=lambda row: -(row.speedup or 0))
+def arms(rows: Sequence[Record]) -> list[Record]:
+    """The measured arms beside the baseline, the fastest first."""
+    kept = [row for row in rows if row.arm != "baseline" and row.status == OK and row.speedup is not None]
+    return sorted(kept, key=lambda row: -(row.speedup or 0))
 
 
 def _positions(row: AcceptRow | None) -> str:

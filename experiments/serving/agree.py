@@ -1,6 +1,6 @@
 """Do `selfspec load` and `vllm bench serve` say the same of one server? Both ask it the same prompts in a closed loop.
 
-    python experiments/serving/agree.py --out results/published/serving/agree.json --clients 8 --requests 200 \
+    python experiments/serving/agree.py --out results/serving/agree.json --clients 8 --requests 200 \
         model=reference method=baseline engine.max_num_seqs=32
 
 The words are settings, as of every command; they say which server is started. The two take turns (--rounds), so that a

@@ -1,11 +1,11 @@
 """lm-evaluation-harness and guidellm as clients of a server that `selfspec serve` starts; what they print is kept.
 
-    python experiments/serving/clients.py --out results/published/serving --guidellm /path/to/its/venv/bin/guidellm
+    python experiments/serving/clients.py --out results/serving --guidellm /path/to/its/venv/bin/guidellm
 
 lm-evaluation-harness is the extra `eval`. guidellm's dependencies do not go together with vLLM's, so it lives in a
 virtual environment of its own: python -m venv guidellm && guidellm/bin/pip install guidellm. Nothing is downloaded: the
 tasks are made of the standard library's text. The server with drafting is started from a tuned file, with what
-`selfspec tune` chose in the published run (results/published/gates/tune/choice.json). Each server, with drafting and
+`selfspec tune` chose in the published run (results/published/gates.jsonl.xz). Each server, with drafting and
 without, is asked the same, and the scores must be equal.
 """
 
@@ -29,9 +29,10 @@ from pathlib import Path
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.paths import reference_model_dir
+from selfspec_cli.record import archive
 
 SETTINGS = ["engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.25"]
-CHOICE = Path(__file__).parents[2] / "results" / "published" / "gates" / "tune" / "choice.json"
+CHOICE = Path(__file__).parents[2] / "results" / "published" / "gates.jsonl.xz" / "tune" / "choice.json"
 ARMS = {"early exit": ["tuned=reference"], "plain": ["method=baseline"]}
 MODULES = ("textwrap", "bisect", "heapq", "string", "shlex", "glob")
 GENERATE = """
@@ -77,7 +78,7 @@ def tasks(folder: Path, count: int) -> None:
 
 def write_tuned(folder: Path) -> None:
     """conf/tuned/ in `folder`, as `selfspec tune` would have written it there."""
-    words = json.loads(CHOICE.read_text(encoding="utf-8"))["overrides"]
+    words = json.loads(archive.read_text(CHOICE))["overrides"]
     (found_best,) = compose_runs(None, words, sweep=False)
     tuned.write(folder / "conf", found_best, tuned.overrides(found_best), f"the choice of {CHOICE.name}")
 

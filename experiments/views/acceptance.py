@@ -1,6 +1,6 @@
 """Acceptance of every view of a model, per position, with intervals: plain PyTorch, no engine.
 
-    python experiments/views/acceptance.py --model smollm2 --out results/published/views/smollm2_135m_chat.csv
+    python experiments/views/acceptance.py --model smollm2 --out results/views/smollm2_135m_chat.csv
     python experiments/views/acceptance.py --model experiments/reference_model/model --prompts library ...
 
 Every token of the model's own answers begins a round (experiments/views/drafting.py), greedily and sampled; intervals

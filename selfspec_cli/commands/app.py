@@ -14,15 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from selfspec_cli import __version__
-from selfspec_cli.commands import configs, deploying, findings, runs, screen
+from selfspec_cli.commands import cloud, configs, deploying, findings, runs, screen
 from selfspec_cli.commands.help import TakesSettings
 from selfspec_cli.commands.measuring import Ways, measure, shown_starting
-from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, ROWS_KEPT, emit, guard, say, warn
+from selfspec_cli.commands.screen import FINDINGS_KEPT, GOES_ON, PULL_GOES_ON, ROWS_KEPT, emit, guard, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder as results_folder
 from selfspec_cli.report.formats import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
@@ -87,6 +86,19 @@ def doctor(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fa
             screen.show_checks(checks)
             say("A run could work here." if fine else "A run could not work here.", "bold")
         raise typer.Exit(0 if fine else 1)
+
+
+@app.command(
+    epilog="Examples: selfspec pull model=HuggingFaceTB/SmolLM2-135M-Instruct   ·   selfspec pull model=ORG/NAME "
+    "model.revision=COMMIT draft_weights=int4 engine=h100",
+    cls=TakesSettings,
+)
+def pull(overrides: Overrides = None, as_json: Json = False, dry_run: DryRun = False, debug: Debug = False) -> None:
+    """Download a model from the Hugging Face Hub: only what vLLM reads, at one commit; go on after a break."""
+    with guard(as_json, debug, PULL_GOES_ON):
+        from selfspec_cli.commands import pulling
+
+        pulling.pull(configs.one(overrides, None), as_json=as_json, dry_run=dry_run)
 
 
 @app.command("options", epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json")
@@ -156,6 +168,8 @@ def sweep(
         if again and retry_failed:
             raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
+        if runs[0].launcher.kind == "sky":
+            return cloud.launch(runs[0], overrides or [], as_json=as_json, dry_run=dry_run)
         ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
         measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)
 
@@ -670,16 +684,24 @@ def report(
             reporting.page(folder, out or folder, where or [], figures, as_json, reload)
 
 
-@app.command(epilog="Example: selfspec export results_dir=results/mine")
-def export(overrides: Folder = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Make summary.csv and accept.tsv of a results folder again from its points."""
+@app.command(
+    epilog="Examples: selfspec export results_dir=results/mine   ·   selfspec export results_dir=results/mine "
+    "--archive results/published/mine.jsonl.xz"
+)
+def export(
+    overrides: Folder = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the tables, if not results_dir.")] = None,
+    packed: Annotated[
+        Path | None, typer.Option("--archive", help="Write the folder as one file NAME.jsonl.xz, to publish it.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make the tables of a results folder again from its points, or pack the folder into one file."""
     with guard(as_json, debug):
-        folder = configs.results_dir(overrides)
-        if not (folder / results_folder.RUNS).is_dir():
-            raise ConfigError(f"{folder} holds no runs/: nothing was measured there")
-        count, warnings = results_folder.export(folder)
-        warn(warnings)
-        made = {"points": count, "summary": folder / results_folder.SUMMARY, "accept": folder / results_folder.ACCEPT}
+        from selfspec_cli.commands import reporting
+
+        made = reporting.export(configs.results_dir(overrides), out, packed)
         emit(made) if as_json else screen.show_facts(made)
 
 

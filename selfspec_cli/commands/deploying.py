@@ -20,7 +20,7 @@ from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
-from selfspec_cli.record import folder, tables
+from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
@@ -103,6 +103,8 @@ def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
 
     out: the folder that the files are written to.
     """
+    if archive.inside(results) is not None:
+        return []  # what is published was measured elsewhere
     found = []
     for point in best_points(folder.read(results)[0]):
         from selfspec_cli.config.compose import load_config

@@ -22,6 +22,7 @@ from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.tracking import Tracker
 from selfspec_cli.report import make as report_stage
@@ -123,7 +124,7 @@ def measure(
     raise typer.Exit(result.exit_code)
 
 
-def _with_baselines(folder: Path, keys: set[str]) -> list[tables.Record]:
+def _with_baselines(folder: Path, keys: set[str]) -> list[Record]:
     """The rows of a folder that have one of these keys, and the baselines that they were compared with."""
     points, _ = results_folder.read(folder, keys)
     missing = {point.compared_with.baseline for point in points if point.compared_with} - {p.id for p in points}

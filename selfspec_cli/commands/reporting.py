@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from selfspec_cli.commands import deploying
 from selfspec_cli.commands.screen import emit, rows_document, say, warn
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import archive
+from selfspec_cli.record import folder as results
 from selfspec_cli.report import compare as comparing
 from selfspec_cli.report import compared, make, sources, static
 from selfspec_cli.report.formats import Format
@@ -48,3 +52,24 @@ def compare(folder: Path, words: tuple[str, str], where: Sequence[str], form: Fo
         compared.show(made, Console())
     else:
         print(compared.text(made, form), end="")
+
+
+def export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any]:
+    """Make the tables of a folder or an archive, in `out` if that is named, or pack the folder; what was made.
+
+    Raises:
+        ConfigError: nothing was measured there, or it cannot be written to where it would be.
+        RecordError: a table could not be written.
+    """
+    if packed is not None:
+        if out is not None:
+            raise ConfigError("--archive writes one file, and --out tables; ask for one of them")
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; name the one to pack: results_dir=FOLDER")
+        return {"files": archive.pack(folder, packed), "archive": packed}
+    if not archive.is_folder(folder / results.RUNS):
+        raise ConfigError(f"{folder} holds no {results.RUNS}/: nothing was measured there")
+    count, warnings = results.export(folder, out)
+    warn(warnings)
+    place = out or folder
+    return {"points": count, "tables": [str(place / name) for name in results.TABLES if (place / name).is_file()]}

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from selfspec_cli.commands.screen import emit, guard, say, warn
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.record import archive, query, tables
 from selfspec_cli.record import folder as results
-from selfspec_cli.record import query, tables
+from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.rows import group_title, label, times
 
 app = typer.Typer(no_args_is_help=True, help="List, filter, show, compare and delete measured points.")
@@ -46,7 +46,7 @@ def list_points(words: Words = None, as_json: Json = False, debug: Debug = False
         place, conditions = _place(words or [])
         rows = query.chosen([tables.row(point) for point in _points(place)], conditions)
         if as_json:
-            return emit({"points": [asdict(row) for row in rows]})
+            return emit({"points": [plain(row) for row in rows]})
         table = Table(box=None, header_style="bold")
         for name in ("id", "time", "arm", "workload", "tok/s", "speedup", "status"):
             table.add_column(
@@ -138,7 +138,7 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
     if len(named) > 1:
         raise ConfigError(f"{RESULTS} is given twice")
     place = Path(named[0] if named else RunConfig().results_dir)
-    if not (place / results.RUNS).is_dir():
+    if not archive.is_folder(place / results.RUNS):
         raise ConfigError(f"{place} holds no runs/: nothing was measured there; name a folder: {RESULTS}=FOLDER")
     return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
 
@@ -171,7 +171,7 @@ def _meant(points: list[Point], words: list[str]) -> list[Record]:
 
 def _document(point: Point) -> dict[str, Any]:
     return {
-        "row": asdict(tables.row(point)),
+        "row": plain(tables.row(point)),
         "command": point.command,
         "config": point.config,
         "digests": point.digests,
@@ -191,7 +191,7 @@ def _show(point: Point, place: Path) -> None:
     say(f"{label(row)}, {group_title(row)}", "bold")
     say(f"file: {place / results.RUNS / point.id}.json")
     document = {name: value for name, value in _document(point).items() if value and name != "row"}
-    sections = {"figures": {name: value for name, value in asdict(row).items() if value is not None}} | document
+    sections = {"figures": {name: value for name, value in plain(row).items() if value is not None}} | document
     sections["command"] = " ".join(point.command or []) or "not kept"
     for name, section in sections.items():
         say(f"\n{name}", "bold")

@@ -7,7 +7,6 @@ import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,9 @@ from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
+from selfspec_cli.record.columns import Record, plain
 from selfspec_cli.record.folder import RecordError
-from selfspec_cli.record.tables import Record, planned
+from selfspec_cli.record.tables import planned
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.stages.doctor import Check
 from selfspec_cli.stages.plan import Plan, Planned, distinguishing_settings
@@ -61,6 +61,7 @@ BAD_INPUT, RUN_FAILED, INTERRUPTED = 2, 1, 130
 GOES_ON = "what was measured so far is kept, and the same command goes on from there"
 BEGINS_AGAIN = "the same command begins again"
 FINDINGS_KEPT = f"what was found of arms that are complete is kept, but {BEGINS_AGAIN}"
+PULL_GOES_ON = "files that were fetched are kept, and the same command fetches the rest"
 ROWS_KEPT = f"rows measured so far are kept, but {BEGINS_AGAIN}"
 
 
@@ -300,5 +301,5 @@ def show_tuned(document: dict[str, Any]) -> None:
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:
-    """Rows as JSON; what was not measured is null."""
-    return [asdict(row) for row in rows]
+    """Rows as JSON: the columns of summary.csv, null where nothing was measured, and what other tables hold."""
+    return [plain(row) for row in rows]

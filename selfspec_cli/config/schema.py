@@ -56,7 +56,7 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "prose", "chat", "random")
+PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "random")
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -127,8 +127,8 @@ class WorkloadConfig:
     temperature: float = knob(0.0, help="of sampling; 0 is greedy", low=0)
     prompts: str = knob(
         "heldout",
-        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat "
-        "(questions, in the model's template), random (token ids), or a text file",
+        help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat, "
+        "coding or edits (questions, in the model's template), random (token ids), or a text file",
     )
 
 
@@ -240,6 +240,35 @@ class TrackerConfig:
     entity: str | None = knob(None, help="the tracker's user or team", unset="the tracker's default")
 
 
+class LauncherKind(StrEnum):
+    """Where the engines of a sweep run."""
+
+    local = "local"  # in this process, one after the other
+    joblib = "joblib"  # side by side on the GPUs of this host
+    submitit = "submitit"  # as Slurm jobs
+    ray = "ray"  # on a Ray cluster
+    sky = "sky"  # on a spot machine in the cloud; the command hands the whole sweep to SkyPilot
+
+
+CLUSTERS = ("slurm", "local", "debug")
+
+
+@dataclass
+class LauncherConfig:
+    """On what the engines of a sweep run, and how many at once. No part of a point's key."""
+
+    kind: LauncherKind = knob(LauncherKind.local, help="where engines run", choices=tuple(LauncherKind))
+    workers: int | None = knob(
+        None, help="engines at once, at most", low=1, unset="one for each GPU; on a CPU for each idle pair of cores"
+    )
+    tries: int = knob(2, help="workers that may die on one point before it has failed", low=1)
+    address: str | None = knob(None, help="of a Ray cluster that runs", unset="one is started on this host")
+    cluster: str = knob("slurm", help="what submitit submits to; local: processes of this host", choices=CLUSTERS)
+    partition: str | None = knob(None, help="of Slurm", unset="Slurm's default")
+    minutes: int = knob(240, help="that a Slurm job may take", unit="min", low=1)
+    bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
+
+
 def _default_engine() -> EngineConfig:
     """The engine of GROUPS: on the CPU, whatever is installed."""
     return EngineConfig(device="cpu")
@@ -255,6 +284,7 @@ class RunConfig(DraftSettings):
     engine: EngineConfig = field(default_factory=_default_engine)
     load: LoadConfig = field(default_factory=LoadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     speculative: dict[str, Any] = knob(
         factory=dict,
         help="of method vllm: how vLLM itself is to draft, as its speculative_config in JSON, or a named choice",
@@ -281,6 +311,7 @@ GROUPS: dict[str, str] = {
     "workload": "headline",
     "engine": "cpu",
     "tracker": "none",
+    "launcher": "local",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from selfspec_cli.config.schema import (
     PROMPTS,
     ConfigError,
     GateConfig,
+    LauncherConfig,
     Method,
     RunConfig,
     Runner,
@@ -89,7 +91,8 @@ def validate_command(points: Sequence[RunConfig], given: Mapping[str, str]) -> N
     Raises:
         ConfigError: naming what was typed, and the methods or gates that use it.
     """
-    for key in ("results_dir", "head_dir", "tracker.kind", "tracker.project", "tracker.entity"):
+    launcher = (f"launcher.{item.name}" for item in fields(LauncherConfig))
+    for key in ("results_dir", "head_dir", "tracker.kind", "tracker.project", "tracker.entity", *launcher):
         values = dict.fromkeys(str(attrgetter(key)(cfg)) for cfg in points)
         if len(values) > 1:
             raise ConfigError(f"{key}={','.join(values)}: one command takes one value of it")

@@ -14,17 +14,16 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import profiles, quality, tables
+from selfspec_cli.record import archive, columns, profiles, quality, tables
+from selfspec_cli.record.columns import TABLES, AcceptRow, Summary
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
-from selfspec_cli.record.tables import AcceptRow, Record
 
-RUNS, SUMMARY, ACCEPT = "runs", "summary.csv", "accept.tsv"
-TABLES: tuple[tuple[str, type], ...] = ((SUMMARY, Record), (ACCEPT, AcceptRow))
+RUNS, SUMMARY = "runs", "summary.csv"
 
 
 class RecordError(Exception):
@@ -48,6 +47,7 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     Raises:
         RecordError: it could not be written, or there is such a point already; nothing of it is left.
     """
+    archive.refuse(results)
     runs = Path(results) / RUNS
     target = runs / f"{point.id}.json"
     part = runs / f".{point.id}.{os.getpid()}.part"
@@ -89,10 +89,11 @@ def _sync(folder: Path) -> None:
 
 
 def _add_lines(results: Path, point: Point) -> None:
-    rows = (tables.row(point), tables.accept_row(point))
-    for (name, kind), made in zip(TABLES, rows, strict=True):
-        if made is not None:
-            _add_line(results / name, tables.header_line(kind), tables.line(made))
+    row, accept = tables.row(point), tables.accept_row(point)
+    for name, kind in reversed(TABLES.items()):  # summary.csv last: what it lists is in the others, too (`prepare`)
+        made = accept if kind is AcceptRow else row
+        if made is not None and columns.has_line(kind, made):
+            _add_line(results / name, columns.header_line(kind), columns.line(kind, made))
 
 
 def _add_line(path: Path, head: str, line: str) -> None:
@@ -114,6 +115,8 @@ def _add_line(path: Path, head: str, line: str) -> None:
 
 def heads(results: str | os.PathLike[str]) -> list[Point]:
     """Of every readable point what its first line says, in the order in which they were measured."""
+    if archive.inside(results) is not None:
+        return read(results)[0]
     found = []
     for file in _files(results):
         with suppress(ValueError, OSError), file.open(encoding="utf-8") as opened:
@@ -132,7 +135,7 @@ def read(results: str | os.PathLike[str], names: Collection[str] | None = None) 
         if names is not None and file.stem not in names and file.stem.partition("-")[0] not in names:
             continue
         try:
-            points.append(from_json(file.read_text(encoding="utf-8")))
+            points.append(from_json(archive.read_text(file)))
         except (ValueError, OSError) as error:
             strange.append(f"{file.name} ({' '.join(str(error).split())[:80]})")
     points = quality.attach(points, quality.read(results)) if points else []
@@ -152,6 +155,7 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
     Raises:
         RecordError: it could not be written.
     """
+    archive.refuse(results)
     with _explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
         path = quality.save(results, finding)
     if (Path(results) / RUNS).is_dir():
@@ -165,6 +169,7 @@ def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, tra
     Raises:
         RecordError: it could not be written.
     """
+    archive.refuse(results)
     with _explained(Path(results) / profiles.FOLDER / profile.trace):
         path = profiles.save(results, profile, trace)
     if (Path(results) / RUNS).is_dir():
@@ -178,25 +183,32 @@ def in_order(points: list[Point]) -> list[Point]:
 
 
 def _files(results: str | os.PathLike[str]) -> list[Path]:
-    return sorted((Path(results) / RUNS).glob("[!.]*.json"))
+    return archive.files(Path(results) / RUNS, "[!.]*.json")
 
 
-def export(results: str | os.PathLike[str]) -> tuple[int, list[str]]:
-    """Make summary.csv and accept.tsv again from the points, each at once or not at all; (points, warnings).
+def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> tuple[int, list[str]]:
+    """Make the tables again from the points, each at once or not at all; (points, warnings).
+
+    Args:
+        out: a folder for the tables, if not the results folder itself. Of an archive they can only be made elsewhere.
 
     Raises:
+        ConfigError: `out`, or the results folder without one, is an archive.
         RecordError: a table could not be written; it is as it was.
     """
+    place = Path(results if out is None else out)
+    archive.refuse(place)
     runs = Path(results) / RUNS
-    with _explained(runs):
-        runs.mkdir(parents=True, exist_ok=True)
-        with _locked(runs):
+    with _explained(place):
+        (runs if out is None else place).mkdir(parents=True, exist_ok=True)
+        with _locked(runs) if out is None else nullcontext():
             points, warnings = read(results)
             rows = [tables.row(point) for point in points]
             accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
-            for (name, kind), made in zip(TABLES, (rows, accepts), strict=True):
-                if made or (Path(results) / name).exists():
-                    _replace(Path(results) / name, tables.text(kind, made))  # type: ignore[arg-type]
+            for name, kind in TABLES.items():
+                made = [one for one in (accepts if kind is AcceptRow else rows) if columns.has_line(kind, one)]
+                if made or (place / name).exists():
+                    _replace(place / name, columns.text(kind, made))
     return len(points), warnings
 
 
@@ -239,6 +251,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
     Raises:
         ConfigError: the folder cannot be written.
     """
+    archive.refuse(results)
     folder = Path(results)
     try:
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
@@ -250,7 +263,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
     except OSError as error:
         raise ConfigError(_not_writable(folder, error)) from error
     warnings = []
-    for name, kind in TABLES:
+    for name, kind in TABLES.items():
         path = folder / name
         if _listed(path, kind) is None:
             aside = next(other for n in range(1, 1000) if not (other := folder / f"{name}.{n}").exists())
@@ -258,7 +271,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
             warnings.append(f"{path} was not a table of this version of selfspec; it is now {aside.name}, and a new "
                             f"{name} is made from {folder / RUNS}")  # fmt: skip
     ids = [file.stem for file in _files(results)]
-    if sorted(_listed(folder / SUMMARY, Record) or []) != ids:
+    if sorted(_listed(folder / SUMMARY, Summary) or []) != ids:
         export(results)
     return warnings
 
@@ -271,9 +284,9 @@ def _listed(path: Path, kind: type) -> list[str] | None:
         return []
     except (UnicodeDecodeError, OSError):
         return None
-    if text and not (text.startswith(tables.header_line(kind)) and text.endswith("\n")):
+    if text and not (text.startswith(columns.header_line(kind)) and text.endswith("\n")):
         return None
-    width = len(tables.header(kind))
+    width = len(columns.header(kind))
     rows = list(csv.reader(text.splitlines()[1:], delimiter="\t" if kind is AcceptRow else ","))
     return [cells[-1] for cells in rows] if all(len(cells) == width for cells in rows) else None
 
@@ -285,6 +298,7 @@ def sweep_lock(results: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
     """
+    archive.refuse(results)
     path = Path(results) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

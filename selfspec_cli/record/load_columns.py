@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.config.schema import LoadConfig
@@ -9,11 +10,37 @@ from selfspec_cli.record import latency
 from selfspec_cli.record.point import Point, median
 
 if TYPE_CHECKING:
-    from selfspec_cli.record.tables import Record
+    from selfspec_cli.record.columns import Record
 
 TOLD = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
 """Columns that the server told, or that followed from what was measured before (`Point.engine`)."""
 DRIFT = 3  # whole windows that a run needs for its first and its last one to be compared
+
+
+@dataclass
+class Loads:
+    """What a load test asked of a server, and what it found besides speed and latencies, which every point has."""
+
+    arrivals: str | None = None  # of a load test: closed, poisson or bursty
+    clients: int | None = None  # of a closed loop
+    low_clients: int | None = None  # of `clients`, those that ask all the time; others in the first half of a period
+    period: float | None = None  # seconds in which the number of clients goes down and up once
+    rate: float | None = None  # requests a second that arrive
+    load_share: float | None = None  # the rate over what the baseline completes in a closed loop
+    burst: int | None = None  # requests that arrive together
+    frontend: str | None = None  # rust: vLLM's front end in Rust took the requests in; empty: its API server in Python
+    load_seconds: float | None = None  # of one run, from the first request to the last token, median
+    requests: int | None = None  # that ended well, of all runs
+    failed_requests: int | None = None  # refused, broken off or without an output
+    req_s: float | None = None  # requests that end in a second, median of the runs
+    goodput: float | None = None  # requests a second that keep the limits below, median of the runs
+    ttft_limit_ms: float | None = None
+    tpot_limit_ms: float | None = None
+    e2e_limit_ms: float | None = None
+    tpot_p99_first_ms: float | None = None  # of the first whole minute of a run of three minutes and more
+    tpot_p99_last_ms: float | None = None  # of the last one
+    rss_mib: float | None = None  # resident memory of the server's processes after the last run
+    rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up
 
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:

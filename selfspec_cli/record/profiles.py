@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli.record import archive
+
 FOLDER, FORMAT = "profiles", 1
 SHARES = {
     "trunk": ("trunk",),
@@ -28,6 +30,22 @@ SHARES = {
 }
 """Columns of a row, without their ending `_share`, and the parts of a profile that each is the sum of."""
 COLUMNS = tuple(f"{name}_share" for name in SHARES)
+
+
+@dataclass
+class Shares:
+    """Where the wall time of a run key goes under a profiler, by its newest profile (`selfspec profile`)."""
+
+    trunk_share: float | None = None  # of the wall time under a profiler (`selfspec profile`): the layers that draft
+    head_share: float | None = None  # the exit head
+    gate_share: float | None = None  # taking a draft token, and asking the gate
+    draft_share: float | None = None  # the rest of drafting
+    verify_share: float | None = None  # the full model: verify passes and prefill
+    sampler_share: float | None = None  # sampling, and accepting or rejecting drafts
+    scheduler_share: float | None = None  # on a GPU while no kernel runs, as the next one
+    detokenise_share: float | None = None  # text of the tokens, and making outputs
+    host_share: float | None = None  # the GPU waits for the host inside the other parts
+    idle_share: float | None = None  # nothing of the above, and the rest of an engine step
 
 
 @dataclass(frozen=True)
@@ -107,9 +125,9 @@ def newest(results: str | os.PathLike[str]) -> dict[str, Profile]:
     """The newest profile of each run key of a results folder. Files that hold none are left alone."""
     names = {item.name for item in fields(Profile)}
     found: list[Profile] = []
-    for file in (Path(results) / FOLDER).glob("[!.]*.json"):
+    for file in archive.files(Path(results) / FOLDER, "[!.]*.json"):
         with suppress(ValueError, OSError, TypeError, KeyError):
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(archive.read_text(file))
             if data["format"] == FORMAT:
                 found.append(Profile(**{name: value for name, value in data.items() if name in names}))
     return {profile.key: profile for profile in sorted(found, key=lambda one: one.run_id)}

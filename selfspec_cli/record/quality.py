@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.record import profiles
+from selfspec_cli.record import archive, profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
 
@@ -28,6 +28,34 @@ NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed
             "low_clients", "period", "rate", "load_share", "burst", "frontend", "ttft_limit_ms", "tpot_limit_ms",
             "e2e_limit_ms")  # fmt: skip
 """Columns of a row that say nothing of an arm."""
+
+
+@dataclass
+class Quality:
+    """What is known of an arm's output, by the newest findings; `ppl` and `delta_ppl` are columns of summary.csv."""
+
+    verdict: str | None = None  # of `selfspec verify`
+    verdict_cases: int | None = None  # that it looked at
+    ppl_low: float | None = None  # 95 % intervals, by bootstrap over documents
+    ppl_high: float | None = None
+    delta_ppl_low: float | None = None
+    delta_ppl_high: float | None = None
+    ppl_protocol: str | None = None  # corpus, window, stride; empty: drawn windows of `perplexity_tokens`, by bench
+    ppl_of_greedy: float | None = None  # what the arm generates, under the plain model (`selfspec ppl`)
+    ppl_of_greedy_low: float | None = None  # 95 % intervals, by bootstrap over prompts
+    ppl_of_greedy_high: float | None = None
+    delta_ppl_of_greedy: float | None = None  # minus that of the baseline's continuations of the same prompts
+    delta_ppl_of_greedy_low: float | None = None
+    delta_ppl_of_greedy_high: float | None = None
+    ppl_of_sampled: float | None = None
+    ppl_of_sampled_low: float | None = None
+    ppl_of_sampled_high: float | None = None
+    delta_ppl_of_sampled: float | None = None
+    delta_ppl_of_sampled_low: float | None = None
+    delta_ppl_of_sampled_high: float | None = None
+    generated_protocol: str | None = None  # prompts, lengths, temperature
+    scores: str | None = None  # of `selfspec eval`, each with its standard error
+    scores_protocol: str | None = None
 
 
 @dataclass(frozen=True)
@@ -156,9 +184,9 @@ def read(results: str | os.PathLike[str]) -> Book:
 def _documents(folder: Path) -> list[dict[str, Any]]:
     """The JSON objects of a folder, oldest first, so that the newest stays."""
     found = []
-    for file in folder.glob("[!.]*.json"):
+    for file in archive.files(folder, "[!.]*.json"):
         with suppress(ValueError, OSError):
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(archive.read_text(file))
             if isinstance(data, dict):
                 found.append(((str(data.get("time")), file.stem.partition("-")[2]), data))
     return [data for _, data in sorted(found, key=lambda pair: pair[0])]

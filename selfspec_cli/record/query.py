@@ -10,7 +10,7 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 
 COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 SHORT = {"tok_s": "tok_s_median", "machine": "device", "id": "point", "run": "run_id"}

@@ -14,8 +14,8 @@ from typing import Any
 from selfspec_cli.config.choices import EXPERIMENT, experiment_targets
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import Record
 
 COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 NUMBERS = [name for name, kind in COLUMNS.items() if kind.startswith(("int", "float"))]

@@ -18,9 +18,9 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind
 from selfspec_cli.record import folder, latency, tables
+from selfspec_cli.record.columns import Record, Summary, header, plain
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point, to_json
-from selfspec_cli.record.tables import Record, header
 
 UPLOAD_LOG = "selfspec-upload.log"
 
@@ -65,11 +65,13 @@ class _Wandb(Tracker):
 
     def report(self, results: Path, rows: Sequence[Record], pictures: Sequence[Path]) -> None:
         with self._run(f"report-{self._run_id}", f"report of {self._run_id}", "report", {}) as run:
-            data = [[_plain(value) for value in asdict(row).values()] for row in rows]
-            table = self._wandb.Table(columns=header(Record), data=data, allow_mixed_types=True)
+            held = {name for row in rows for name in plain(row)} | set(header(Summary))
+            names = [name for name in header(Record) if name in held]
+            data = [[_plain(getattr(row, name)) for name in names] for row in rows]
+            table = self._wandb.Table(columns=names, data=data, allow_mixed_types=True)
             run.log({"points": table} | {f"figures/{file.stem}": self._wandb.Image(str(file)) for file in pictures})
             artifact = self._wandb.Artifact(f"record-{self._run_id}", type="record")
-            for name in (folder.SUMMARY, folder.ACCEPT):
+            for name in folder.TABLES:
                 if (results / name).is_file():
                     artifact.add_file(str(results / name), name)
             for row in rows:

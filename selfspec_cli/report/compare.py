@@ -11,10 +11,10 @@ from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import closest
-from selfspec_cli.record import folder, query, tables
+from selfspec_cli.record import archive, folder, query, tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import Interval, overlap, speedup_interval
 from selfspec_cli.record.point import Point, median
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report import rows as names
 from selfspec_cli.report import sources
 
@@ -89,7 +89,7 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
     Raises:
         ConfigError: it names none.
     """
-    if Path(word).is_dir():
+    if archive.is_folder(Path(word)):
         points, warnings = _all(Path(word))
         if not points:
             raise ConfigError(f"{word} holds no points")

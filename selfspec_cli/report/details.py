@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from selfspec_cli.record import profiles
+from selfspec_cli.record.columns import Record, header, meanings
 from selfspec_cli.record.point import Point, Repeat
-from selfspec_cli.record.tables import Record, header, meanings
 from selfspec_cli.report.figures.base import sig
 from selfspec_cli.report.rows import label
 from selfspec_cli.report.sources import Sources

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.record import archive
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.targets import Target
 from selfspec_cli.report import sources
 
@@ -39,6 +40,8 @@ def run(
     Raises:
         ConfigError: there are no points, or `out` cannot be written.
     """
+    if archive.inside(out) is not None:
+        raise ConfigError(f"{out} is an archive, which is only read; name a folder for the page: --out FOLDER")
     found = sources.read(results, where)
     from selfspec_cli.report import export, figures, page
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 
 UNVERIFIED = ("baseline", "skip")
 """Arms without drafts that are verified."""
@@ -182,7 +182,7 @@ def headline(rows: Iterable[Record]) -> str:
 LITTLE_BUSY = 0.5
 """Share of the time for which the multiprocessors of a GPU are busy. Plain decoding at the cost of 5 to 8 B parameters
 keeps them busy for 0.7 of it on an H100, and at the cost of 1.8 B for 0.3 to 0.4, where the host decided how fast it
-was (results/published/gpu/smollm2_slow_host_h100)."""
+was (results/published/gpu/smollm2.jsonl.xz/slow_host_h100)."""
 
 
 def _of_the_host(rows: Iterable[Record]) -> list[str]:
@@ -227,13 +227,10 @@ def overview(found: list[Group]) -> str:
         return "No verified arm has been measured yet."
     unsure = sum(not known for _, known in ranked)
     surely = [row for row, known in ranked if known and (row.speedup_low or 0) > 1]
-    greatest = max((row for row, _ in ranked), key=lambda row: row.speedup or 0)
     parts = [f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared."]
     if len(surely) + unsure < len(ranked) or surely:
         parts.append(f"In {len(surely)} of {len(ranked) - unsure} whose repeats were kept, an arm is faster than plain "
                      "decoding beyond the noise of its repeats.")  # fmt: skip
     if unsure:
         parts.append(f"{unsure} kept no repeats, so nothing says how sure their speedups are.")
-    parts.append(f"Greatest speedup of a verified arm: {times(greatest)} ({label(greatest)}; "
-                 f"{group_title(greatest)}, {greatest.device}).")  # fmt: skip
     return " ".join(parts)

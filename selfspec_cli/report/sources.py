@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, profiles, query, tables
+from selfspec_cli.record import archive, folder, profiles, query, tables
+from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
-from selfspec_cli.record.tables import AcceptRow, Record
 from selfspec_cli.record.targets import Target, targets_of
 
 
@@ -55,11 +55,11 @@ def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
 
 
 def folders(root: str | Path) -> list[Path]:
-    """The results folders of a place: itself where it holds points, else every one below it."""
+    """The results folders of a place: itself where it holds points, else every one below it, archives included."""
     place = Path(root)
-    if (place / folder.RUNS).is_dir():
+    if archive.is_folder(place / folder.RUNS):
         return [place]
-    return sorted(found.parent for found in place.rglob(folder.RUNS) if found.is_dir())
+    return [found.parent for found in archive.below(place, folder.RUNS) if archive.is_folder(found)]
 
 
 def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
@@ -77,7 +77,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
         profiled |= profiles.newest(place)
         points += found
         warnings += strange
-        places |= {point.id: str(place.relative_to(root)) for point in found}
+        places |= {point.id: archive.shown(place.relative_to(root)) for point in found}
     if not points:
         raise ConfigError(
             f"{Path(root) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
@@ -95,16 +95,15 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
 
 def _beside(made: Sources, root: Path) -> None:
     """Add what lies beside the points."""
-    alone = (root / folder.RUNS).is_dir()
-    for file in [root / "heads.json"] if alone else sorted(root.rglob("heads.json")):
+    alone = archive.is_folder(root / folder.RUNS)
+    for file in archive.files(root, "heads.json") if alone else archive.below(root, "heads.json"):
         if (document := _document(file, made.warnings)) is not None:
             name = _name(file, root)
             made.heads[name] = load(document)
             made.costs |= {f"{name} (all layers)": document.get("step_times") or {}}
-    for file in sorted((root / "roc" if alone else root).glob("**/auc.csv")):
+    for file in archive.below(root / "roc" if alone else root, "auc.csv"):
         name = _name(file, root)
-        with file.open(encoding="utf-8", newline="") as opened:
-            made.areas[name] = list(csv.DictReader(opened))
+        made.areas[name] = list(csv.DictReader(archive.read_text(file).splitlines()))
         if (document := _document(file.with_name("choice.json"), made.warnings)) is not None:
             exits = document.get("exits") or []
             made.costs |= {f"{name} E={one['E']}": one["costs"] for one in exits if "costs" in one}
@@ -114,10 +113,10 @@ def _beside(made: Sources, root: Path) -> None:
 
 def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:
     """A JSON file that may be missing; one that cannot be read is a warning."""
-    if not file.is_file():
-        return None
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(archive.read_text(file))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         warnings.append(f"{file}: {' '.join(str(error).split())}; left out")
         return None
@@ -127,4 +126,4 @@ def _document(file: Path, warnings: list[str]) -> dict[str, Any] | None:
 def _name(file: Path, root: Path) -> str:
     """A short name of the place that a file lies in."""
     parts = [part for part in file.parent.relative_to(root).parts if part != "roc"]
-    return "/".join(parts) or root.resolve().name
+    return archive.shown("/".join(parts) or root.resolve().name)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Summary, plain
+from selfspec_cli.record.columns import text as file_of
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report import details
 from selfspec_cli.report.formats import Format
 from selfspec_cli.report.rows import groups, label, overview
@@ -20,7 +20,7 @@ from selfspec_cli.report.table import cells, columns, filled
 def text(found: Sources, form: Format) -> str:
     """The whole report in one of the formats that are text."""
     if form is Format.csv:
-        return tables.text(Record, found.rows)
+        return file_of(Summary, found.rows)
     if form is Format.json:
         return json.dumps(document(found), ensure_ascii=False, indent=1) + "\n"
     parts = [overview(groups(found.rows)) if form is Format.md else _comment(overview(groups(found.rows)))]
@@ -86,7 +86,7 @@ def document(found: Sources) -> dict[str, Any]:
     return {
         "found": overview(together),
         "tables": tables_,
-        "rows": [asdict(row) for row in found.rows],
+        "rows": [plain(row) for row in found.rows],
         "targets": [asdict(target) for target in found.targets],
         "provenance": details.provenance(found.points),
         "warnings": found.warnings,

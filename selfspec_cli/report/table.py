@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.targets import Target, less_is_better
 from selfspec_cli.report.rows import groups, label, overview, times
 

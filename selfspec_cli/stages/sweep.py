@@ -22,9 +22,10 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
-from selfspec_cli.record.tables import Record
 from selfspec_cli.record.tracking import Tracker
+from selfspec_cli.stages.launch import driver, submitit
 from selfspec_cli.stages.plan import Family, Planned, plan, results_dir
 
 BAD_INPUT = (ConfigError, SettingsError)
@@ -82,10 +83,15 @@ class _Run:
     folder: Path
     baselines: dict[str, tuple[Point, bool]]
     go_on: Callable[[], bool]
+    keep: Callable[[Point], Any] | None = None  # takes points in place of the folder
     errors: dict[str, Exception] = field(default_factory=dict)  # by run key
 
     def save(self, point: Point) -> None:
         """Write a point; from then on it is finished."""
+        if self.keep is not None:
+            self.keep(point)
+            self.result.points.append(point)
+            return
         point = results.with_quality(self.folder, point)
         results.save(self.folder, point)
         self.result.points.append(point)
@@ -139,7 +145,7 @@ def run(
     """
     folder = Path(results_dir(cfgs))
     with interrupts.deferred(), results.sweep_lock(folder):
-        warnings = results.prepare(folder)
+        warnings = [*results.prepare(folder), *submitit.collect(folder)]
         more = {"again": again, "reuse_baseline": reuse_baseline, "retry_failed": retry_failed}
         todo = plan(cfgs, results.heads(folder), **more)
         progress.planned(todo)
@@ -147,10 +153,23 @@ def run(
         reused, _ = results.read(folder, {point.id for point in todo.reused.values()}) if todo.reused else ([], [])
         baselines = {point.key: (point, True) for point in reused}
         context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, go_on)
-        for family in todo.families:
-            _family(context, family)
+        if cfgs and cfgs[0].launcher.kind != "local":
+            driver.run(todo, cfgs[0], result.run_id, folder, save=context.save, fail=context.fail, progress=progress)
+        else:
+            for family in todo.families:
+                _family(context, family)
         result.left = len(todo.points) - len(result.points)
     return result
+
+
+def run_unit(
+    cfgs: Sequence[RunConfig], run_id: str, *, open_engine: OpenEngine, bench: Bench, keep: Callable[[Point], Any]
+) -> None:
+    """Measure configs and their baselines, and give each point to `keep` in place of a results folder."""
+    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, lambda: True, keep)
+    with interrupts.deferred():
+        for family in plan(cfgs).families:
+            _family(context, family)
 
 
 def _family(context: _Run, family: Family) -> None:

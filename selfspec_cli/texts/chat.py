@@ -1,14 +1,20 @@
-"""Questions for chat models, of our own writing, asked through the model's own chat template.
+"""Questions for chat models, asked through the model's own chat template: general ones, coding tasks, edits of code.
 
 A draft is only as good as it agrees with what the model itself says, so acceptance is measured on a model's own answers
-to the kind of prompt that it is served with. The questions ask for an explanation, a list, a text, code or a
-calculation, and for answers of some length: end-of-text is ignored while measuring, and what a model writes after it is
-no answer.
+to the kind of prompt that it is served with. The questions ask for answers of some length: end-of-text is ignored while
+measuring, and what a model writes after it is no answer. General questions and coding tasks are of our own writing.
+An edit asks for a function of the held-out standard library with one change, so most of the answer repeats the prompt.
 """
 
 from __future__ import annotations
 
+import ast
 import random
+import textwrap
+from collections.abc import Sequence
+from functools import cache
+
+from selfspec_cli.texts import library
 
 QUESTIONS = (
     "Explain how a bicycle stays upright while it moves. Use at least three paragraphs.",
@@ -62,11 +68,81 @@ QUESTIONS = (
 )
 
 
+CODING = (
+    "Write a Python class for a least-recently-used cache with get, put and a limit on its size. Explain the design.",
+    "Write a function in Python that parses an ISO 8601 date without using any library, with tests.",
+    "Implement quicksort and merge sort in Python, and compare them in comments.",
+    "Write a Python script that finds duplicate files in a folder by their hashes.",
+    "Implement a binary search tree in Python with insert, delete, find and in-order traversal.",
+    "Write a thread-safe queue with a maximum size in Python, using only locks and conditions.",
+    "Write a function that evaluates arithmetic expressions with brackets and operator precedence.",
+    "Implement Dijkstra's shortest path in Python for a graph given as a dictionary, with an example.",
+    "Write a small HTTP server in Python that serves JSON from a dictionary, with GET, PUT and DELETE.",
+    "Write a C function that reverses a linked list in place, and a main function that tests it.",
+    "Implement a trie in Python with insertion, search and listing of all words with a prefix.",
+    "Write a Python decorator that retries a function with exponential back-off, and show how to use it.",
+    "Write an SQL schema for a library with books, members and loans, and five useful queries.",
+    "Implement the game of life in Python with sets, and print ten generations of a glider.",
+    "Write a JavaScript function that debounces another function, with an explanation and a test.",
+    "Write a Python program that reads a CSV file and prints the mean and median of each numeric column.",
+    "Implement a matrix class in Python with addition, multiplication, transposition and a determinant.",
+    "Write a bash script that backs up a folder every day and keeps the last seven copies.",
+    "Write a Python function that tokenizes and pretty-prints JSON without the json module.",
+    "Implement a bank account in Java with deposits, withdrawals and a history, and unit tests.",
+    "Write a Go program that downloads several pages at once with a limit on parallel requests.",
+    "Implement a simple regular expression matcher with the dot and the star, by recursion, with tests.",
+    "Write a Python class for polynomials with evaluation, addition, multiplication and derivative.",
+    "Write a Rust function that counts words in a text and returns the ten most frequent ones.",
+    "Implement topological sorting in Python, and raise an error that names the cycle if there is one.",
+    "Write a command-line to-do list in Python with argparse that stores its items in a JSON file.",
+    "Write a Python generator that yields prime numbers by an incremental sieve, and explain it.",
+    "Implement a rate limiter with the token bucket algorithm in Python, with a test that fakes the clock.",
+    "Write a TypeScript function that deep-compares two objects, and handle arrays, dates and maps.",
+    "Implement an event emitter in Python with on, off, once and emit, with type annotations.",
+    "Write a Python function that formats a table of dictionaries in aligned columns.",
+    "Implement a heap-based priority queue in Python without heapq, with decrease-key.",
+)
+
+EDITS = (
+    "Rename the function to `{name}_renamed` everywhere. Change nothing else.",
+    "Add type annotations to all arguments and to the return value. Change nothing else.",
+    "Write a docstring that documents the arguments and the return value, and change nothing else.",
+    "Add a comment above each block that says what it does. Keep the code as it is.",
+    "Add a keyword argument `verbose=False`, and print the result before returning when it is true.",
+    "Insert a check at the beginning that raises TypeError when the first argument is None. Keep everything else.",
+)
+EDITED_LINES = (14, 36)  # length of an edited function: long enough to be work, short enough to be answered
+
 APART = 16  # questions between the first of one seed and the first of the next
 
 
-def chosen(count: int, seed: int) -> list[str]:
-    """`count` of the questions, other ones for the next seed as far as there are others (48 in all)."""
-    order = list(QUESTIONS)
+def chosen(count: int, seed: int, kind: str = "chat") -> list[str]:
+    """`count` questions of a kind of KINDS, other ones for the next seed as far as there are others."""
+    order = list(edits() if kind == "edits" else QUESTIONS if kind == "chat" else CODING)
     random.Random(0).shuffle(order)  # topics and tasks mixed
     return [order[(seed * APART + number) % len(order)] for number in range(count)]
+
+
+KINDS = ("chat", "coding", "edits")
+"""Words of `workload.prompts` that name questions."""
+
+
+@cache
+def edits() -> Sequence[str]:
+    """Requests to change one function of the held-out standard library each, with the function's source."""
+    found: list[str] = []
+    for _, text in library.held_out_text():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and _is_edited(node):
+                source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+                task = EDITS[len(found) % len(EDITS)].format(name=node.name)
+                found.append(
+                    f"Here is a Python function:\n\n```python\n{source}\n```\n\n{task} Answer with the whole function."
+                )
+    return found
+
+
+def _is_edited(node: ast.FunctionDef) -> bool:
+    assert node.end_lineno is not None
+    low, high = EDITED_LINES
+    return low <= node.end_lineno - node.lineno + 1 <= high and not node.decorator_list

@@ -50,7 +50,7 @@ def workload_prompts(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     if work.prompts == "random":
         draw = random.Random(cfg.seed)
         return [[draw.randrange(engine.vocab_size) for _ in range(work.input_len)] for _ in range(work.num_prompts)]
-    if work.prompts == "chat":
+    if work.prompts in chat.KINDS:
         return _chat(cfg, engine)
     if prompt_files.is_prompt_file(work.prompts):
         template = engine.chat if engine.has_template else None
@@ -80,9 +80,9 @@ def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
 
 def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     work = cfg.workload
-    found = [engine.chat(question) for question in chat.chosen(work.num_prompts, cfg.seed)]
+    found = [engine.chat(question) for question in chat.chosen(work.num_prompts, cfg.seed, work.prompts)]
     longest = max(map(len, found))
     if longest > work.input_len:
-        raise ConfigError(f"workload.input_len={work.input_len}: the longest chat prompt has {longest} tokens; allow "
-                          "them, or take the choice workload=chat")  # fmt: skip
+        raise ConfigError(f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "
+                          f"tokens; allow them, or take the choice workload={work.prompts}")  # fmt: skip
     return found

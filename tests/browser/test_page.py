@@ -112,7 +112,7 @@ def pages(tmp_path_factory):
             drafting = {"trunk": 0.1, "head": 0.05, "gate": 0.02, "draft": 0.03} if number else {}
             folder.save_profile(place / "made_up", profile(point, parts | drafting), b"")
     published = ROOT / "results" / "published"
-    sources = {"made_up": place / "made_up", "cpu": published / "cpu", "published": published}
+    sources = {"made_up": place / "made_up", "cpu": published / "cpu.jsonl.xz", "published": published}
 
     class Pages(dict):
         def __missing__(self, name):

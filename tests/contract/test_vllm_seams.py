@@ -282,3 +282,11 @@ def test_artifacts_of_a_cpu_can_still_not_be_loaded():
     assert "loaded_fn._artifacts.compiled_fn.finalize_loading(" in loader
     assert "CompilationMode.DYNAMO_TRACE_ONCE" in inspect.getsource(module("vllm.platforms.cpu"))
     assert "VLLM_USE_AOT_COMPILE" in module("vllm.envs").environment_variables
+
+
+def test_the_share_of_a_gpu_that_vllm_takes_is_the_one_that_doctor_and_pull_assume():
+    from vllm.config.cache import CacheConfig
+
+    from selfspec_cli.config.memory import VLLM_SHARE
+
+    assert CacheConfig().gpu_memory_utilization == VLLM_SHARE

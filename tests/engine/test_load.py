@@ -58,7 +58,7 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
         assert 0 < row.accept_rate < 1 and row.mean_accepted_len > 1
         assert (row.identical, row.outputs) == (6, 6)  # greedy answers are the baseline's
         assert row.speedup and row.speedup_low and row.baseline
-    with (tmp_path / "results" / "summary.csv").open() as file:
+    with (tmp_path / "results" / "loads.csv").open() as file:
         assert [line["arrivals"] for line in csv.DictReader(file)] == ["poisson"] * 4
     left = subprocess.run(["pgrep", "-f", str(model)], capture_output=True, text=True, check=False).stdout
     assert not left.strip(), "a server is left over"

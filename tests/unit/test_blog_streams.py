@@ -8,7 +8,7 @@ import pytest
 from selfspec_cli.record import folder
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "results" / "published" / "blog"
+RESULTS = ROOT / "results" / "published" / "blog.jsonl.xz"
 PICTURE = ROOT / "docs" / "blog" / "streams.svg"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import SimpleNamespace
 
 import pytest
@@ -55,3 +56,27 @@ def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
     cfg = config(20)
     with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
         workload_prompts(cfg, engine(cfg, Tokenizer()))
+
+
+@pytest.mark.parametrize("kind", ["coding", "edits"])
+def test_coding_tasks_and_edits_are_chosen_by_name(kind):
+    cfg = compose_runs(
+        overrides=[f"workload={kind}", "workload.input_len=4000", "workload.output_len=64"], sweep=False
+    )[0]
+    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
+    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    assert texts == [f"<user>{question}<assistant>" for question in chat.chosen(16, 0, kind)]
+    assert len(set(texts)) == 16
+    assert not set(texts) & set(chat.chosen(16, 0))
+
+
+def test_an_edit_names_one_change_and_shows_the_function():
+    found = chat.edits()
+    assert len(found) > 100
+    for request in found:
+        source = request.split("```python\n")[1].split("\n```")[0]
+        (function,) = compile(source, "edit", "exec", flags=ast.PyCF_ONLY_AST).body
+        assert chat.EDITED_LINES[0] <= len(source.splitlines()) <= chat.EDITED_LINES[1]
+        assert request.endswith("Answer with the whole function.")
+        if "_renamed" in request:
+            assert f"`{function.name}_renamed`" in request

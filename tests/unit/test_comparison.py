@@ -9,8 +9,8 @@ import pytest
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens
 from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.head_rows import LENGTHS, HeadRow, by_speedup, save
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report import heads
 from selfspec_cli.report.figures import exits
 from selfspec_cli.stages.heads import beside, predict

@@ -191,7 +191,7 @@ def examples():
     """The overrides of every command that the README files, docs/ and `--help` show, but for placeholders."""
     texts = [command.epilog or "" for command in app.registered_commands]
     root = Path(__file__).parents[2]
-    written = [page for page in sorted((root / "docs").glob("*.md")) if page.name != "figures.md"]  # as typed long ago
+    written = sorted((root / "docs").glob("*.md"))
     pages = [root / "README.md", root / "ee_head" / "README.md", *written]
     texts += [page.read_text(encoding="utf-8") for page in pages]
     commands = "sweep|bench|load|fit|fit-weights|heads|roc|views|tune|serve|verify|ppl|eval|doctor"

@@ -23,13 +23,20 @@ def doc_pages():
         yield module("doc_pages")
 
 
+@pytest.fixture(scope="module")
+def quoted():
+    """docs/generate/quoted.py."""
+    with importable(DOCS / "generate") as module:
+        yield module("quoted")
+
+
 def test_generated_pages_are_those_of_the_published_files(doc_pages):
     for path, text in doc_pages.pages().items():
         assert path.read_text(encoding="utf-8") == text, f"write {path.name} anew: python docs/generate/doc_pages.py"
 
 
 def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_pages):
-    page = (DOCS / "figures.md").read_text(encoding="utf-8")
+    page = doc_pages.page()
     folders = doc_pages.point_folders()
     assert len(folders) > 8
     for name in [*folders, *doc_pages.left_out()]:
@@ -38,7 +45,7 @@ def test_every_folder_of_points_and_every_other_file_stands_on_the_page(doc_page
 
 def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monkeypatch):
     module = sys.modules["figure_profiles"]
-    monkeypatch.setattr(module, "PUBLISHED", tmp_path)
+    monkeypatch.setattr(sys.modules["figure_cells"], "PUBLISHED", tmp_path)
     assert "Nothing has been profiled" in module.profile_tables()
     kernel = {"name": "gemm", "part": "verify", "seconds": 0.5, "calls": 200, "bytes": 10, "rate": 0.6}
     work = {"model": "m", "batch": 1, "input_len": 8, "output_len": 64}
@@ -58,13 +65,61 @@ def test_profiles_are_tables_of_shares_and_of_kernels(doc_pages, tmp_path, monke
     assert "`gemm` | verify | 50.0 % | 2.0 | 60 % |" in text
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/which_models.md", "docs/upstream.md", "docs/blog/early_exit.md"])
-def test_every_speedup_that_is_quoted_is_a_published_one(name):
+QUOTING = [
+    "README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md") if page.name != "lab_book.md"),
+]
+PLANTED = ["docs/views.md", "docs/blog/early_exit.md", "docs/draft_length.md"]
+
+
+@pytest.mark.parametrize("name", QUOTING)
+def test_every_figure_that_is_quoted_is_that_of_the_point_it_names(quoted, name):
+    assert quoted.problems((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_digit_in_a_quoted_figure_is_found(quoted, name):
     text = (ROOT / name).read_text(encoding="utf-8")
-    quoted = set(re.findall(r"\b\d+\.\d\dx", text))
-    published = set(re.findall(r"\b\d+\.\d\dx", (DOCS / "figures.md").read_text(encoding="utf-8")))
-    assert len(quoted) > 5
-    assert quoted - published <= {"1.85x"}, "1.85x is a prediction of the lab book; others have to be published figures"
+    places = [match.end(1) - 1 for match in quoted.MARKED.finditer(text)]
+    assert len(places) >= 15
+    for place in places:
+        wrong = text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
+        (found,) = quoted.problems(wrong)
+        assert " is " in found
+
+
+def test_what_a_comment_may_say(quoted):
+    one = "2.20x<!-- gpu/widened e4209e624b23 speedup -->"
+    assert quoted.problems(f"{one} and **2.20x**<!-- gpu/widened e4209e624b23-20261121-201444-dfbb speedup -->") == []
+    assert quoted.problems("2.05x<!-- external: a paper -->, 60 requests, 1.5 ms") == []
+    assert quoted.problems("<!-- cpu -->\n| 9.99x |\n<!-- /cpu -->\n") == []
+    assert quoted.problems(f"{one}, 2.20x") == ["2.20x names no published point"]
+    for source, words in (
+        ("gpu/widened 000000000000 speedup", "0 points"),
+        ("cpu 04e1af9d46c8 speedup", "2 points"),
+        ("gpu/widened e4209e624b23 sped", "nothing published"),
+        ("gpu/widened e4209e624b23 skip_layers", "has no skip_layers"),
+        ("nowhere e4209e624b23 speedup", "0 points"),
+        ("serving/none.json: rows", "nothing published"),
+        ("serving/soak_cpu.json: rows: 7: tok_s_median", "nothing published"),
+    ):
+        (found,) = quoted.problems(f"2.20x<!-- {source} -->")
+        assert words in found
+    assert quoted.value("gpu/smollm2/h100+gpu/smollm2/slow_host_h100 e7dd82f25482 speedup") == pytest.approx(
+        1.642, abs=1e-3
+    )
+
+
+def test_a_row_of_the_readme_is_one_setting(doc_pages):
+    readme = sys.modules["figure_readme"]
+    for keys, words in (({1: "d3701b6eeedf", 32: "1c455bf81bc9"}, "another load or setting"),  # k=12 and a gate; k=4
+                        ({1: "1c455bf81bc9"}, "another load"), ({8: "1" * 12}, "no point")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            readme._cells(readme.Line("m", "s", ("rivals/gpu",), keys))
+    cells = readme._cells(
+        readme.Line("m", "s", ("gpu/smollm2/h100", "gpu/smollm2/slow_host_h100"), {1: "e7dd82f25482"})
+    )
+    assert cells == ["1.64x (2 runs)", "", "", "", ""]
 
 
 class Loaded(HTMLParser):
@@ -103,6 +158,13 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(site):
         assert [url for url in parser.urls if url and re.match(r"(https?:)?//", url)] == [], page.name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\s*['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+@pytest.mark.slow
+def test_the_page_of_all_figures_is_made_with_the_site(site, doc_pages):
+    page = (site / "figures.html").read_text(encoding="utf-8")
+    assert all(f">{name}<" in page for name in doc_pages.point_folders())
+    assert not (DOCS / "figures.md").exists()
 
 
 @pytest.mark.slow

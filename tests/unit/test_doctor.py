@@ -4,8 +4,8 @@ import pytest
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
-from selfspec_cli.config.schema import EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
-from selfspec_cli.stages import doctor, preflight
+from selfspec_cli.config.schema import ConfigError, EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
+from selfspec_cli.stages import doctor, preflight, pull
 
 
 @pytest.fixture
@@ -101,10 +101,28 @@ def test_a_model_without_weights_cannot_run(cfg, versions, tmp_path):
     assert "nowhere" in run(cfg)[1]["model"].detail
 
 
-def test_a_model_on_the_hub_is_no_hindrance(versions):
+@pytest.mark.parametrize("fits", [True, None, False])
+def test_a_model_on_the_hub_is_said_to_fit_or_not_before_it_is_downloaded(versions, monkeypatch, fits):
+    found = pull.Pull("org/name", "0" * 40, (("model.safetensors", 3 << 30),), (), fits, "needs weights 3.0 GiB")
+    monkeypatch.setattr(pull, "plan", lambda cfg: found)
     fine, checks = run(RunConfig(model=ModelConfig(path="org/name")))
+    assert fine is (fits is not False)
+    assert checks["model"].ok is fits
+    assert "3.0 GiB to download (selfspec pull model=org/name); needs weights" in checks["model"].detail
+
+
+def test_a_hub_that_does_not_answer_is_no_hindrance_and_one_that_says_no_is(versions, monkeypatch):
+    def answered(error):
+        def plan(cfg):
+            raise error
+
+        monkeypatch.setattr(pull, "plan", plan)
+        return run(RunConfig(model=ModelConfig(path="org/name")))
+
+    fine, checks = answered(pull.PullError("no answer"))
     assert fine
     assert checks["model"].ok is None
+    assert not answered(ConfigError("gated"))[0]
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_named(monkeypatch):

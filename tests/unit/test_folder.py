@@ -17,7 +17,7 @@ import pytest
 from points import RUN, against, baseline, drafts, failed, point, repeat
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.record import folder, tables
+from selfspec_cli.record import columns, folder, tables
 from selfspec_cli.record.folder import RecordError
 
 BASE = baseline()
@@ -78,7 +78,7 @@ def test_the_tables_are_made_again_from_the_points(tmp_path):
     (tmp_path / "summary.csv").unlink()
     assert folder.export(tmp_path) == (3, [])
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
-    assert list(lines(tmp_path)[0]) == tables.header(tables.Record)
+    assert list(lines(tmp_path)[0]) == columns.header(columns.Summary)
 
 
 @pytest.mark.parametrize("spoil", ["garbage", "half a line", "another header", "binary"])
@@ -212,7 +212,8 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path, small_
 
 def test_a_line_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
     folder.save(tmp_path, BASE)
-    before, write = (tmp_path / "summary.csv").read_bytes(), os.write
+    tables_of = ("summary.csv", "details.csv")
+    before, write = [(tmp_path / name).read_bytes() for name in tables_of], os.write
 
     def fills_up(handle, data):
         if len(data) < 40:
@@ -221,9 +222,9 @@ def test_a_line_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(folder.os, "write", fills_up)
-        with pytest.raises(RecordError, match=r"summary\.csv could not be written: No space left"):
+        with pytest.raises(RecordError, match=r"details\.csv could not be written: No space left"):
             folder.save(tmp_path, ARM)
-    assert (tmp_path / "summary.csv").read_bytes() == before
+    assert [(tmp_path / name).read_bytes() for name in tables_of] == before
     folder.prepare(tmp_path)
     assert [line["point"] for line in lines(tmp_path)] == [BASE.id, ARM.id]
 

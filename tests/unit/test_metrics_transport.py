@@ -135,7 +135,7 @@ def test_the_dashboard_and_the_rules_use_our_metrics_by_the_names_that_they_have
     dashboard = (INFRA / "grafana" / "selfspec.json").read_text(encoding="utf-8")
     assert used(dashboard) == our_metrics()
     assert used((INFRA / "prometheus" / "alerts.yml").read_text(encoding="utf-8")) <= our_metrics()
-    assert used((INFRA.parent / "docs" / "metrics.md").read_text(encoding="utf-8")) == our_metrics()
+    assert used((INFRA.parent / "docs" / "serving.md").read_text(encoding="utf-8")) == our_metrics()
 
 
 def test_panels_do_not_overlap_and_each_says_what_it_shows():

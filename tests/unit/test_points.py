@@ -1,12 +1,12 @@
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from points import ARM, BASELINE, against, baseline, drafts, failed, measured, point, repeat
 
 from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
-from selfspec_cli.record import tables
+from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
 
@@ -108,7 +108,8 @@ def test_what_was_not_measured_is_empty_and_not_zero():
     row = tables.row(failed())
     assert row.status == "failed: out of memory"
     assert (row.tok_s_median, row.speedup, row.accept_rate, row.ttft_ms) == (None,) * 4
-    cells = dict(zip(tables.header(tables.Record), tables.line(row).rstrip("\n").split(","), strict=True))
+    written = columns.line(columns.Summary, row).rstrip("\n").split(",")
+    cells = dict(zip(columns.header(columns.Summary), written, strict=True))
     assert cells["ppl"] == cells["speedup"] == ""
 
 
@@ -118,11 +119,28 @@ def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():
     assert (row.tok_s_median, row.speedup, row.speedup_low, row.ttft_ms) == (7.0, 1.25, None, None)
 
 
-def test_todays_columns_stand_first_and_in_their_order():
-    names = tables.header(tables.Record)
-    assert names[:4] == ["run_id", "time", "arm", "model"]
-    assert names.index("key") < names.index("tpot_ms") < names.index("point") == len(names) - 1
-    assert names[names.index("ttft_ms") + 1] == "itl_ms"
+def test_a_column_is_of_one_table_and_key_and_point_join_them():
+    kinds = {name: kind for name, kind in columns.TABLES.items() if kind is not columns.AcceptRow}
+    own = [column for kind in kinds.values() for column in columns.header(kind) if column not in ("key", "point")]
+    assert len(own) == len(set(own))
+    assert {*own, "key", "point"} == {field.name for field in fields(columns.Record)}
+    for kind in columns.TABLES.values():
+        assert "key" in columns.header(kind) and columns.header(kind)[-1] == "point"
+    assert len(columns.header(columns.Summary)) <= 48  # what everybody reads
+    assert set(columns.TABLES) < set(archive.MADE)
+    assert all(columns.meanings(columns.Record)[name] for name in ("ppl_low", "clients", "sm_util", "trunk_share"))
+
+
+def test_a_point_has_a_line_only_in_tables_of_which_it_has_a_value():
+    row = tables.row(replace(against(baseline()), quality={"verdict": "lossless", "ppl": 5.0}))
+    held = [
+        name for name, kind in columns.TABLES.items() if kind is not columns.AcceptRow and columns.has_line(kind, row)
+    ]
+    assert held == ["summary.csv", "details.csv", "quality.csv"]
+    assert columns.line(columns.Quality, row).startswith(f"{row.key},lossless,,")
+    assert columns.text(columns.Loads, [row]).count("\n") == 1
+    assert columns.plain(row)["verdict"] == "lossless"
+    assert "clients" not in columns.plain(row) and columns.plain(row)["threshold"] is not None
 
 
 def test_identity_says_only_what_the_arm_has():

@@ -1,5 +1,6 @@
 """Findings about quality: perplexities with intervals, files, and the columns that rows carry."""
 
+import csv
 import json
 import math
 from dataclasses import replace
@@ -120,16 +121,18 @@ def test_rows_carry_what_was_found_of_their_arm(tmp_path):
     assert rows[1].delta_ppl_of_sampled == rows[1].delta_ppl_of_greedy
     assert (rows[1].delta_ppl, rows[2].scores, rows[2].delta_ppl_of_greedy) == (None, None, None)
     folder.export(tmp_path)
-    header, _, line, *_ = (tmp_path / "summary.csv").read_text().splitlines()
-    cells = dict(zip(header.split(","), line.split(","), strict=True))
-    assert cells["scores"].startswith("t acc 0.500")
-    assert cells["delta_ppl"] == cells["verdict"] == ""  # not measured, and so not 0
+    found = {row["point"]: row for row in csv.DictReader((tmp_path / "quality.csv").open())}
+    assert [*found] == [row.point for row in rows[:2]]  # nothing is known of the third
+    assert found[rows[1].point]["key"] == rows[1].key and found[rows[1].point]["scores"].startswith("t acc 0.500")
+    assert found[rows[1].point]["verdict"] == ""  # not measured, and so not 0
 
 
 def test_a_finding_is_in_the_tables_at_once(tmp_path):
     folder.save(tmp_path, replace(baseline(), arm_key=ARM))
     folder.save_finding(tmp_path, finding())
-    assert "corpus=stdlib window=512" in (tmp_path / "summary.csv").read_text()
+    assert "corpus=stdlib window=512" in (tmp_path / "quality.csv").read_text()
+    (row,) = csv.DictReader((tmp_path / "summary.csv").open())
+    assert float(row["ppl"]) == pytest.approx(tables.row(folder.read(tmp_path)[0][0]).ppl, rel=1e-5)
 
 
 def test_what_is_found_later_is_no_part_of_a_points_file(tmp_path):

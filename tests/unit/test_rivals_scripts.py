@@ -1,4 +1,4 @@
-"""experiments/rivals/: drafts made of a model, and the tables that choose each method's fastest setting."""
+"""experiments/rivals/: drafts made of a model, and the tables that show every setting."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from points import ARM, BASELINE, against, baseline
 from scripts import importable
 
 from selfspec_cli.record import folder
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "rivals"
 
@@ -43,14 +43,14 @@ def test_a_draft_of_the_first_layers_keeps_norm_and_embedding(script):
     assert config == {"num_hidden_layers": 2, "hidden_size": 8}
 
 
-def test_of_each_method_the_fastest_setting_stands_in_the_table(script):
+def test_every_setting_that_was_measured_is_in_the_table(script):
     base = Record("run", "now", "baseline", "m", speedup=1.0, key="b")
     ngram = Record("run", "now", "vllm", "m", k=2, speculative="ngram prompt_lookup_max=4", speedup=1.2, key="n2")
     early = Record("run", "now", "layer_skip", "m", k=3, gate="none", draft_weights="shared", speedup=1.5, key="e3")
     rows = [base, ngram, replace(ngram, k=4, speedup=1.6, key="n4"), early, replace(early, k=9, speedup=1.1, key="e9"),
             replace(early, gate="margin", speedup=1.7, key="gated"),
             replace(ngram, speculative="suffix", speedup=9.0, status="failed: no", key="s")]  # fmt: skip
-    assert [row.key for row in script("table").best_of_each(rows)] == ["gated", "n4", "e3"]
+    assert [row.key for row in script("table").arms(rows)] == ["gated", "n4", "e3", "n2", "e9"]
 
 
 def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, tmp_path):
@@ -63,8 +63,11 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
                       against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text})):  # fmt: skip
             folder.save(tmp_path / "cpu", point)
     (told,) = script("table").lost(tmp_path)
-    assert told.startswith("vLLM ngram k=5 reached 2.50x, E=4 k=5") and "reached 1.50x (English documentation; " in told
-    assert told.endswith(f"; {baseline().device})")
+    assert (
+        told.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
+        and " 1.50x (m, English documentation, " in told
+    )
+    assert told.endswith(f", batch 1, {baseline().device})")
     tables = script("table").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
-    assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "cpu")
+    assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "none")

@@ -8,8 +8,7 @@ import pytest
 from commands import call
 from points import ARM, against, baseline, failed
 
-from selfspec_cli.record import folder, tables
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record import columns, folder, tables
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +45,11 @@ def test_latex_needs_booktabs_alone():
 
 def test_csv_is_the_record_and_json_has_null_for_what_was_not_measured():
     points, _ = folder.read("results")
-    assert text("csv") == tables.text(Record, [tables.row(point) for point in points])
+    assert text("csv") == columns.text(columns.Summary, [tables.row(point) for point in points])
     assert len(list(csv.reader(io.StringIO(text("csv"))))) == 5
     made = json.loads(text("json"))
-    assert [row["power_w"] for row in made["rows"]] == [None] * 4
+    assert [row["ppl"] for row in made["rows"]] == [None] * 4
+    assert not any("power_w" in row for row in made["rows"])
     assert made["found"] and made["provenance"][0]["git revision"] == "a" * 10
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from selfspec_cli.record import archive
 from selfspec_cli.report import trace
 from selfspec_cli.report.trace import breakdown, draft_step
 
@@ -162,11 +163,11 @@ def test_bytes_are_not_known_where_products_and_weights_do_not_pair():
 def test_products_are_told_from_other_kernels_in_a_trace_of_an_h200():
     """Four products in each of 32 layers, whose lm_head counted as sampling then; three draft steps of 8 layers and a
     head, on a kernel of ours."""
-    file = Path(__file__).parents[2] / "results" / "published" / "gpu" / "trace_batch1.json"
+    file = Path(__file__).parents[2] / "results" / "published" / "gpu.jsonl.xz" / "trace_batch1.json"
     products = [
         {part["part"]: sum(one["times"] for one in part["kernels"] if trace.is_product(one["name"]))
          for part in arm["parts"] if part["part"] != "idle"}
-        for arm in json.loads(file.read_text())
+        for arm in json.loads(archive.read_text(file))
     ]  # fmt: skip
     plain, drafting, unrolled = products
     assert plain["verify"] == pytest.approx(4 * 32, rel=0.02) and plain["sample"] == pytest.approx(1, abs=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 from selfspec_cli.report.figures import drafts, engine, exits, load, profile, quality, speed
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups

@@ -9,7 +9,7 @@ from typing import Any
 
 import altair as alt
 
-from selfspec_cli.record.tables import AcceptRow, Record
+from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.report.figures.base import (
     Figure,
     Panel,

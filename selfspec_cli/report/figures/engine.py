@@ -9,7 +9,7 @@ from typing import Any
 
 import altair as alt
 
-from selfspec_cli.record.tables import Record
+from selfspec_cli.record.columns import Record
 from selfspec_cli.report.figures.base import (
     COLOURS,
     LONGEST,

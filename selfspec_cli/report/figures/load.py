@@ -9,9 +9,9 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli.record import latency, tables
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK, Point
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.figures.base import Figure, Panel, figure, rows_chart, series_colour, short, sig
 from selfspec_cli.report.rows import label, latest
 

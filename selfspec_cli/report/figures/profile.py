@@ -7,8 +7,8 @@ from typing import Any
 
 import altair as alt
 
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.profiles import Profile
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.figures.base import LONGEST, STEP, Figure, Panel, figure, rows_chart, sig
 from selfspec_cli.report.rows import group_title, label
 from selfspec_cli.report.trace import PARTS

@@ -8,8 +8,8 @@ from typing import Any
 
 import altair as alt
 
+from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import OK
-from selfspec_cli.record.tables import Record
 from selfspec_cli.report.figures.base import (
     LONGEST,
     STEP,

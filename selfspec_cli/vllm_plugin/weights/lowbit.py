@@ -7,7 +7,7 @@ bits before (rounding.py), in a compiled layer by the norm or the activation in 
 
 Engines for more requests keep copies of 4 and 8 bits as Marlin reads them (marlin.py), because for 32 to 64 tokens its
 kernels are faster than ours. Both layouts at once would double the memory that a copy takes. Measured on an H100
-(results/published/gpu/lowbit/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
+(gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """
 

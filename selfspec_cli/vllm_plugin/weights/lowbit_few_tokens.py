@@ -316,7 +316,7 @@ REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; 
 
 def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
     """What `product` takes for weights [rows, groups * 64] and a number of tokens, found on an H100
-    (results/published/gpu/lowbit/products_h100.json).
+    (gpu/lowbit.jsonl.xz/products_h100.json).
 
     Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
     each program reads all tokens.

@@ -171,7 +171,7 @@ def rows_of_program(rows: int, groups: int, bits: int) -> int:
     """Rows of a program for a copy [rows, groups * 64].
 
     Four share a token's bytes. One each where four were slower on an H100, because they left too few programs to keep
-    the memory busy (results/published/gpu/lowbit/products_h100.json).
+    the memory busy (gpu/lowbit.jsonl.xz/products_h100.json).
     """
     if bits == 8:
         return 4 if rows >= 4096 else 1

@@ -2,7 +2,7 @@
 
 Marlin's kernel is made for tiles of 16 tokens. Here the arithmetic of lowbit_one_token.py's kernel meets Marlin's
 layout: the token is rounded to 8-bit integers, each group of it by its own largest magnitude, and `dp4a` multiplies and
-adds four pairs of bytes at once. Measured on an H200 (results/published/gpu/lowbit/one_token_layouts_h200.json),
+adds four pairs of bytes at once. Measured on an H200 (gpu/lowbit.jsonl.xz/one_token_layouts_h200.json),
 products of 8 to 26 us with Marlin's kernel and 8 bits take 0.7 to 1.0 of its time, with 4 bits 0.7 to 1.0 too.
 
 The layout: a tile of 16 inputs and 64 outputs is 128 words, of 32 bits for copies of 4 bits and of 64 for those of 8.

@@ -1,0 +1,61 @@
+"""A sweep on a spot machine: the command for SkyPilot, shown and run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import typer
+
+from selfspec_cli.commands import screen
+from selfspec_cli.config.paths import data_dir
+from selfspec_cli.config.schema import ConfigError, RunConfig
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+ELSEWHERE = ("launcher", "launcher.", "results_dir=")  # the job has its own
+
+
+def command(cfg: RunConfig, words: Sequence[str]) -> list[str]:
+    """What is given to SkyPilot for `selfspec sweep` with these words.
+
+    Raises:
+        ConfigError: there is no bucket for the results.
+    """
+    bucket = cfg.launcher.bucket
+    if bucket is None:
+        raise ConfigError(
+            "launcher=sky keeps results in a bucket, because a spot machine can be taken away: name one of yours, or a "
+            "name that nobody has: launcher.bucket=NAME"
+        )
+    kept = [word for word in words if not word.startswith(ELSEWHERE)]
+    given = [f"SELFSPEC_BUCKET={bucket}", f"SELFSPEC_WORDS={shlex.join(kept)}"]
+    made = ["sky", "jobs", "launch", str(data_dir() / "infra" / "selfspec.yaml")]
+    for name in given:
+        made += ["--env", name]
+    for name in SECRETS:
+        made += ["--secret", name if os.environ.get(name) else f"{name}="]
+    return made
+
+
+def launch(cfg: RunConfig, words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+    """Show the command, and unless `dry_run` run it; its exit code is this command's.
+
+    Raises:
+        ConfigError: SkyPilot is not installed.
+    """
+    made = command(cfg, words)
+    if as_json:
+        screen.emit({"command": made})
+    else:
+        screen.say(shlex.join(made))
+    if dry_run:
+        return
+    if shutil.which("sky") is None:
+        raise ConfigError(
+            "launcher=sky: there is no command sky; SkyPilot needs an environment of its own, because it wants older "
+            "packages than vLLM: pipx install 'skypilot[aws]' (or gcp, azure, kubernetes)"
+        )
+    raise typer.Exit(subprocess.run(made, check=False).returncode)

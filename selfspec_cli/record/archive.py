@@ -1,0 +1,165 @@
+"""Published results: a results folder as one compressed file of JSON lines, which is read like the folder.
+
+A line is one file of the folder: `{"file": "runs/ID.json", "data": {...}}`, or `"text"` in place of `data` for a file
+that is no JSON. A path may lead into an archive as into a folder (`gpu/lowbit.jsonl.xz/int4_E8/runs`). Nothing is
+written into one: `pack` makes a whole archive, and the same files give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+from selfspec_cli.config.schema import ConfigError
+
+SUFFIX = ".jsonl.xz"
+MADE = ("summary.csv", "details.csv", "loads.csv", "quality.csv", "profiles.csv", "accept.tsv", "heads.csv",
+        "views.csv")  # fmt: skip
+"""Tables that are made of the other files, and therefore not kept."""
+KEPT = (".json", ".csv", ".tsv", ".yaml")
+
+
+def inside(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """The archive that a path names or leads into, and the place inside it ("" for all of it); None for other paths."""
+    wanted = Path(path)
+    for place in (wanted, *wanted.parents):
+        if place.name.endswith(SUFFIX) and place.is_file():
+            rest = wanted.relative_to(place).as_posix()
+            return place, "" if rest == "." else rest
+    return None
+
+
+def refuse(results: str | os.PathLike[str]) -> None:
+    """Say that nothing can be written to an archive.
+
+    Raises:
+        ConfigError: `results` is one, or lies in one.
+    """
+    if inside(results) is not None:
+        raise ConfigError(
+            f"results_dir={results} is an archive of published results, which is only read; name a folder: "
+            "results_dir=NAME"
+        )
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path is a folder, or one of an archive."""
+    found = inside(path)
+    if found is None:
+        return path.is_dir()
+    archive, place = found
+    return not place or any(name.startswith(f"{place}/") for name in _lines(archive))
+
+
+def files(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder, or of a folder of an archive, whose names match a pattern; sorted, not those below it."""
+    found = inside(folder)
+    if found is None:
+        return sorted(folder.glob(pattern))
+    archive, place = found
+    above = f"{place}/" if place else ""
+    names = [name[len(above) :] for name in _lines(archive) if name.startswith(above)]
+    return [folder / name for name in sorted(names) if "/" not in name and fnmatchcase(name, pattern)]
+
+
+def read_text(file: Path) -> str:
+    """The text of a file of a folder or of an archive.
+
+    Raises:
+        OSError: there is none.
+        UnicodeDecodeError: it is no text.
+    """
+    found = inside(file)
+    if found is None:
+        return file.read_text(encoding="utf-8")
+    archive, place = found
+    if place not in _lines(archive):
+        raise FileNotFoundError(2, "there is no such file in the archive", str(file))
+    line = json.loads(_lines(archive)[place])
+    return str(line["text"]) if "text" in line else json.dumps(line["data"], ensure_ascii=False)
+
+
+def below(root: Path, name: str) -> list[Path]:
+    """Every folder or file called `name` at or below `root`, also in archives; sorted."""
+    if inside(root) is None:
+        found = list(root.rglob(name))
+        for archive in root.rglob(f"*{SUFFIX}"):
+            found += below(archive, name)
+        return sorted(found)
+    archive = (inside(root) or (root,))[0]
+    made = set()
+    for file in _lines(archive):
+        parts = file.split("/")
+        made |= {archive.joinpath(*parts[: at + 1]) for at, part in enumerate(parts) if fnmatchcase(part, name)}
+    return sorted(path for path in made if path.is_relative_to(root))
+
+
+def contents(archive: Path) -> list[Path]:
+    """Every file of an archive."""
+    return [archive / name for name in _lines(archive)]
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path without the archive's ending, as the folder that was packed is called."""
+    return str(path).replace(SUFFIX, "")
+
+
+@lru_cache(maxsize=128)
+def _read(archive: Path, stamp: tuple[int, int]) -> dict[str, str]:
+    try:
+        lines = lzma.decompress(archive.read_bytes()).decode().splitlines()
+        return {json.loads(line)["file"]: line for line in lines}
+    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{archive} is no archive of results: {' '.join(str(error).split())}") from error
+
+
+def _lines(archive: Path) -> dict[str, str]:
+    """The line of each file of an archive, by the file's name.
+
+    Raises:
+        ConfigError: it is no archive.
+    """
+    known = archive.stat()
+    return _read(archive, (known.st_mtime_ns, known.st_size))
+
+
+def pack(folder: Path, archive: Path) -> int:
+    """Write an archive of what a folder holds: points, findings, verdicts, profiles and other JSON, CSV and YAML files
+    below it. Traces, logs, pictures and tables that are made of the points are left out. The number of files.
+
+    Raises:
+        ConfigError: a name that does not end in SUFFIX, no files, a JSON file that is none, or it cannot be written.
+    """
+    if not archive.name.endswith(SUFFIX):
+        raise ConfigError(f"{archive}: the name of an archive ends in {SUFFIX}")
+    lines = []
+    for file in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
+        name = file.relative_to(folder)
+        if file.suffix in KEPT and file.name not in MADE and not any(part.startswith(".") for part in name.parts):
+            lines.append(_line(file, name.as_posix()))
+    if not lines:
+        raise ConfigError(f"{folder} holds nothing to publish")
+    part = archive.with_name(f".{archive.name}.{os.getpid()}.part")
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME))
+            part.replace(archive)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or archive} cannot be written ({error.strerror})") from error
+    return len(lines)
+
+
+def _line(file: Path, name: str) -> str:
+    text = file.read_bytes().decode()
+    try:
+        content = {"data": json.loads(text)} if file.suffix == ".json" else {"text": text}
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from error
+    return json.dumps({"file": name} | content, separators=(",", ":")) + "\n"

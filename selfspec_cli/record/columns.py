@@ -1,0 +1,200 @@
+"""The columns of the tables that are made of points.
+
+`Summary` is the header of summary.csv, with what everybody reads. `Details`, `load_columns.Loads`, `quality.Quality`
+and `profiles.Shares` are tables of their own, which a point's key and id join to it. `Record` is a point in all tables.
+
+A value that was not measured is an empty cell (`None`), never 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from selfspec_cli.record.load_columns import Loads
+from selfspec_cli.record.point import OK
+from selfspec_cli.record.profiles import Shares
+from selfspec_cli.record.quality import Quality
+
+
+@dataclass
+class Summary:
+    """One arm, measured. Times are wall time; tok/s counts generated tokens only."""
+
+    run_id: str  # the command that measured it
+    time: str  # ISO 8601, with the offset from UTC
+    arm: str  # baseline, layer_skip, skip, draft_model; vllm: by its own methods, see `speculative`
+    model: str
+    E: int | None = None  # exit layer
+    k: int | None = None  # draft tokens a round, at most
+    head: str | None = None
+    vocab: str | None = None  # draft vocabulary
+    draft_weights: str | None = None  # shared: the target's own; fp8: 8-bit copies
+    draft_weights_file: str | None = None  # that the copies came from; empty: they were rounded when the engine started
+    skip_layers: str | None = None  # layers below E that do not draft
+    draft_window: int | None = None  # last tokens of the context that drafts attend to
+    draft_sample_method: str | None = None  # probabilistic: drafts are drawn; empty: they are the likeliest tokens
+    verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
+    gate: str | None = None
+    threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
+    read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
+    runner: str | None = None  # vLLM's model runner, where one was asked for
+    speculative: str | None = None  # of arm vllm: the method and its settings
+    acceptance_length: float | None = None  # synthetic; empty: real acceptance
+    workload: str | None = None
+    batch: int | None = None  # requests in flight
+    input_len: int | None = None  # tokens
+    output_len: int | None = None  # tokens
+    temperature: float | None = None
+    tok_s_median: float | None = None  # generated tokens a second, all requests together
+    tok_s_min: float | None = None
+    tok_s_max: float | None = None
+    speedup: float | None = None  # tok_s_median over that of the baseline that `baseline` names
+    speedup_low: float | None = None  # 95 % interval of the speedup, by bootstrap over the repeats of both sides
+    speedup_high: float | None = None
+    predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
+    accept_rate: float | None = None  # accepted / drafted tokens
+    mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
+    ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
+    tpot_ms: float | None = None  # time for each output token after the first, median over requests
+    ppl: float | None = None  # text, under the arm's own predictions: baseline and skip (`ppl_protocol` says how)
+    delta_ppl: float | None = None  # ppl minus the baseline's of the same text
+    identical: int | None = None  # outputs equal to the baseline's, token for token; empty for sampled requests
+    outputs: int | None = None  # outputs compared
+    weights_mib: float | None = None
+    baseline: str | None = None  # id of the point that the speedup is over
+    device: str | None = None  # in use: one GPU of eight is one GPU
+    status: str = OK  # "ok", or "failed: reason"
+    key: str = ""  # config.keys.run_key
+    point: str = ""  # id: the file results/runs/<id>.json
+
+
+@dataclass
+class Details:
+    """What explains a row: its run, percentiles, and what drafting and the engine took."""
+
+    seed: int | None = None
+    repeats: int | None = None
+    baseline_reused: bool | None = None  # whether an earlier command had measured it
+    model_fingerprint: str | None = None
+    efficiency: float | None = None  # speedup / predicted
+    verified_accept_rate: float | None = None  # accepted tokens / places that a verify pass looked at
+    drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
+    itl_ms: float | None = None  # time between successive outputs of a request, median
+    e2e_ms: float | None = None  # time to the last token, median
+    ttft_p90_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p90_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    itl_p90_ms: float | None = None
+    itl_p99_ms: float | None = None
+    e2e_p90_ms: float | None = None
+    e2e_p99_ms: float | None = None
+    peak_mem_mib: float | None = None  # while measuring: tensors on a GPU, else this process's resident memory
+    kv_blocks: int | None = None  # of the KV cache
+    sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
+    dram_util: float | None = None  # share of the memory bandwidth (NVML)
+    power_w: float | None = None  # mean board power (NVML)
+
+
+@dataclass
+class Record(Shares, Quality, Loads, Details, Summary):
+    """One point in all tables; the columns of summary.csv come first."""
+
+
+@dataclass
+class AcceptRow:
+    """Drafting of one arm, summed over the timed repeats; it belongs to the summary row of the same point."""
+
+    run_id: str
+    arm: str
+    model: str
+    E: int | None = None
+    k: int | None = None
+    head: str | None = None
+    gate: str | None = None
+    threshold: float | None = None
+    batch: int | None = None
+    rounds: int | None = None  # verify steps that had drafts (vLLM's counter)
+    drafted: int | None = None  # tokens
+    accepted: int | None = None  # tokens
+    accepted_at: str | None = None  # tokens accepted at position 1..k, separated by spaces
+    key: str = ""
+    places: int | None = None  # that verify passes looked at (vLLM's counter)
+    point: str = ""
+
+
+COUNTED = ("rounds", "drafted", "accepted", "accepted_at", "places")
+"""The columns of accept.tsv that are counters."""
+
+
+TABLES: dict[str, type] = {
+    "summary.csv": Summary,
+    "details.csv": Details,
+    "loads.csv": Loads,
+    "quality.csv": Quality,
+    "profiles.csv": Shares,
+    "accept.tsv": AcceptRow,
+}
+"""The files of a results folder that are made of its points; a point has a line in those of which it has a value."""
+
+
+def header(kind: type) -> list[str]:
+    """The column names of a table, in order."""
+    names = [column.name for column in fields(kind)]
+    return names if names[-1] == "point" else ["key", *names, "point"]
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """What each column holds, as the comments beside them say."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__[:-1]):
+        text = inspect.getsource(one)
+        found |= dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", text, re.MULTILINE))
+    return {name: meaning.strip() for name, meaning in found.items()}
+
+
+def has_line(kind: type, made: Record | AcceptRow) -> bool:
+    """Whether a point has a line in a table: always in that of all points, else where it has a value of it."""
+    return kind is Summary or any(getattr(made, column.name) is not None for column in fields(kind))
+
+
+def plain(row: Record) -> dict[str, Any]:
+    """A row for programs: every column of summary.csv, and of the other tables those that hold something."""
+    always = header(Summary)
+    return {name: value for name, value in asdict(row).items() if name in always or value is not None}
+
+
+def header_line(kind: type) -> str:
+    """The first line of a table's file."""
+    return _line(header(kind), kind)
+
+
+def line(kind: type, made: Record | AcceptRow) -> str:
+    """A point's line of a table's file."""
+    return _line([_cell(getattr(made, name)) for name in header(kind)], kind)
+
+
+def text(kind: type, rows: Iterable[Record | AcceptRow]) -> str:
+    """A whole file."""
+    return "".join([header_line(kind), *(line(kind, made) for made in rows if has_line(kind, made))])
+
+
+def _line(cells: list[str], kind: type) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, delimiter="\t" if kind is AcceptRow else ",", lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = " ".join(str(value).split())  # a newline inside a cell would break whole-line appends
+    return text.encode("utf-8", "backslashreplace").decode()  # the bytes of a file name may be no UTF-8

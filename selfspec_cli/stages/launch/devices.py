@@ -1,0 +1,70 @@
+"""The GPUs and the processor cores of this host, handed to workers so that no two of them share one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+CORES = "SELFSPEC_CORES"
+"""Environment variable of a worker: the cores that it may use, separated by commas."""
+A_WORKER = 2  # cores that an engine on the CPU needs
+
+
+class Devices:
+    """A pool of numbered devices. Several can be taken at once; who waits for many does not starve."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._free, self._all = list(numbers), len(numbers)
+        self._changed, self._turn = threading.Condition(), threading.Lock()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[list[int]]:
+        """Hold `count` devices. Raises ValueError where there are never so many."""
+        if count > self._all:
+            raise ValueError(f"{count} of {self._all} devices are wanted")
+        with self._turn, self._changed:  # one waits at a time, in the order in which they came
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            mine, self._free = self._free[:count], self._free[count:]
+        try:
+            yield mine
+        finally:
+            with self._changed:
+                self._free = sorted([*self._free, *mine])
+                self._changed.notify_all()
+
+
+def free_pairs(cores: Sequence[int], load: float) -> list[list[int]]:
+    """The cores in pairs, as many pairs as are idle; at least one. load: processes that run now."""
+    pairs = [list(cores[start : start + A_WORKER]) for start in range(0, len(cores) - A_WORKER + 1, A_WORKER)]
+    idle = int(max(len(cores) - load, 0)) // A_WORKER
+    return pairs[: max(idle, 1)] or [list(cores)]
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def gpu_numbers(visible: str | None, count: int) -> list[str]:
+    """What to write into CUDA_VISIBLE_DEVICES for each GPU. visible: the variable as it is; count: GPUs of the host."""
+    return visible.split(",") if visible else [str(number) for number in range(count)]
+
+
+def near_cores(gpu: str) -> list[int]:
+    """The cores on the side of the memory (the NUMA node) to which a GPU is attached; empty where nothing says."""
+    command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
+    try:
+        bus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
+        words = Path(f"/sys/bus/pci/devices/{bus[-12:]}/local_cpulist").read_text(encoding="utf-8").strip()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [core for part in words.split(",") if part for core in _range(part)]
+
+
+def _range(part: str) -> Iterator[int]:
+    low, _, high = part.partition("-")
+    return iter(range(int(low), int(high or low) + 1))

@@ -1,0 +1,85 @@
+"""Workers on a Ray cluster: one that runs (launcher.address), or one that is started on this host."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from selfspec_cli import interrupts
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.stages.launch import devices, joblib
+from selfspec_cli.stages.launch.supervise import Ended, points_of
+from selfspec_cli.stages.launch.units import Unit, description
+
+Sent = tuple[Unit, str | Ended]
+
+
+def connected(cfg: RunConfig) -> Any:
+    """The module `ray`, connected.
+
+    Raises:
+        ConfigError: ray is not installed, or there is no cluster at that address.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError("launcher=ray: ray is not installed: pip install 'selfspec[ray]'") from error
+    if not ray.is_initialized():
+        address = cfg.launcher.address
+        local: dict[str, Any] = {} if address else {"num_cpus": len(devices.own_cores()), "include_dashboard": False}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(f"launcher.address={address}: no Ray cluster answers there ({error})") from error
+    return ray
+
+
+def workers(cfg: RunConfig) -> int:
+    """How many units the cluster can measure at once."""
+    if cfg.launcher.address is None:
+        return joblib.workers(cfg)
+    have = connected(cfg).cluster_resources()
+    room = int(have.get("CPU", 0)) // devices.A_WORKER if device_of(cfg) == "cpu" else int(have.get("GPU", 0))
+    room = max(room // (1 if device_of(cfg) == "cpu" else cfg.model.tensor_parallel_size), 1)
+    return room if cfg.launcher.workers is None else min(cfg.launcher.workers, room)
+
+
+def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]) -> Generator[Sent]:
+    """As `joblib.launch`, each unit as a Ray task that streams its points. A lost node ends the units that it had."""
+    ray = connected(cfg)
+    on_cpu = device_of(cfg) == "cpu"
+
+    def streamed(document: dict[str, Any]) -> Iterator[str | Ended]:
+        yield from points_of(document, {})
+
+    remote = ray.remote(streamed)
+    count = workers(cfg)
+    waiting, streams = list(units), dict[str, tuple[Unit, Any]]()
+    try:
+        while waiting or streams:
+            while waiting and len(streams) < count:
+                unit = waiting.pop(0)
+                need = {"num_cpus": devices.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
+                task = remote.options(num_returns="streaming", max_retries=0, **need)
+                streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"))
+            interrupts.check()
+            ready, _ = ray.wait([stream for _, stream in streams.values()], num_returns=1, timeout=0.5)
+            for name, (unit, stream) in list(streams.items()):
+                if stream not in ready:
+                    continue
+                try:
+                    item = ray.get(next(stream))
+                except (ray.exceptions.RayError, StopIteration) as error:
+                    item = Ended(1, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                if isinstance(item, Ended):
+                    del streams[name]
+                yield unit, item
+    finally:
+        for _, stream in streams.values():
+            ray.cancel(stream, force=False)
+        if cfg.launcher.address is None:
+            ray.shutdown()  # the cluster on this host was for this command

@@ -1,0 +1,102 @@
+"""Workers as Slurm jobs, or as processes of this host (launcher.cluster=local). The folder of results is shared."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli import interrupts
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.record import folder
+from selfspec_cli.record.point import from_json
+from selfspec_cli.stages.launch import devices, joblib
+from selfspec_cli.stages.launch.supervise import Ended, points_of
+from selfspec_cli.stages.launch.units import Unit, description
+
+Sent = tuple[Unit, str | Ended]
+POLL = 0.5  # seconds
+JOBS_AT_ONCE = 16  # of Slurm, where nothing is said
+
+
+def workers(cfg: RunConfig) -> int:
+    """How many jobs are submitted at once."""
+    return joblib.workers(cfg) if cfg.launcher.cluster == "local" else cfg.launcher.workers or JOBS_AT_ONCE
+
+
+def job(document: dict[str, Any], spool: str, environment: dict[str, str], log: str) -> str:
+    """What runs in a job: supervise a worker, and move its points to the shared spool -> how it ended, in words, empty
+    where all went well."""
+    ended = Ended(1, "the supervisor stopped")
+    for number, item in enumerate(points_of(document, environment, log)):
+        if isinstance(item, Ended):
+            ended = item
+            continue
+        part = Path(spool) / f".{number:04d}.part"
+        part.write_text(item, encoding="utf-8")
+        part.rename(Path(spool) / f"{number:04d}.json")
+    return "" if ended.code == 0 else str(ended)
+
+
+def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Unit], str]) -> Generator[Sent]:
+    """As `joblib.launch`, each unit as a job."""
+    try:
+        from submitit import AutoExecutor
+    except ModuleNotFoundError as error:
+        raise ConfigError("launcher=submitit: submitit is not installed: pip install 'selfspec[slurm]'") from error
+    place = Path(log(units[0])).parent / f"{run_id}-jobs"
+    executor = AutoExecutor(folder=place, cluster=None if cfg.launcher.cluster == "slurm" else cfg.launcher.cluster)
+    on_cpu = device_of(cfg) == "cpu"
+    executor.update_parameters(
+        timeout_min=cfg.launcher.minutes, cpus_per_task=devices.A_WORKER if on_cpu else 8,
+        **({"slurm_partition": cfg.launcher.partition} if cfg.launcher.partition else {}),
+    )  # fmt: skip
+    waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers(cfg):
+                unit = waiting.pop(0)
+                spool = place / f"spool-{unit.name}"
+                spool.mkdir(parents=True)
+                if not on_cpu:
+                    executor.update_parameters(gpus_per_node=unit.gpus)
+                environment = {"OMP_NUM_THREADS": str(devices.A_WORKER)} if on_cpu else {}
+                words = (description(unit, f"{run_id}{unit.name}"), str(spool), environment, log(unit))
+                running[unit.name] = unit, spool, executor.submit(job, *words)
+            for name, (unit, spool, submitted) in list(running.items()):
+                done = submitted.done()
+                for file in sorted(spool.glob("*.json")):
+                    yield unit, file.read_text(encoding="utf-8")
+                    file.unlink()
+                if done:
+                    del running[name]
+                    yield unit, _end(submitted)
+            interrupts.check()
+            time.sleep(POLL)
+    finally:
+        for _, _, submitted in running.values():
+            submitted.cancel()
+
+
+def _end(submitted: Any) -> Ended:
+    try:
+        why = submitted.result()
+    except Exception as error:  # submitit's own and whatever the job raised
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+    return Ended(0) if not why else Ended(1, why)
+
+
+def collect(results: str | os.PathLike[str]) -> list[str]:
+    """Move points that jobs left after their driver had died into the record; what it says of them, for people."""
+    found = sorted(Path(results).glob("logs/*-jobs/spool-*/*.json"))
+    for file in found:
+        try:
+            folder.save(results, from_json(file.read_text(encoding="utf-8")))
+        except folder.RecordError as error:
+            if not isinstance(error.__cause__, FileExistsError):  # saved, and the driver died before it took it away
+                raise
+        file.unlink()
+    return [f"{len(found)} point(s) that jobs of an earlier command had measured were taken in"] if found else []

@@ -1,0 +1,50 @@
+"""Read by Python as it starts, where a test puts this folder on PYTHONPATH: workers get engines that are made up.
+
+FAKE_WORKER names a folder. A worker leaves its pid in it when it measures. `die-N` in it kills the worker that measures
+layer N, once; `die-always-N` each time; `together` makes workers wait until two of them have measured something.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+PLACE = Path(os.environ.get("FAKE_WORKER", ""))
+
+
+def bench(cfg, engine, progress):
+    from points import measured
+
+    (PLACE / f"pid-{os.getpid()}").touch()
+    with (PLACE / "measured").open("a") as log:
+        log.write(f"{cfg.method} {cfg.layer}\n")
+    if (PLACE / f"die-always-{cfg.layer}").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (PLACE / f"die-{cfg.layer}").exists():
+        (PLACE / f"die-{cfg.layer}").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    until = time.monotonic() + 60
+    while (PLACE / "together").exists() and len(list(PLACE.glob("pid-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+    return measured(*((100.0, 101.0, 99.0) if cfg.method == "baseline" else (150.0, 151.0, 149.0)))
+
+
+class Engine:
+    def set_gate(self, kind, threshold, calibration):
+        pass
+
+
+@contextmanager
+def open_engine(cfg):
+    yield Engine()
+
+
+if "selfspec_cli.stages.launch.worker" in sys.orig_argv:
+    import selfspec_cli.engine.live
+    import selfspec_cli.stages.bench
+
+    selfspec_cli.engine.live.open_engine = open_engine
+    selfspec_cli.stages.bench.run = bench

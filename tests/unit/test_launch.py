@@ -1,0 +1,269 @@
+"""Sweeps on several workers: how they are cut, and that nothing is lost when a worker or the driver dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from points import measured
+
+from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
+from selfspec_cli.record import folder
+from selfspec_cli.stages import plan as planning
+from selfspec_cli.stages import sweep
+from selfspec_cli.stages.launch import devices, joblib, submitit, supervise, units
+
+HERE = Path(__file__).parent
+LAYERS = (2, 3, 4, 6)
+
+
+def asked(kind="joblib", place=".", layers=LAYERS, **more):
+    launcher = LauncherConfig(kind=LauncherKind(kind), **({"cluster": "local"} if kind == "submitit" else {}) | more)
+    return [RunConfig(layer=layer, launcher=launcher, results_dir=str(place)) for layer in layers]
+
+
+def never(cfg):
+    raise AssertionError("the driver opens no engine")
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A folder of results, and one in which made-up workers leave what they did; room for two workers."""
+    place = tmp_path / "fake"
+    place.mkdir()
+    paths = [str(HERE / "fake_worker"), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("FAKE_WORKER", str(place))
+    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    return tmp_path / "results", place
+
+
+def run(cfgs, **more):
+    return sweep.run(cfgs, open_engine=never, bench=never, **more)
+
+
+def done(place):
+    return Counter((place / "measured").read_text().split("\n")[:-1])
+
+
+# ---- cutting
+
+
+def test_a_family_is_dealt_out_with_its_baseline_in_each_unit():
+    todo = planning.plan(asked(layers=(2, 3, 4, 5, 6)))
+    found = units.cut(todo.families, 2)
+    assert [unit.name for unit in found] == ["u0", "u1"]
+    assert [len(unit.points) for unit in found] == [4, 3]
+    assert all(unit.points[0].is_baseline and not any(p.is_baseline for p in unit.points[1:]) for unit in found)
+    assert sorted(p.cfg.layer for unit in found for p in unit.points[1:]) == [2, 3, 4, 5, 6]
+
+
+def test_families_share_the_workers_by_their_engines():
+    others = [replace(cfg, model=ModelConfig(name="other", path="reference_plain")) for cfg in asked(layers=(2,))]
+    todo = planning.plan([*asked(layers=(2, 3, 4)), *others])
+    assert sorted(len(unit.points) for unit in units.cut(todo.families, 2)) == [2, 2, 3]
+    assert len(units.cut(todo.families, 1)) == 2
+    assert units.cut([], 3) == []
+
+
+def test_what_a_dead_worker_leaves_keeps_the_baseline_it_is_compared_with():
+    (unit,) = units.cut(planning.plan(asked(layers=(2, 3))).families, 1)
+    base, two, three = unit.points
+    assert units.rest(unit, {base.key, two.key}, "r").points == (base, three)
+    assert units.rest(unit, {base.key, two.key, three.key}, "r") is None
+    assert units.rest(unit, {two.key, three.key}, "r").points == (base,)
+
+
+def test_a_unit_takes_as_many_gpus_as_its_model_is_divided_among():
+    cfg = replace(asked(layers=(2,))[0], model=ModelConfig(tensor_parallel_size=4))
+    (unit,) = units.cut(planning.plan([cfg]).families, 1)
+    assert unit.gpus == 4
+
+
+# ---- devices
+
+
+def test_no_device_is_held_twice_and_who_wants_many_is_not_passed_by():
+    pool, held, order = devices.Devices(range(2)), [], []
+
+    def worker(name, count):
+        with pool.taken(count) as mine:
+            assert not set(mine) & set(held)
+            held.extend(mine)
+            order.append(name)
+            time.sleep(0.05)
+            for number in mine:
+                held.remove(number)
+
+    with pool.taken(1):
+        threads = [threading.Thread(target=worker, args=word) for word in (("both", 2), ("one", 1))]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == ["both", "one"]
+    with pytest.raises(ValueError, match="3 of 2 devices"), pool.taken(3):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "pairs"), [(8, 0.0, 4), (8, 3.5, 2), (8, 20.0, 1), (2, 0.0, 1), (1, 0.0, 1), (5, 0.2, 2)]
+)
+def test_a_cpu_has_a_worker_for_each_idle_pair_of_cores_and_at_least_one(cores, load, pairs):
+    found = devices.free_pairs(range(cores), load)
+    assert len(found) == pairs
+    assert all(len(pair) == min(cores, 2) for pair in found)
+
+
+def test_gpus_are_those_that_cuda_shows():
+    assert devices.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
+    assert devices.gpu_numbers(None, 2) == ["0", "1"]
+    assert list(devices._range("0-3")) == [0, 1, 2, 3]
+
+
+# ---- workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["joblib", "submitit", "ray"])
+def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
+    results, place = lab
+    (place / "together").touch()  # each waits until the other has begun
+    result = run(asked(kind, results))
+    assert result.exit_code == 0, [point.reason for point in result.failed]
+    points = folder.read(results)[0]
+    local = planning.plan(asked("local", results))
+    assert {point.key for point in points} == {planned.key for planned in local.points}
+    assert len(list(place.glob("pid-*"))) == 2
+    assert done(place) == Counter({"baseline None": 2} | {f"layer_skip {layer}": 1 for layer in LAYERS})
+    bases = {point.id: point for point in points if point.arm["arm"] == "baseline"}
+    for point in points:
+        if point.id not in bases:  # compared with the baseline of its own worker
+            assert bases[point.compared_with.baseline].run_id == point.run_id
+    assert run(asked(kind, results)).skipped == len(LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["joblib", "ray"])
+def test_a_worker_that_dies_loses_the_point_in_hand_alone(lab, kind):
+    results, place = lab
+    (place / "die-4").touch()
+    result = run(asked(kind, results))
+    assert result.exit_code == 0
+    assert sorted(point.config["layer"] for point in folder.read(results)[0] if point.config["layer"]) == [2, 3, 4, 6]
+    counted = done(place)
+    assert counted.pop("layer_skip 4") == 2
+    assert counted.pop("baseline None") == 3  # of two workers, and of the one that took over
+    assert set(counted.values()) == {1}
+
+
+@pytest.mark.slow
+def test_a_point_on_which_workers_keep_dying_has_failed_and_the_others_have_not(lab):
+    results, place = lab
+    (place / "die-always-3").touch()
+    result = run(asked("joblib", results))
+    assert result.exit_code == 1
+    (lost,) = result.failed
+    assert lost.config["layer"] == 3
+    assert lost.reason == "its worker was ended by SIGKILL"
+    assert done(place)["layer_skip 3"] == 2
+    assert sorted(point.config["layer"] for point in result.points if point.ok and point.config["layer"]) == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_where_the_baseline_cannot_be_measured_nothing_is_compared(lab):
+    results, place = lab
+    (place / "die-always-None").touch()
+    result = run(asked("joblib", results, layers=(2, 3)))
+    assert result.exit_code == 1
+    assert {point.config["layer"] for point in result.failed} == {None, 2, 3}
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_is_gone_on_with_and_its_workers_end(lab, monkeypatch):
+    results, place = lab
+    monkeypatch.setenv("FAKE_SECONDS", "0.7")
+    words = ["sweep", "layer=2,3,4,6", "launcher=joblib", f"results_dir={results}"]
+    command = [sys.executable, "-m", "selfspec_cli", *words]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while len(folder.heads(results)) < 2 and time.monotonic() < until:
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    kept = {point.key for point in folder.read(results)[0]}
+    assert kept
+    moved = results.with_name("moved")  # as if the folder had been copied to another machine
+    results.rename(moved)
+    (pid,) = [int(file.name.removeprefix("pid-")) for file in place.glob("pid-*")]
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    finished = subprocess.run([*command[:-1], f"results_dir={moved}"], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    points = folder.read(moved)[0]
+    assert sorted(point.config["layer"] for point in points if point.config["layer"]) == [2, 3, 4, 6]
+    assert kept <= {point.key for point in points}
+
+
+@pytest.mark.slow
+def test_points_that_jobs_left_behind_are_taken_in(lab):
+    results, _ = lab
+    run(asked("submitit", results, layers=(2,)))
+    (file,) = [
+        path
+        for path in (results / folder.RUNS).glob("*.json")
+        if folder.read(results, {path.stem})[0][0].config["layer"]
+    ]
+    spool = results / "logs" / "RUN-jobs" / "spool-u0"
+    spool.mkdir(parents=True)
+    file.rename(spool / "0001.json")
+    result = run(asked("submitit", results, layers=(2,)))
+    assert result.skipped == 1
+    assert "1 point(s) that jobs of an earlier command had measured" in result.warnings[0]
+    assert file.exists()
+    assert submitit.collect(results) == []
+
+
+def test_baselines_of_earlier_commands_are_refused(tmp_path):
+    cfgs = [replace(cfg, results_dir=str(tmp_path)) for cfg in asked(layers=(2,))]
+    local = [replace(cfg, launcher=LauncherConfig()) for cfg in cfgs]
+    engine = type("Engine", (), {"set_gate": lambda *words: None})
+
+    def opened(cfg):
+
+        return nullcontext(engine())
+
+    sweep.run(
+        [replace(local[0], method=Method.baseline, layer=None)],
+        open_engine=opened,
+        bench=lambda *words: measured(100.0, 101.0, 99.0),
+    )
+    with pytest.raises(ConfigError, match="launcher=joblib: a point is compared with a baseline of the same GPU"):
+        run(cfgs, reuse_baseline=True)
+
+
+def test_more_gpus_than_there_are_is_bad_input(monkeypatch):
+    cfg = asked(layers=(2,))[0]
+    cfg.engine.device, cfg.model.tensor_parallel_size = "cuda", 2
+    monkeypatch.setattr(joblib.machine, "visible_gpus", lambda: ["NVIDIA H100"])
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, and 1 GPUs can be seen"):
+        joblib.workers(cfg)
+
+
+def test_how_a_worker_ended_is_said_in_words():
+    assert str(supervise.Ended(-9)) == "its worker was ended by SIGKILL"
+    assert str(supervise.Ended(1, "CUDA error")) == "its worker exited with 1: CUDA error"

@@ -22,11 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 MODEL = "toy"
+KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; the others ignore it
+CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
 
 
@@ -66,7 +68,7 @@ def serve(port: int, step: float) -> None:
                                "choices": [choice], "usage": usage}).encode()  # fmt: skip
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
-        await send(answer(b"text/event-stream"))
+        await send(answer(b"text/event-stream; charset=utf-8"))
         for place in range(tokens):
             await asyncio.sleep(step)
             data = event % (b'"length"' if place + 1 == tokens else b"null")
@@ -101,10 +103,10 @@ def started(command: Sequence[str], port: int, log: Path, path: str, model: str)
             time.sleep(0.3)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -131,16 +133,26 @@ def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path
     config.write_text(f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\n"
                       f"results_dir: {folder}\n")  # fmt: skip
     add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
+    listen = ["--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
-        add("vllm-router", lambda port: [options.vllm_router, "--worker-urls", backend, "--host", "127.0.0.1", "--port",
-                                         port])  # fmt: skip
+        add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
     if options.smg:
-        add("smg", lambda port: [options.smg, "launch", "--worker-urls", backend, "--host", "127.0.0.1", "--port",
-                                 port])  # fmt: skip
+        add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
     if options.litellm:
         lite = folder / "litellm.yaml"
-        where = {"model": f"text-completion-openai/{model}", "api_base": f"{backend}/v1", "api_key": "none"}
-        lite.write_text(json.dumps({"model_list": [{"model_name": model, "litellm_params": where}]}))
+        where = {
+            "model": f"{'openai' if options.chat else 'text-completion-openai'}/{model}",
+            "api_base": f"{backend}/v1",
+            "api_key": "none",
+        }
+        lite.write_text(
+            json.dumps(
+                {
+                    "model_list": [{"model_name": model, "litellm_params": where}],
+                    "general_settings": {"master_key": KEY},
+                }
+            )
+        )
         add("litellm", lambda port: [options.litellm, "--config", lite, "--host", "127.0.0.1", "--port", port])
     return found
 
@@ -150,10 +162,11 @@ def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path
 
 async def stream(session: Any, url: str, model: str, tokens: int) -> tuple[float, int, float]:
     """(seconds to the first event, events with a choice, seconds in all) of one stream."""
-    body = {"model": model, "prompt": "once upon a time", "max_tokens": tokens, "stream": True, "temperature": 0,
-            "ignore_eos": True}  # fmt: skip
+    said = "once upon a time"
+    prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
+    body = {"model": model, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True} | prompt
     began, first, events = time.perf_counter(), None, 0
-    async with session.post(url, json=body) as response:
+    async with session.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}) as response:
         assert response.status == 200, response.status
         async for part in response.content.iter_any():
             if first is None:
@@ -190,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
     parser.add_argument("--model", default=MODEL, help="the name of its model")
+    parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--step", type=float, default=0.03, help="seconds between tokens of the server without a model")
@@ -204,7 +218,7 @@ def main() -> None:
     from contextlib import ExitStack
 
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
-        folder, path = Path(scratch), "/v1/completions"
+        folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
         backend = options.url
         if backend is None:
             port = free_port()
@@ -239,8 +253,10 @@ def table(options: argparse.Namespace, urls: dict[str, str]) -> dict[str, Any]:
             row["tokens_s"] = round(rates[name], 1)
             row["share_of_direct"] = round(rates[name] / rates["direct"], 4)
             rows.append(row)
-    return {"tokens": options.tokens, "step_s": None if options.url else options.step, "rounds": options.rounds,
-            "cpus": os.cpu_count(), "load_average": os.getloadavg()[0], "rows": rows}  # fmt: skip
+    path = CHAT if options.chat else "/v1/completions"
+    step = None if options.url else options.step
+    return {"path": path, "tokens": options.tokens, "step_s": step, "rounds": options.rounds, "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0], "rows": rows}  # fmt: skip
 
 
 if __name__ == "__main__":

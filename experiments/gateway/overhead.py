@@ -28,7 +28,6 @@ from typing import Any
 
 MODEL = "toy"
 KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; the others ignore it
-# vllm-router compresses where a client allows it, and a compressed stream arrives in one piece at its end.
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
@@ -61,6 +60,9 @@ def serve(port: int, step: float) -> None:
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if scope["path"] not in ("/v1/completions", CHAT):  # vllm-router asks the server to render prompts, for one
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            return await send({"type": "http.response.body", "body": b""})
         asked = json.loads(raw)
         tokens = asked.get("max_tokens") or 4
         if not asked.get("stream"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +16,8 @@ from selfspec_cli.gateway.errors import GatewayError, document
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import plain
+
+GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
 
 class Feedback(BaseModel):
@@ -28,6 +32,7 @@ class Feedback(BaseModel):
 def control(gateway: Gateway) -> FastAPI:
     """The application for everything that is no answer of a model."""
     app = FastAPI(title="selfspec gateway", version=__version__)
+    told_at = [0.0]  # when /metrics was told the gains
 
     @app.exception_handler(GatewayError)
     async def told(request: Request, error: GatewayError) -> Response:
@@ -57,6 +62,9 @@ def control(gateway: Gateway) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus's text format."""
+        if time.monotonic() - told_at[0] > GAINS_SECONDS:
+            told_at[0] = time.monotonic()
+            gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
@@ -69,9 +77,11 @@ def control(gateway: Gateway) -> FastAPI:
     @app.get("/gateway/routes")
     async def routes() -> dict[str, Any]:
         """Backends as they are, and what each route won."""
+        gains = await asyncio.to_thread(gateway.ledger.gains)  # intervals are resampled, which takes its time
+        gateway.telemetry.gains(gains)
         return {"policy": gateway.settings.policy, "policies": {name: one.help for name, one in POLICIES.items()},
                 "backends": [_shown(one) for one in gateway.replicas],
-                "gains": [vars(gain) for gain in gateway.ledger.gains()],
+                "gains": [vars(gain) for gain in gains],
                 "cache": {} if gateway.caching.cache is None else gateway.caching.cache.stats()}  # fmt: skip
 
     @app.get("/gateway/config")

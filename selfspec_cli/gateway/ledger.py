@@ -61,7 +61,7 @@ class Ledger:
 
     def gains(self) -> list[Gain]:
         """Of every model and route, and of all routes of a model together."""
-        return [_gain(model, route, of, kept[model, route], kept.get((model, None), ()))
+        return [_gain(model, route, of, tuple(kept[model, route]), tuple(kept.get((model, None), ())))
                 for of, kept in self.kept.items()
                 for model, route in sorted((model, route) for model, route in kept if route is not None)]  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from selfspec_cli.gateway.ledger import Gain
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.replica import Replica, State
 
@@ -49,7 +50,9 @@ class Telemetry:
         self.load = make(Gauge, "backend_running", "requests at a backend by its own /metrics", ("backend",))
         self.work = make(Gauge, "backend_round_work", "what a round costs there, in plain steps", ("backend",))
         self.drafts = make(Gauge, "backend_round_tokens", "tokens that a round brings there", ("backend",))
-        self.gain = make(Gauge, "gain", "plain over routed: seconds or money a token", ("route", "of", "bound"))
+        self.gain = make(
+            Gauge, "gain", "plain over routed: seconds or money a token", ("model", "route", "of", "bound")
+        )
 
     def ended(self, out: Outcome) -> None:
         """Count one request."""
@@ -79,6 +82,13 @@ class Telemetry:
             self.retries.labels(name).inc()
         if out.lost is not None:
             self.lost.inc(out.lost)
+
+    def gains(self, found: Sequence[Gain]) -> None:
+        """What the ledger says."""
+        for one in found:
+            for bound, value in (("gain", one.gain), ("low", one.low), ("high", one.high)):
+                if value is not None:
+                    self.gain.labels(one.model, one.route, one.of, bound).set(value)
 
     def text(self, replicas: Sequence[Replica]) -> bytes:
         """Prometheus's text format."""

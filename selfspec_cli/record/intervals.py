@@ -14,6 +14,7 @@ from typing import Any
 
 LEVEL = 0.95
 RESAMPLES = 4999
+FEWER = 999  # of thousands of values each, while a gateway serves
 SEED = 0  # the same repeats have the same interval, whenever it is worked out
 
 Interval = tuple[float, float]
@@ -98,7 +99,7 @@ def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
 
     def means(values: tuple[float, ...]) -> Any:
         side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
-        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(RESAMPLES)])
+        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(FEWER)])
 
     with numpy.errstate(divide="ignore"):
         ratios = means(above) / means(below)

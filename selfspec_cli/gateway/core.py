@@ -17,7 +17,6 @@ from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.caching import Caching
 from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body, watch
 from selfspec_cli.gateway.errors import GatewayError, bad_request
-from selfspec_cli.gateway.ledger import ASKED_FOR, Ledger
 from selfspec_cli.gateway.limits import Keys, Tenant
 from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.outcome import Outcome
@@ -28,6 +27,7 @@ from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
+from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
 
 VANISHED = 499  # of the log and the metrics; nobody is left to be told
 LEARNT = 0.05  # weight of a new request in means over requests
@@ -218,8 +218,9 @@ class Gateway:
         out.e2e = time.monotonic() - asked.began
         self._learn(asked, out)
         self.telemetry.ended(out)
-        self.ledger.add(out)
-        self.log.add(out)
+        row = out.row(self.log.text)
+        self.ledger.add(row)
+        self.log.add(row)
 
     def _learn(self, asked: Asked, out: Outcome) -> None:
         if out.status != 200 or out.route is None:

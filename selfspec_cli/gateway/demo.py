@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.stub import stub
 from selfspec_cli.gateway.supervisor import Supervisor
+from selfspec_cli.record.gateway_log import routes
 
 START_SECONDS = 420.0
 PROMPTS = (
@@ -85,8 +86,12 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
             finally:
                 web.should_exit = True
                 await serving
-    return {"routes": routes(log), "gains": [asdict(gain) for gain in gateway.ledger.gains()], "checks": checks,
-            "log": str(log)}  # fmt: skip
+    return {
+        "routes": [asdict(one) for one in routes(_rows(log))],
+        "gains": [asdict(gain) for gain in gateway.ledger.gains()],
+        "checks": checks,
+        "log": str(log),
+    }
 
 
 async def _traffic(
@@ -168,34 +173,5 @@ async def ask(
         return Answer(response.status, text, dict(response.headers))
 
 
-def routes(log: Path) -> list[dict[str, Any]]:
-    """The log of requests by route, and whether they went the plain way: how many, times, tokens, money."""
-    groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for row in _rows(log):
-        if row["status"] == 200 and row["route"] is not None:
-            groups.setdefault((row["route"], row["plain"]), []).append(row)
-    return [{"route": route, "plain": plain, "requests": len(rows), "hits": sum(row["cache"] == "hit" for row in rows),
-             "reasons": _counted([row["reason"] for row in rows]), "ttft_ms": _middle(rows, "ttft_ms"),
-             "expected_ttft_ms": _middle(rows, "expected_ttft_ms"), "tpot_ms": _middle(rows, "tpot_ms"),
-             "expected_tpot_ms": _middle(rows, "expected_tpot_ms"), "e2e_ms": _middle(rows, "e2e_ms"),
-             "tokens": sum(row["tokens"] or 0 for row in rows), "cost": _sum(rows, "cost"),
-             "machine_s": _sum(rows, "machine_s"), "survived": sum(row["survived"] for row in rows)}
-            for (route, plain), rows in sorted(groups.items())]  # fmt: skip
-
-
 def _rows(log: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in log.read_bytes().splitlines()]
-
-
-def _counted(words: Sequence[str]) -> dict[str, int]:
-    return {word: words.count(word) for word in dict.fromkeys(words)}
-
-
-def _middle(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = sorted(row[name] for row in rows if row[name] is not None)
-    return values[len(values) // 2] if values else None
-
-
-def _sum(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = [row[name] for row in rows if row[name] is not None]
-    return sum(values) if values else None

@@ -7,8 +7,9 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
-from selfspec_cli.gateway.outcome import Outcome
+import orjson
 
 EVERY_SECONDS = 0.25
 FILE = "requests.jsonl"
@@ -27,10 +28,10 @@ class RequestLog:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
 
-    def add(self, out: Outcome) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """A request has ended."""
         if self.file is not None:
-            self._rows.append(out.row(self.text))
+            self._rows.append(orjson.dumps(row))
 
     def fault(self, error: BaseException) -> None:
         """An error of the gateway's own, for whoever runs it."""

@@ -7,8 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from selfspec_cli.gateway.asked import Asked
 
 
@@ -52,45 +50,43 @@ class Outcome:
             details = found.get("prompt_tokens_details")
             self.cached_tokens = _whole(details.get("cached_tokens"), None) if isinstance(details, dict) else None
 
-    def row(self, text: bool) -> bytes:
-        """A line of the log, without its end. text: what was asked is in it; otherwise its SHA-256."""
+    def row(self, text: bool) -> dict[str, Any]:
+        """A row of the log. text: what was asked is in it; otherwise its SHA-256."""
         asked = self.asked
         prompt, messages = asked.body.get("prompt"), asked.body.get("messages")
         said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
-        return orjson.dumps(
-            {
-                "at": time.time(),
-                "id": asked.id,
-                "tenant": asked.tenant,
-                "endpoint": asked.endpoint,
-                "model": asked.model,
-                "class": asked.kind,
-                "stream": asked.stream,
-                "route": self.route,
-                "policy": self.policy,
-                "reason": self.reason,
-                "plain": self.plain,
-                "cache": self.cache,
-                "status": self.status,
-                "error": self.error,
-                "prompt_tokens": self.prompt_tokens,
-                "tokens": self.tokens,
-                "cached_tokens": self.cached_tokens,
-                "waited_ms": _ms(self.waited),
-                "ttft_ms": _ms(self.ttft),
-                "tpot_ms": _ms(self.tpot),
-                "e2e_ms": _ms(self.e2e),
-                "expected_ttft_ms": _ms(self.expected_ttft),
-                "expected_tpot_ms": _ms(self.expected_tpot),
-                "cost": self.cost,
-                "machine_s": self.machine_seconds,
-                "survived": self.survived,
-                "lost_ms": _ms(self.lost),
-                "tried": self.tried,
-                "sha256": hashlib.sha256(asked.text.encode()).hexdigest(),
-                **(said if text else {"prompt": None}),
-            }
-        )
+        return {
+            "at": time.time(),
+            "id": asked.id,
+            "tenant": asked.tenant,
+            "endpoint": asked.endpoint,
+            "model": asked.model,
+            "class": asked.kind,
+            "stream": asked.stream,
+            "route": self.route,
+            "policy": self.policy,
+            "reason": self.reason,
+            "plain": self.plain,
+            "cache": self.cache,
+            "status": self.status,
+            "error": self.error,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "cached_tokens": self.cached_tokens,
+            "waited_ms": _ms(self.waited),
+            "ttft_ms": _ms(self.ttft),
+            "tpot_ms": _ms(self.tpot),
+            "e2e_ms": _ms(self.e2e),
+            "expected_ttft_ms": _ms(self.expected_ttft),
+            "expected_tpot_ms": _ms(self.expected_tpot),
+            "cost": self.cost,
+            "machine_s": self.machine_seconds,
+            "survived": self.survived,
+            "lost_ms": _ms(self.lost),
+            "tried": self.tried,
+            "sha256": hashlib.sha256(asked.text.encode()).hexdigest(),
+            **(said if text else {"prompt": None}),
+        }
 
 
 def _whole(value: Any, otherwise: int | None) -> int | None:

@@ -21,8 +21,8 @@ from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
 from selfspec_cli.gateway.upstream import Upstream
+from selfspec_cli.record.gateway_log import FOLDER
 
-FOLDER = "gateway"  # in the results folder
 CACHE = "cache.sqlite"
 BACKLOG = 4096
 Say = Callable[[str], None]

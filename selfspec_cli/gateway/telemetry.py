@@ -8,9 +8,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from selfspec_cli.gateway.ledger import Gain
 from selfspec_cli.gateway.outcome import Outcome
 from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.record.gateway_log import Gain
 
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)

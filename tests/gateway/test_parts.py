@@ -12,12 +12,12 @@ from running import running
 from selfspec_cli.gateway import events
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
-from selfspec_cli.gateway.ledger import Ledger
 from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings, BatchSettings, LedgerSettings
 from selfspec_cli.gateway.timing import Timing
+from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 
@@ -103,16 +103,16 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
     for number in range(400):
         plain = number % 4 == 0
         ms = draw.lognormvariate(0, 0.3) * (100 if plain else 50)
-        ledger.add_row({"status": 200, "plain": plain, "route": "a", "tokens": 10, "e2e_ms": ms, "cost": None})
+        ledger.add({"status": 200, "plain": plain, "route": "a", "tokens": 10, "e2e_ms": ms, "cost": None})
     route, all_routes = ledger.gains()
     assert (route.route, all_routes.route, route.of) == ("a", "all", "seconds")
     assert route.low < 2.0 < route.high
     assert route.high - route.low < 0.5
     few = Ledger()
-    few.add_row({"status": 200, "plain": False, "route": "a", "tokens": 10, "e2e_ms": 1.0})
-    few.add_row({"status": 502, "plain": True, "route": "a", "tokens": 10, "e2e_ms": 1.0})
+    few.add({"status": 200, "plain": False, "route": "a", "tokens": 10, "e2e_ms": 1.0})
+    few.add({"status": 502, "plain": True, "route": "a", "tokens": 10, "e2e_ms": 1.0})
     for _ in range(3):
-        few.add_row({"status": 200, "plain": False, "route": "a", "tokens": 1, "e2e_ms": 1, "reason": "asked_for"})
+        few.add({"status": 200, "plain": False, "route": "a", "tokens": 1, "e2e_ms": 1, "reason": "asked_for"})
     assert [one.requests for one in few.gains()] == [1, 1]
     assert {one.gain for one in few.gains()} == {None}
 
@@ -120,7 +120,7 @@ def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
 def test_a_hit_costs_nothing_and_counts_for_all_routes():
     ledger = Ledger()
     for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
-        ledger.add_row({"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost,
+        ledger.add({"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost,
                         "cache": "hit" if route == "cache" else "miss"})  # fmt: skip
     gains = {(one.route, one.of): one.gain for one in ledger.gains()}
     assert gains["all", "money"] == 2.0

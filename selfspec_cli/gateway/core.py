@@ -32,6 +32,7 @@ from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
 VANISHED = 499  # of the log and the metrics; nobody is left to be told
 LEARNT = 0.05  # weight of a new request in means over requests
 ASKED_KEPT = 10_000  # requests whose answers may still be judged
+TEXT_KEPT = 2000  # characters of each
 
 
 class Gateway:
@@ -225,7 +226,9 @@ class Gateway:
     def _learn(self, asked: Asked, out: Outcome) -> None:
         if out.status != 200 or out.route is None:
             return
-        self.routes[asked.id] = (asked, out.route)
+        text = asked.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
+        text = text if len(text) <= TEXT_KEPT else text[: TEXT_KEPT // 2] + text[-TEXT_KEPT // 2 :]
+        self.routes[asked.id] = (Asked(asked.endpoint, {"model": asked.model}, id=asked.id, text=text), out.route)
         while len(self.routes) > ASKED_KEPT:
             self.routes.pop(next(iter(self.routes)))
         if out.cache == "hit":

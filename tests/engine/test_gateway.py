@@ -119,16 +119,18 @@ def test_what_clients_ask_for_comes_through(both):
 
 def test_prefill_on_one_server_and_drafts_on_the_other(both):
     """By vLLM's example connector: the plain server prefills, the other one decodes with early exit."""
-    prompt = "".join(f"def function_{number}(argument):\n    return argument + {number}\n\n" for number in range(6))
-    wanted = both.complete(prompt, backend="plain").choices[0].text
+    prompt = "".join(f"def function_{number}(argument):\n    return argument + {number}\n\n" for number in range(20))
     names = ("request_prefill_kv_computed_tokens_sum", "spec_decode_num_accepted_tokens_total")
     before = [metric(both.early, name) for name in names]
     prefills = metric(both.plain, "request_success_total")
-    assert both.complete(prompt, backend="split").choices[0].text == wanted
+    split = both.complete(prompt, backend="split")
     computed, accepted = (metric(both.early, name) - old for name, old in zip(names, before, strict=True))
     assert metric(both.plain, "request_success_total") == prefills + 1
-    assert 0 <= computed <= 32  # of some 100 tokens: the others' keys and values came from the other server
     assert accepted > 0
+    # On a CPU a block has 128 tokens; those of whole blocks came from the other server.
+    assert split.usage.prompt_tokens > 128
+    assert 0 <= computed <= split.usage.prompt_tokens - 128
+    assert split.choices[0].text == both.complete(prompt, backend="plain").choices[0].text
 
 
 def test_the_gateway_knows_what_drafts_are_worth(both):

@@ -21,6 +21,7 @@ from selfspec_cli.gateway.replica import Replica
 
 SIZE = 256
 KEPT = 2000  # judgements of each backend
+SHARP = 4  # power of a similarity: texts that have only their language in common have about a half
 LONGEST = 2000  # characters of a request that are looked at, half of them at each end
 
 Vector = dict[int, float]
@@ -53,7 +54,7 @@ class _Quality(Chooser):
     def expected(self, vector: Vector, replica: Replica) -> float:
         """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
-        near = sorted(((similarity(vector, one), quality) for one, quality in known), reverse=True)[: self.neighbours]
+        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[: self.neighbours]
         weight = sum(alike for alike, _ in near)
         return (self.trust * self.prior + sum(alike * quality for alike, quality in near)) / (self.trust + weight)
 

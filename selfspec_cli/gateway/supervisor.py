@@ -90,12 +90,12 @@ class Supervisor:
         kind, settings = BACKENDS[one.settings.kind], one.settings
         if one.url and await self._answers(one):
             return self.say(f"{one.name}: answers at {one.url}")
-        port = urlsplit(one.url).port if one.url else None
+        port = (urlsplit(one.url).port if one.url else None) or _free_port()
         local = not one.url or urlsplit(one.url).hostname in ("127.0.0.1", "localhost")
-        command = kind.command(settings, port or _free_port()) if local and (settings.words or not one.url) else None
+        command = kind.command(settings, port) if local and (settings.words or not one.url) else None
         if command is None:
             return self.say(f"{one.name}: nobody answers at {one.url} yet")
-        one.url = one.url or f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+        one.url = one.url or f"http://127.0.0.1:{port}"
         log = log_of(settings, self.folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as out:

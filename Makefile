@@ -1,11 +1,11 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
 # make demo-gateway  two vLLM servers and a stub behind a gateway, on the CPU, about five minutes; what it won
 # make quick  lint, and the unit and contract tests that take no seconds each
-# make test   install, lint, and run every test that this machine can run; says how long each part took
+# make test   install, lint, and run the tests; ends with how long each part took, what was skipped, and why
+# make nightly  what is only worth running at night and before a release (CONTRIBUTING.md)
 # make mutants  small faults in the code, one by one: which of them the tests notice (hours; tests/mutation/README.md)
-# make browser  install what the tests of the page need (Chromium, axe-core); without them they are skipped
+# make programs  install what some tests need beside Python, where apt and npm are at hand: Chromium, axe-core, Prometheus
 # make docs   the pages of docs/ into site/, without a network; fails on a link that leads nowhere
-# make prometheus  install what the test of the metrics needs (Prometheus); without it that test is skipped
 # make lint   ruff, the direction of imports, mypy
 # make fresh  both installs in fresh environments: sizes, times, and vLLM beside the plugin under an unknown version
 # make sky  whether SkyPilot takes infra/selfspec.yaml
@@ -24,16 +24,20 @@ PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 # Tests that start engines: a file stays in one process, which keeps what its tests share.
 BY_FILE := -n $(JOBS) --dist loadfile
-TIMES := $(VENV)/.times
-MUTANTS ?= costs gates settings v1 lengths vocabulary weights heads v2
+REPORTS := $(VENV)/.reports
+GRID := tests/engine/test_lossless.py tests/engine/test_lossless_others.py tests/engine/test_sampling.py
+MUTANTS ?= reference costs gates settings v1 lengths vocabulary weights heads v2
 
-# $(call timed,NAME,COMMAND): run a part, and note how long it took.
+# $(call timed,NAME,COMMAND): run a part, and note how long it took. $(call tests,NAME,ARGUMENTS): a part of pytest's.
 define timed
-@begun=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - begun)) s" >>$(TIMES)
+@begun=$$(date +%s); $(2) && echo $$(($$(date +%s) - begun)) >$(REPORTS)/$(1).seconds
 endef
-summary = @awk '{ print; all += $$2 } END { print "all", all, "s" }' $(TIMES)
+tests = $(call timed,$(1),$(PYTEST) -m "not nightly" --junitxml=$(REPORTS)/$(1).xml $(2))
+begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
+side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
+summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-lint quick-tests test mutants docs lint fresh install browser prometheus sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -43,24 +47,34 @@ demo-gateway: $(INSTALLED)
 	$(BIN)/selfspec gateway demo results_dir=$(RESULTS)
 
 quick: $(INSTALLED)
-	@rm -f $(TIMES)
-	$(call timed,all,$(MAKE) -j2 -O --no-print-directory quick-lint quick-tests)
-	@cat $(TIMES)
-
-quick-lint: $(INSTALLED)
-	$(call timed,lint,$(LINT))
+	$(begin)
+	@$(side_by_side) part-lint quick-tests
+	$(summary)
 
 quick-tests: $(INSTALLED)
 	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
-test: $(INSTALLED)
-	@rm -f $(TIMES)
+# Parts of one process each run beside each other, the others on all cores.
+test: $(INSTALLED) programs
+	$(begin)
+	@$(side_by_side) part-lint part-contract part-gpu part-browser
+	$(call tests,unit,tests/unit $(SIDE_BY_SIDE) --durations=10)
+	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
+	$(summary)
+
+part-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
-	$(call timed,unit,$(PYTEST) tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
-	$(call timed,contract,$(PYTEST) tests/contract)
-	$(call timed,gpu,$(PYTEST) tests/gpu)
-	$(call timed,browser,$(PYTEST) tests/browser)
-	$(call timed,engine,$(PYTEST) tests/engine $(BY_FILE) --durations=20)
+
+part-contract part-gpu part-browser: part-%: $(INSTALLED)
+	$(call tests,$*,tests/$*)
+
+# Every gate over every prompt of every architecture, 4,096 seeds, and the tests that are marked nightly.
+nightly: export SELFSPEC_FULL = 1
+nightly: export SELFSPEC_SEEDS = 4096
+nightly: $(INSTALLED) programs
+	$(begin)
+	$(call timed,grid,$(PYTEST) --junitxml=$(REPORTS)/grid.xml $(GRID) $(BY_FILE))
+	$(call timed,nightly,$(PYTEST) -m nightly --junitxml=$(REPORTS)/nightly.xml tests $(BY_FILE))
 	$(summary)
 
 # Takes up where it was stopped; a suite that is done costs its tests once. Lets everything else on the machine go first.
@@ -85,14 +99,8 @@ $(INSTALLED): pyproject.toml requirements-cpu.txt constraints-cpu.txt $(wildcard
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints-cpu.txt -r requirements-cpu.txt
 	touch $@
 
-# What tests/browser needs beside the virtual environment: Debian's Chromium with its driver, and axe-core from npm.
-browser:
-	command -v chromium >/dev/null && command -v chromedriver >/dev/null || (apt-get update && apt-get install -y chromium chromium-driver)
-	npm install --prefix .browser --no-save --no-audit --no-fund axe-core@4
-
-# What tests/engine/test_prometheus.py needs: Prometheus and promtool, Debian's package.
-prometheus:
-	command -v prometheus >/dev/null && command -v promtool >/dev/null || (apt-get update && apt-get install -y prometheus)
+programs: $(INSTALLED)
+	$(BIN)/python tests/programs.py
 
 # Does SkyPilot's own parser take infra/selfspec.yaml? In an environment of its own, because it wants older packages.
 sky:

@@ -139,29 +139,16 @@ load_rust_measured() { # the same, under a table that is measured behind that fr
         --lengths-at 32,64,128,256 --clients 256,32,128,64 --groups "lengths,closed:2,closed 256:3,closed 128:3,closed 32:4" \
         --rust-frontend --minutes 10.5 --kv-gib 10 --memory-share 0.26 --out "$out/load_rust_measured.json"
 }
-load_rust_long() { # every load of issue 17's table behind that front end, long where many clients begin at once, and
-    # adaptive verification beside it
+load_rust_long() { # every load of issue 17's table behind that front end, long where many clients begin at once
     python3 "$here/serving/load_on_gpu.py" $server \
         --table "$table" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
-        --groups "closed 256@100,closed 128@100,trimmed@5,closed@25,off,poisson@10,bursts@10,random" --rust-frontend \
+        --groups "closed 256@100,closed 128@100,closed@25,off,poisson@10,bursts@10,random" --rust-frontend \
         --few-seconds 20 --minutes 26 --kv-gib 6 --memory-share 0.17 --out "$out/load_rust_long.json"
 }
 load_python_long() { # the same at 128 clients behind the API server in Python, which they keep busy
     python3 "$here/serving/load_on_gpu.py" $server \
         --table "$table" --every-length --clients 256,128 --groups "closed 128@100" \
         --minutes 25 --kv-gib 6 --memory-share 0.17 --out "$out/load_python_long.json"
-}
-load_trimmed() { # adaptive verification beside full verification, and the loads that the run before had no time for; in a
-    # lane that has the host for itself, because vLLM times its verify passes as that server starts
-    python3 "$here/serving/load_on_gpu.py" $server \
-        --table "$table" --every-length --clients 256,128,32,64,8,1 --seconds 8 \
-        --groups "closed 256@20,trimmed@8,bursts@10,random" --rust-frontend --minutes 12 --kv-gib 6 --memory-share 0.17 \
-        --out "$out/load_trimmed.json"
-}
-load_trimmed_short() { # adaptive verification beside full verification, where there is little time; the host as above
-    python3 "$here/serving/load_on_gpu.py" $server --table "$table" --every-length --clients 256,128,64,32 --seconds 6 \
-        --groups "trimmed 256 k=4,trimmed 128 k=4,trimmed 32 k=4,trimmed 64 k=4,trimmed 128 k=2,trimmed 256 k=2" \
-        --stagger 60 --rust-frontend --minutes 8 --kv-gib 6 --memory-share 0.17 --out "$out/load_trimmed_short.json"
 }
 load_two_api_servers() { # at 128 clients, with two API servers in Python on each side
     python3 "$here/serving/load_on_gpu.py" $server \
@@ -197,17 +184,9 @@ lossless_kernels() { # the cases that have the most to do with kernels of ours
     python3 "$here/../tests/gpu/test_v2_lossless.py" --only draft_weights=int draft_window \
         --out "$out/lossless_kernels.json"
 }
-lossless_more() { # of these, experts, latent attention, gates and adaptive verification
+lossless_more() { # of these, experts, latent attention and gates
     python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_more.json" --only "int4 gate" "int4 length" \
         "mixtral E=4 k=5 plain draft_weights=int" "deepseek_v2 E=8 k=4 plain draft_weights"
-}
-lossless_trimmed() { # adaptive verification, with full graphs for the steps that requests join
-    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_trimmed.json" \
-        --only "compilation_config={} enable_adaptive"
-}
-lossless_trimmed_once() { # the shorter case of these
-    python3 "$here/../tests/gpu/test_v2_lossless.py" --out "$out/lossless_trimmed_once.json" \
-        --only "plain compilation_config={} enable_adaptive"
 }
 lossless_orders() { # requests that join, leave, are preempted or bound by a grammar, in both orders of steps by turns,
     # and last with full graphs also for the steps that requests join

@@ -1,4 +1,5 @@
-"""The tables of quality on the page of published figures: speed, accept rate, perplexities and scores of arms, from one results folder.
+"""The tables of quality on the page of published figures: speed, accept rate, perplexities, scores of the arms of one
+results folder.
 
     python experiments/quality_table.py reference results/quality/reference            what to run, in order
     python experiments/quality_table.py reference results/quality/reference --run      run it, then the table

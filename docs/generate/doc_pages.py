@@ -19,6 +19,7 @@ from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
+from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
 from selfspec_cli.record.columns import TABLES, header, meanings
@@ -106,6 +107,7 @@ WRITTEN = (
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
     ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
     ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
+    ("docs/views.md", "first_drafts", first_drafts),
     ("docs/rows.md", "columns", columns),
     ("docs/getting_started.md", "install", installs),
 )

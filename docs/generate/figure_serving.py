@@ -160,8 +160,8 @@ def adaptive_verification() -> str:
     return f"""### serving: adaptive verification
 
 The widened reference model on one H200, E=3, 8 bits, behind vLLM's front end in Rust; a server with `verification=adaptive`
-beside one that verifies every draft, 5 to 8 seconds a level, alternating, everything else stopped. What it does is in
-[draft length](draft_length.md#adaptive-verification).
+beside one that verifies every draft, 5 to 8 seconds a level, alternating, everything else stopped. It gained nothing over a
+table of lengths, and selfspec no longer has it.
 
 ```
 experiments/gpu_host.sh MODELS OUT widened load_rust_long       # the first

@@ -4,7 +4,8 @@
     63 %<!-- gpu/widened e4209e624b23 accept_rate -->
     1.36x<!-- gpu/smollm2/h100+gpu/smollm2/slow_host_h100 e7dd82f25482 speedup -->      the median over the runs
     1.28x<!-- gpu/gpu_8b_drafts 438791af307f tok_s_median / gpu/gpu_8b_drafts ca651c2cd750 tok_s_median -->
-    1.74x<!-- serving/load_h200_128.json: compared: closed 64: throughput -->           a JSON file and a path in it
+    1.74x<!-- serving/load_h200_128.json: compared: closed 64: throughput -->           a published JSON or CSV file and a path in it
+    74 %<!-- experiments/reference_model/metrics.json: early_exit: held_out: agreement: 5 -->    one of the repository
     2.05x<!-- external: the LayerSkip paper, table 5 -->                                 no figure of ours
 
 A point is named by its folder of results/published, its key, and a column. `problems` lists the figures of a page that
@@ -13,13 +14,14 @@ are not those of their points, and the speedups that name none. Generated parts 
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from figure_cells import data_of, points_of
+from figure_cells import ROOT, data_of, points_of, rows_of
 
 from selfspec_cli.record import tables
 from selfspec_cli.record.columns import Record
@@ -48,8 +50,8 @@ def value(source: str) -> float | None:
 def _one(source: str) -> float:
     name, _, path = source.partition(": ")
     try:
-        if name.endswith(".json"):
-            found: Any = data_of(name)
+        if name.endswith((".json", ".csv")):
+            found = _document(name)
             for step in path.split(": "):
                 found = found[int(step) if isinstance(found, list) else step]
             return float(found)
@@ -57,6 +59,13 @@ def _one(source: str) -> float:
         return statistics.median(_of_point(folder, key, column) for folder in folders.split("+"))
     except (OSError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{source}: nothing published is called so ({error})") from error
+
+
+def _document(name: str) -> Any:
+    """A published JSON or CSV file, or a JSON file of the repository."""
+    if name.endswith(".csv"):
+        return rows_of(name)
+    return json.loads((ROOT / name).read_text(encoding="utf-8")) if (ROOT / name).is_file() else data_of(name)
 
 
 @lru_cache(maxsize=64)

@@ -2,13 +2,13 @@
 
     python experiments/gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
 
-Dummy weights, E=8 of 32, k=3, synthetic acceptance. Four engines: plain decoding; the draft loop that ends on the
-device, on which gates and draft lengths then change live, taking turns, once with every drafted place verified and once
-with adaptive verification; the draft loop unrolled into k steps (what a captured graph is without conditional nodes).
+Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop that ends on the
+device, on which gates and draft lengths then change live, taking turns; the draft loop unrolled into k steps (what a
+captured graph is without conditional nodes).
 Times are milliseconds a step or round after the first token, medians.
 
 The ceilings: a gate that never closes should cost nothing; a gate that closes at once should leave a plain step and one
-draft step. Adaptive verification trims the drafts of random weights to none, so there only the latter means something.
+draft step.
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ def main() -> None:
     with open_engine(cfg) as engine:
         rows |= measure(engine, live, given.repeats)
     if not given.cpu:
-        with open_engine(replace(cfg, verification="adaptive")) as engine:
-            rows |= measure(engine, {"closes at once, adaptive": live["closes at once"]}, given.repeats)
         unrolled = mock.patch.object(device_loop, "unavailable", return_value="it was asked for")
         with unrolled, open_engine(cfg) as engine:
             rows |= measure(engine, {"unrolled k=3": ("none", None, K)}, given.repeats)
@@ -109,9 +107,7 @@ def main() -> None:
         print(f"batch {batch}: plain step {ms['plain']:.3f} ms, one draft step {draft:.3f} ms")
         for gate in NEVER:
             print(f"  {gate} never closing / none: {ms[f'never closes {gate}'] / ms[f'k={K}']:.4f}")
-        for name in ("closes at once", "closes at once, adaptive"):
-            if name in ms:
-                print(f"  {name} / (plain step + draft step): {ms[name] / (ms['plain'] + draft):.4f}")
+        print(f"  closes at once / (plain step + draft step): {ms['closes at once'] / (ms['plain'] + draft):.4f}")
         if "unrolled k=3" in ms:
             print(f"  loop / unrolled: {ms[f'k={K}'] / ms['unrolled k=3']:.4f}")
     given.out.parent.mkdir(parents=True, exist_ok=True)

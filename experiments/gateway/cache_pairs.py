@@ -100,11 +100,8 @@ def pairs_of(split: str, count: int, seed: int = SEED) -> list[Pair]:
                 continue
             anchors.add(cached.meaning)
             texts = {cached.text}
-            changes = [
-                *family["slots"],
-                *(["swap"] if "swap" in family else []),
-                *(set(family["meanings"]) - {"plain"}),
-            ]
+            changes = [slot for slot, of in family["slots"].items() if len(of["values"]) > 1]
+            changes += [*(["swap"] if "swap" in family else []), *(set(family["meanings"]) - {"plain"})]
             changes.sort(key=lambda change, name=family["family"]: (kinds[name, change], change))
             for number in range(PARAPHRASES + NEAR_MISSES):
                 for _ in range(100):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, marlin_token, rounding
+from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.gemv import gemv
 
 SHAPES = {
@@ -136,13 +136,11 @@ def rows(
         copy = kind.quantise(weight)
         dense = kind.dequantise(copy, torch.float32)
         counts = [tokens for tokens in token_counts if 1 < tokens <= rounding.MOST]
-        ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE)]
-        if width in (4, 8):
-            ways.append((kind.name, _few, dict(copy), counts, FEW))
+        ways: list[Way] = [(kind.name, _one, dict(copy), {1} & inputs.keys(), ONE),
+                           (kind.name, _few, dict(copy), counts, FEW)]  # fmt: skip
         if with_marlin and marlin.serves(width, out, inner):
             repacked = marlin.repacked(copy, width)
             ways.append((f"{kind.name} marlin", _marlin, repacked, token_counts, [{}]))
-            ways.append((f"{kind.name} tiles", _tiles, repacked, {1} & inputs.keys(), [{}]))
         for name, product, tensors, counts, settings in ways:
             copies, size = several(tensors, room)
             for tokens, setting in every(counts, settings):
@@ -172,14 +170,14 @@ Way = tuple[str, Callable[..., Tensor], dict[str, Tensor], Iterable[int], list[d
 
 
 def _one(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
-    words, more, scales = copy["words"], copy.get("more"), copy["scales"]
-    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, more, x.shape[1]))
-    return lowbit_one_token.product(*rounded, words, more, scales, None, x.dtype, **setting)
+    words, scales = copy["words"], copy["scales"]
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, x.shape[1]))
+    return lowbit_one_token.product(*rounded, words, scales, None, x.dtype, **setting)
 
 
 def _few(x: Tensor, copy: dict[str, Tensor], **setting: Any) -> Tensor:
     words, scales = copy["words"], copy["scales"]
-    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, None, x.shape[1]))
+    rounded = rounding.round_tokens(x, lowbit_one_token.width_of(words, x.shape[1]))
     return lowbit_few_tokens.product(*rounded, len(x), words, scales, None, x.dtype, **setting)
 
 
@@ -187,15 +185,11 @@ def _marlin(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
     return marlin.product(x, copy["marlin"], copy["scales"])
 
 
-def _tiles(x: Tensor, copy: dict[str, Tensor]) -> Tensor:
-    return marlin_token.product(x, copy["marlin"], copy["scales"])
-
-
 def main() -> None:
     """Measure, print the best of each product, and write everything as JSON after each shape of layer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
-    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 5, 6, 8))
+    parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=(4, 8))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
     parser.add_argument("--no-marlin", action="store_true", help="without vLLM's kernels, which need vLLM")

@@ -36,12 +36,6 @@ varying  a closed loop of which most clients stop to ask every few seconds (--be
          length of the table; needs a server with graphs for every length (--every-length, or without --table). What
          the table reaches over the best fixed length is under `over_fixed`.
 
-trimmed  from 32 clients on, fixed lengths of which two and more tokens are drafted, also on a server with adaptive
-         verification, which leaves drafts out of the verify pass that are hardly accepted; and on the same server with
-         every draft verified, as it is below `verification_from`. Where that server cannot be started, it is left out.
-         It starts when the others answer, or --stagger seconds after them: while it starts, it times verify passes, and
-         the others should be done with starting by then.
-
 A group may also be one level ("closed 128"), and say how many turns it has ("closed 128:3"; --turns is for those that
 do not) and how many seconds its runs have ("closed 128@100", "closed:2@20"; --seconds and --few-seconds are for the
 others).
@@ -70,7 +64,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -80,11 +74,11 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.length_table import LARGEST, LengthTable
+from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine import starting
-from selfspec_cli.engine.server import Server, ServerError, open_server
+from selfspec_cli.engine.server import Server, open_server
 from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import latency, tables
@@ -94,15 +88,13 @@ from selfspec_cli.stages.sweep import SweepResult
 
 VARYING = "clients come and go"
 PLAIN, DRAFTING, CONTROL, LAUNCHED = "plain", "early exit", "plain again", "launched first"
-TRIMMED, WHOLE = "adaptive verification", "adaptive, all verified"
 CLOSED = {1: 1.95, 8: 1.8, 32: 1.55, 64: 1.3, 128: 1.0, 256: 1.0}  # the speedup that is wanted at so many clients
 ORDER = (128, 256, 1, 32, 64, 8)
 LENGTHS_SECONDS = 3.0
 FEW_CLIENTS = 8
-TRIMMED_CLIENTS = 32  # from which on adaptive verification is tried
 SETTLED = 0.1  # of a closed loop's run: after it, requests arrive one by one and no longer all at once
 HOT = 2.0  # the highest temperature that vLLM takes
-GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")  # and "trimmed", which adds a server
+GROUPS = ("lengths", "closed", "poisson", "bursts", "varying", "random", "off")
 GROUP = re.compile(r"(?P<name>[^:@]+)(?::(?P<turns>\d+))?(?:@(?P<seconds>\d+(?:\.\d+)?))?")
 FRONT_CORES, ENGINE_CORES = 2, 4  # with --pin: of the API servers and of the engines; the clients get the others
 FIGURES = ("tok_s_median", "req_s", "requests", "failed_requests", "load_seconds", "ttft_ms", "ttft_p90_ms",
@@ -149,11 +141,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--kv-gib", type=float, default=16.0)
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for each server")
-    parser.add_argument("--verification", default="full", choices=("full", "adaptive"))
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument("--wanted", type=float, help="speedup of closed loops; what issue 17 asks of the widened model")
-    parser.add_argument("--stagger", type=float, help="seconds after which the server with adaptive verification is "
-                        "started; without it, when the others answer")  # fmt: skip
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
@@ -187,13 +176,12 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                           gpu_memory_utilization=given.memory_share,
                           kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
     work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
-    cfg = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
+    return RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
                     draft_weights=given.draft_weights,
                     length_table=loads.every_width(given.k) if given.every_length or not table else table,
                     adaptive_length=given.adaptive,
                     load=LoadConfig(clients=most, repeats=1, seconds=given.seconds,
                                     frontend="rust" if given.rust_frontend else "python"))  # fmt: skip
-    return replace(cfg, verification=given.verification)
 
 
 def levels(given: argparse.Namespace) -> Iterator[Level]:
@@ -225,10 +213,6 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         fixed = {cell.k for cell in LengthTable.parse(given.table, given.k).cells} - {0}
     for k in sorted(fixed):
         yield Level("varying", f"{VARYING} k={k}", varying, 0.0, table=f"1:{k}", sides=(DRAFTING,))
-    for number in clients:
-        for k in sorted(set(loads.lengths(given.k)) - {1}) if number >= TRIMMED_CLIENTS else ():
-            yield Level("trimmed", f"trimmed {number} k={k}", closed(number), 0.98, table=f"1:{k}",
-                        sides=(PLAIN, DRAFTING, TRIMMED, WHOLE))  # fmt: skip
     for number in some:
         yield Level("random", f"random {number}", closed(number), 0.97, prompts="random")
     for number in some:
@@ -339,7 +323,7 @@ class Session:
         began = time.monotonic()
         order = level.sides if len(rows) % 2 == 0 else level.sides[::-1]
         for name in order:
-            if name in (DRAFTING, TRIMMED, WHOLE):
+            if name == DRAFTING:
                 self.prepare(level, name)
         if self.given.gpus > 1:
             points = {name: future.result() for name, future in
@@ -383,8 +367,6 @@ class Session:
             if cfg.read_first != self.read_first:  # not before the server's first step, when there is nothing to set
                 side.server.call("early_exit_set_read_first", cfg.read_first)
                 self.read_first = cfg.read_first
-        if name in (TRIMMED, WHOLE):
-            side.server.call("early_exit_set_verification_from", 1 if name == TRIMMED else LARGEST)
         # A run of its own for each point: both plain servers have the same key.
         result = SweepResult(results.new_run_id())
         point = load_url.measured(cfg, side.server, side.loader, ignore, result, None, name in (PLAIN, CONTROL))
@@ -456,9 +438,8 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
     found["reached"] = found["throughput"] >= level.wanted
     if "tok_s" in row.get(CONTROL, {}):
         found["control"] = round(row[CONTROL]["tok_s"] / plain["tok_s"], 3)
-    for side in (LAUNCHED, TRIMMED, WHOLE):
-        if "tok_s" in (other := row.get(side, {})):
-            found[side] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
+    if "tok_s" in (other := row.get(LAUNCHED, {})):
+        found[LAUNCHED] = {name.removesuffix("_ms"): round(other[name] / plain[name], 3)
                            for name in ("tok_s", *LATENCIES) if name in other and name in plain}  # fmt: skip
     for name in LATENCIES:
         if name in one and name in plain:
@@ -506,7 +487,7 @@ def environment(given: argparse.Namespace, name: str, cache: Path) -> dict[str, 
     """Variables of a side's server."""
     # The phases of the start are read from lines of the level INFO, which the host may have turned off.
     found = {"PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CACHE_ROOT": str(cache)}
-    drafts = name in (DRAFTING, TRIMMED)
+    drafts = name == DRAFTING
     if not drafts:
         found["VLLM_PLUGINS"] = ""
     if given.gpus > 1:
@@ -550,17 +531,15 @@ def pin(servers: Iterable[Server]) -> dict[str, list[int]]:
 def both(
     given: argparse.Namespace, cfg: RunConfig, found: dict[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[dict[str, Side]]:
-    """Both servers, and the control, started at once, and one with adaptive verification later. Their threads live
-    as long as `pool`: a process ends with the thread that started it."""
+    """Both servers, and the control, started at once. Their threads live as long as `pool`: a process ends with the
+    thread that started it."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         wanted = {PLAIN: replace(cfg, method=Method.baseline, layer=None, k=None, draft_weights="shared",
-                                 length_table=None, adaptive_length=False, verification="full"),
+                                 length_table=None, adaptive_length=False),
                   DRAFTING: cfg}  # fmt: skip
         if given.control:
             wanted[CONTROL] = wanted[PLAIN]
-        if any(TRIMMED in level.sides for level in planned(given)):
-            wanted[TRIMMED] = replace(cfg, verification="adaptive")
         began = time.monotonic()
 
         def begin(name: str) -> tuple[Future[Server], Future[list[tuple[float, str]]]]:
@@ -575,30 +554,16 @@ def both(
             opening = pool.submit(stack.enter_context, server)
             return opening, pool.submit(starting.follow, log, opening.done)
 
-        opened = {name: begin(name) for name in wanted if name != TRIMMED}
-        if TRIMMED in wanted:
-            done, _ = wait([opening for opening, _ in opened.values()], given.stagger)
-            for opening in done:
-                opening.result()  # one that could not be started ends this before another one begins
-            opened[TRIMMED] = begin(TRIMMED)
+        opened = {name: begin(name) for name in wanted}
         sides = {}
         for name, (opening, following) in opened.items():
-            try:
-                server = opening.result()
-            except ServerError as error:
-                if name != TRIMMED:
-                    raise
-                print(f"{name}: left out, its server cannot be started: {error}", flush=True)
-                continue
-            lines = following.result()
+            server, lines = opening.result(), following.result()
             found.setdefault("start", {}).setdefault(name, []).append(
                 {"seconds": round(lines[-1][0], 1) if lines else None,
                  "phases": {key: round(value, 2) for key, value in starting.phases(lines).items()}})  # fmt: skip
             side = load.Loader(scratch / "raw" / name)
             sides[name] = Side(server, side, str(wanted[name].length_table))
             print(f"{name}: answers {time.monotonic() - began:.0f} s after the first began to start", flush=True)
-        if TRIMMED in sides:
-            sides[WHOLE] = sides[TRIMMED]
         if given.orders:
             sides[LAUNCHED] = sides[DRAFTING]
         if given.pin:

@@ -13,7 +13,7 @@ from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_t
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 
-_BY_LOAD = ("length_table", "adaptive_length", "bandit", "draft_cost", "verification_from")
+_BY_LOAD = ("length_table", "adaptive_length", "bandit", "draft_cost")
 _MORE = ("head_dir", "runner", "draft_window", "read_first")
 """Written down only if not the default, as those by load are."""
 

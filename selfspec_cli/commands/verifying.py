@@ -93,7 +93,7 @@ def show(document: dict[str, Any]) -> None:
                 f", against the exact distribution p = {row['p_exact']:.3g}" if row.get("p_exact") is not None else ""
             )
         say(f"{row['verdict']:<15} {row['name']}: {told}" + _note(row))
-    for name in ("own_drafts", "head", "admission", "plain_repeats"):
+    for name in ("own_drafts", "head", "plain_repeats"):
         if document[name]:
             facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())
             say(f"{'':<15} {name.replace('_', ' ')}: {facts}")

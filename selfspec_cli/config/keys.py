@@ -45,9 +45,8 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
 
 
 def draft_options(cfg: RunConfig) -> dict[str, str]:
-    """What of the weights and the layers that draft, of how tokens are taken, and of `verification`, is not the
-    default."""
-    known = ("draft_weights", "draft_sample_method", "verification")
+    """What of the weights and the layers that draft, and of how tokens are taken, is not the default."""
+    known = ("draft_weights", "draft_sample_method")
     names = [name for name in known if getattr(cfg, name) != getattr(_DEFAULT, name)]
     found = {name: str(getattr(cfg, name)) for name in names}
     if cfg.draft_weights_path:
@@ -73,8 +72,6 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= draft_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
-        if cfg.verification == "adaptive" and cfg.verification_from is not None:
-            settings |= {"verification_from": cfg.verification_from}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
         settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
         settings |= {} if cfg.read_first else {"read_first": False}
@@ -105,7 +102,6 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
         "draft_cost": cfg.adaptive_length or cfg.bandit,
-        "verification_from": cfg.verification == "adaptive",
     }
     return used.get(key, True)
 

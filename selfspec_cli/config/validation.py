@@ -55,7 +55,6 @@ def validate(cfg: RunConfig) -> None:
     _validate_draft_weights(cfg)
     _validate_skip_layers(cfg)
     _validate_draft_sample_method(cfg)
-    _validate_verification(cfg)
     _validate_bandit(cfg)
     _validate_read_first(cfg)
     _validate_length_table(cfg)
@@ -220,19 +219,6 @@ def _validate_draft_sample_method(cfg: RunConfig) -> None:
                           f"{speculative.KEY}.{given}")  # fmt: skip
     if cfg.method is Method.skip:
         raise ConfigError(f"{given} with method=skip: it drafts nothing; use method=layer_skip, or leave it out")
-
-
-def _validate_verification(cfg: RunConfig) -> None:
-    """vLLM itself refuses what only it can know, such as the V1 runner where the environment asks for it."""
-    if cfg.verification == "full" or cfg.method is Method.baseline:
-        return
-    reasons = [
-        (f"method={cfg.method}", cfg.method is not Method.layer_skip, "it is for early exit; use method=layer_skip"),
-        (f"engine={cfg.engine.name}", device_of(cfg) == "cpu", "it needs CUDA graphs; choose a GPU: engine=h100"),
-        ("engine.enforce_eager=true", cfg.engine.enforce_eager, "it needs CUDA graphs; leave it out"),
-        ("runner=v1", cfg.runner is Runner.v1, "that runner cannot do it; use runner=v2"),
-    ]
-    _refuse_any(f"verification={cfg.verification}", reasons, "verification=full")
 
 
 def _validate_bandit(cfg: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 One line per room:
 
+    reference.py     the whole method in plain PyTorch, to read first and to compare with
     settings.py      what a user may ask for, checked: exit layer, draft length, head, gate, threshold
     errors.py        the one error for settings, and the nearest right spelling
     registry.py      objects by name: a folder's modules and other packages' entry points; no torch

@@ -1,6 +1,6 @@
 """How much is accepted lately, and how long drafts should be for it. No torch.
 
-A running estimate of the acceptance of a token picks a rung of a small ladder of lengths. A rung is entered a little
+A running estimate of the acceptance of a token picks a level of a small ladder of lengths. A level is entered a little
 above the acceptance at which it begins to pay and left a little below it, so that noise does not move it to and fro.
 """
 
@@ -19,14 +19,14 @@ USUAL_WEIGHT = 0.03
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512
 """Rounds without drafts before the first trial of whether they would be accepted again, and at most."""
 NEVER = 2.0
-"""In place of an acceptance: a rung that no acceptance makes pay."""
+"""In place of an acceptance: a level that no acceptance makes pay."""
 
 
 @dataclass(frozen=True)
 class Ladder:
     """Draft lengths in rising order, and the acceptances at which to climb to each and to leave it downwards.
 
-    Rung 0 is no drafts; rung i drafts lengths[i - 1] tokens.
+    Level 0 is no drafts; level i drafts lengths[i - 1] tokens.
     """
 
     lengths: tuple[int, ...]
@@ -45,16 +45,16 @@ class Ladder:
             falls.append(pays - margin)
         return cls(lengths, tuple(rises), tuple(falls))
 
-    def rung(self, rate: float, current: int) -> int:
-        """The rung for an estimated acceptance, coming from another one."""
+    def level(self, rate: float, current: int) -> int:
+        """The level for an estimated acceptance, coming from another one."""
         low = high = 0
         for rise, fall in zip(self.rises, self.falls, strict=True):
             low, high = reached(low, rate, rise), reached(high, rate, fall)
         return int(clamped(current, low, high))
 
-    def length(self, rung: int) -> int:
-        """Draft length of a rung."""
-        return self.lengths[rung - 1] if rung else 0
+    def length(self, level: int) -> int:
+        """Draft length of a level."""
+        return self.lengths[level - 1] if level else 0
 
 
 def _break_even(shorter: int, longer: int, cost: float) -> float:
@@ -97,32 +97,32 @@ class Probing:
 
 @dataclass
 class RequestEstimate:
-    """One request's acceptance and rung, where each request may go without drafts on its own (the V1 runner)."""
+    """One request's acceptance and level, where each request may go without drafts on its own (the V1 runner)."""
 
     ladder: Ladder
     rate: float
-    rung: int
+    level: int
     probing: Probing = field(default_factory=Probing)
 
     @classmethod
     def beginning(cls, ladder: Ladder, usual: float) -> RequestEstimate:
         """Of a new request, by what is usual."""
-        return cls(ladder, usual, ladder.rung(usual, len(ladder.lengths)))
+        return cls(ladder, usual, ladder.level(usual, len(ladder.lengths)))
 
     def length(self) -> int:
         """Most tokens to draft in the round that begins; to be asked once a round."""
-        if not self.rung:
+        if not self.level:
             return self.ladder.lengths[0] if self.probing.due() else 0
-        return self.ladder.length(self.rung)
+        return self.ladder.length(self.level)
 
     def verdict(self, accepted: int, drafted: int) -> None:
         """A round's drafts were verified; at least one was made."""
-        before = self.rung
+        before = self.level
         self.rate = updated(self.rate, accepted, trials(accepted, drafted), WEIGHT)
-        self.rung = self.ladder.rung(self.rate, before)
-        if not before and not self.rung:
+        self.level = self.ladder.level(self.rate, before)
+        if not before and not self.level:
             self.probing.told(accepted > 0)
-        elif before and not self.rung:
+        elif before and not self.level:
             self.probing = Probing()
 
 

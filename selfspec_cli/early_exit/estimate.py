@@ -1,7 +1,7 @@
 """A running estimate of how much is accepted, as arithmetic alone: the one definition, for every runner.
 
 These functions take Python's numbers (the CPU), tensors, and the numbers of a Triton kernel:
-vllm_plugin/v2/begin.py compiles them from here for the device. That is why their parameters have no types.
+vllm_plugin/v2/round_setup.py compiles them from here for the device. That is why their parameters have no types.
 """
 
 # mypy: allow-untyped-defs

@@ -131,7 +131,6 @@ class ResolvedSettings(DraftSettings):
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
                 ("bandit", self.bandit, False),
-                ("verification_from", self.verification_from, None),
                 ("draft_window", self.draft_window, None),
                 ("read_first", self.read_first, True),
             ):
@@ -188,8 +187,6 @@ def _checked(option: Option, key: str, value: Any) -> Any:
         return value
     if option.key == "skip_layers":
         return as_text(skipped_layers(value, key))
-    if option.key == "verification" and isinstance(value, bool):
-        return "adaptive" if value else "full"
     words = about.words()
     if words and value not in words:
         raise SettingsError(about.wrong_word(value, key))

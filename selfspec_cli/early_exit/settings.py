@@ -185,24 +185,6 @@ class DraftSettings:
         of_vllm=True,
         methods=("layer_skip", "draft_model"),
     )
-    verification: str = knob(
-        "full",
-        help="what a verify pass looks at: all k places of each request, or as many of the batch's likeliest drafts as "
-        "pay by vLLM's cost curves (CUDA graphs only)",
-        choices=("full", "adaptive"),
-        spec_keys=("enable_adaptive_verification",),
-        of_vllm=True,
-        methods=DRAFTING,
-    )
-    verification_from: int | None = knob(
-        None,
-        help="running requests from which on verification=adaptive leaves drafts out; below, all places are verified",
-        unit="requests",
-        low=1,
-        unset="1",
-        spec_keys=("verification_from",),
-        methods=DRAFTING,
-    )
     length_table: str | None = knob(
         None,
         help="draft length by load: from so many running requests on (@ so many tokens of context) at most so many "
@@ -279,7 +261,7 @@ def to_spec(settings: DraftSettings) -> dict[str, Any]:
 
 def vllm_keys(settings: DraftSettings) -> dict[str, Any]:
     """The settings that are vLLM's own keys of a speculative_config; nothing for those left at their default."""
-    keys: dict[str, Any] = {"enable_adaptive_verification": True} if settings.verification == "adaptive" else {}
+    keys: dict[str, Any] = {}
     if settings.draft_sample_method != DraftSettings.draft_sample_method:
         keys |= {"draft_sample_method": settings.draft_sample_method}
     if settings.acceptance_length is not None:

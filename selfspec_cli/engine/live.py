@@ -133,10 +133,6 @@ class Engine:
         self.llm.collective_rpc("early_exit_set_draft_length", args=(k,))
         self._length = k
 
-    def set_verification_from(self, requests: int) -> None:
-        """Trim verify passes of so many requests and more from now on; the engine must have adaptive verification."""
-        self.llm.collective_rpc("early_exit_set_verification_from", args=(requests,))
-
     @contextmanager
     def recording(self) -> Iterator[Callable[[], DraftLog]]:
         """Keep a record of what is drafted inside the block; the function given reads it, also while it grows."""

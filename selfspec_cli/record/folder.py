@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import csv
 import errno
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import archive, columns, profiles, quality, tables
 from selfspec_cli.record.columns import TABLES, AcceptRow, Summary
+from selfspec_cli.record.guarded import RecordError as RecordError
+from selfspec_cli.record.guarded import explained, locked, not_writable, sweep_lock
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
 
 RUNS, SUMMARY = "runs", "summary.csv"
-
-
-class RecordError(Exception):
-    """A result could not be written. The text names the path, the reason and what to do."""
 
 
 def new_run_id() -> str:
@@ -51,14 +48,14 @@ def save(results: str | os.PathLike[str], point: Point) -> Path:
     runs = Path(results) / RUNS
     target = runs / f"{point.id}.json"
     part = runs / f".{point.id}.{os.getpid()}.part"
-    with _explained(target):
+    with explained(target):
         runs.mkdir(parents=True, exist_ok=True)
         try:
             with part.open("w", encoding="utf-8") as file:
                 file.write(to_json(point))
                 file.flush()
                 os.fsync(file.fileno())
-            with _locked(runs):
+            with locked(runs):
                 _give_name(part, target)
                 _sync(runs)
                 _add_lines(Path(results), point)
@@ -156,7 +153,7 @@ def save_finding(results: str | os.PathLike[str], finding: quality.Finding) -> P
         RecordError: it could not be written.
     """
     archive.refuse(results)
-    with _explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
+    with explained(Path(results) / quality.FOLDER / f"{finding.name}.json"):
         path = quality.save(results, finding)
     if (Path(results) / RUNS).is_dir():
         export(results)
@@ -170,7 +167,7 @@ def save_profile(results: str | os.PathLike[str], profile: profiles.Profile, tra
         RecordError: it could not be written.
     """
     archive.refuse(results)
-    with _explained(Path(results) / profiles.FOLDER / profile.trace):
+    with explained(Path(results) / profiles.FOLDER / profile.trace):
         path = profiles.save(results, profile, trace)
     if (Path(results) / RUNS).is_dir():
         export(results)
@@ -199,9 +196,9 @@ def export(results: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     place = Path(results if out is None else out)
     archive.refuse(place)
     runs = Path(results) / RUNS
-    with _explained(place):
+    with explained(place):
         (runs if out is None else place).mkdir(parents=True, exist_ok=True)
-        with _locked(runs) if out is None else nullcontext():
+        with locked(runs) if out is None else nullcontext():
             points, warnings = read(results)
             rows = [tables.row(point) for point in points]
             accepts = [row for point in points if (row := tables.accept_row(point)) is not None]
@@ -220,8 +217,8 @@ def delete(results: str | os.PathLike[str], ids: Collection[str]) -> list[str]:
         RecordError: a file could not be deleted, or a table not be written.
     """
     runs = Path(results) / RUNS
-    with sweep_lock(results), _explained(runs):
-        with _locked(runs):
+    with sweep_lock(results), explained(runs):
+        with locked(runs):
             for name in ids:
                 (runs / f"{name}.json").unlink(missing_ok=True)
             _sync(runs)
@@ -231,7 +228,7 @@ def delete(results: str | os.PathLike[str], ids: Collection[str]) -> list[str]:
 def _replace(path: Path, text: str) -> None:
     path = path.resolve()  # a link stays a link
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with _explained(path):
+    with explained(path):
         try:
             with part.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -261,7 +258,7 @@ def prepare(results: str | os.PathLike[str]) -> list[str]:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(_not_writable(folder, error)) from error
+        raise ConfigError(not_writable(folder, error)) from error
     warnings = []
     for name, kind in TABLES.items():
         path = folder / name
@@ -289,64 +286,3 @@ def _listed(path: Path, kind: type) -> list[str] | None:
     width = len(columns.header(kind))
     rows = list(csv.reader(text.splitlines()[1:], delimiter="\t" if kind is AcceptRow else ","))
     return [cells[-1] for cells in rows] if all(len(cells) == width for cells in rows) else None
-
-
-@contextmanager
-def sweep_lock(results: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a results folder for one command; the lock ends with the process, however it ends.
-
-    Raises:
-        ConfigError: another live process holds it (the message names its pid), or the folder cannot be written.
-    """
-    archive.refuse(results)
-    path = Path(results) / ".lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ConfigError(_not_writable(Path(results), error)) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(handle, 32).decode().strip() or "unknown"
-            raise ConfigError(
-                f"another selfspec command (pid {pid}) is writing to {results}; wait for it, or choose another "
-                "folder: results_dir=NAME"
-            ) from None
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _locked(runs: Path) -> Iterator[None]:
-    """Hold the tables of a folder; others wait."""
-    handle = os.open(runs / ".tables.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """What the file system refuses, as a RecordError that says what to do."""
-    try:
-        yield
-    except FileExistsError as error:
-        raise RecordError(f"{path} is there already; a point is never written twice") from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
-        raise RecordError(f"{error.filename or path} could not be written: {reason}. What was measured before is kept; "
-                          f"{remedy} and give the same command again, or choose another folder: results_dir=NAME"
-                          ) from error  # fmt: skip
-
-
-def _not_writable(folder: Path, error: OSError) -> str:
-    return (f"results_dir={folder}: {error.filename or folder} cannot be written ({error.strerror}); make it writable, "
-            "or choose another folder: results_dir=NAME")  # fmt: skip

@@ -42,7 +42,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
-        columns |= {"draft_weights": str(cfg.draft_weights), "verification": str(cfg.verification)}
+        columns |= {"draft_weights": str(cfg.draft_weights)}
         columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["draft_weights_file"] = _name_of(cfg.draft_weights_path)

@@ -53,7 +53,7 @@ def _arm(row: Record) -> str:
     head += f" of {row.draft_weights_file}" if row.draft_weights_file else ""
     tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
     tail += " · launched first" if row.read_first is False else ""
-    tail += drawn + (" · adaptive verification" if row.verification == "adaptive" else "")
+    tail += drawn
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     return f"{layer} k={row.k} · {head} · {gate_label(row)}{tail}"

@@ -45,15 +45,12 @@ class Speed:
 @dataclass(frozen=True)
 class Load:
     """What was measured at one number of running requests. best: PLAIN where drafts do not pay. cost: of a round of the
-    best beyond a plain step, in plain steps; None without drafts. rows: every arm, as JSON. trims: whether the best was
-    one with adaptive verification. speedup: of the best over plain decoding."""
+    best beyond a plain step, in plain steps; None without drafts. rows: every arm, as JSON."""
 
     requests: int
     best: Setting
     cost: float | None
     rows: list[dict[str, Any]]
-    trims: bool = False
-    speedup: float = 1.0
 
 
 def lengths(k: int) -> tuple[int, ...]:
@@ -88,11 +85,7 @@ def run(
     room = replace(cfg.engine, max_num_seqs=max(cfg.engine.max_num_seqs, *loads))
     with open_engine(replace(cfg, engine=room, length_table=every_width(chosen.k))) as engine:
         found = survey(engine, cfg, loads, settings(chosen), repeats=REPEATS, go_on=go_on, progress=progress)
-    made = replace(cfg, length_table=str(table(found, chosen)))
-    if cfg.verification == "adaptive":
-        start = trims_from(found)
-        made = replace(made, verification_from=start) if start else replace(made, verification="full")
-    return made, found
+    return replace(cfg, length_table=str(table(found, chosen))), found
 
 
 def fastest(tried: Mapping[Name, Speed], plain: Speed) -> Name | None:
@@ -111,19 +104,6 @@ def fastest(tried: Mapping[Name, Speed], plain: Speed) -> Name | None:
                 if limit is None or one.tpot_p99_ms is None or one.tpot_p99_ms <= limit}  # fmt: skip
     chosen = harmless or alike
     return max(chosen, key=lambda name: chosen[name].tok_s)
-
-
-def trims_from(found: Sequence[Load]) -> int | None:
-    """Running requests from which on adaptive verification was best at every load with drafts; None where it was at
-    none. Between two loads, the nearer by their ratio decides."""
-    start, before = None, None
-    for load in found:
-        if load.best.k and not load.trims:
-            start = None
-        elif load.trims and start is None:
-            start = 1 if before is None else math.ceil(math.sqrt(before * load.requests))
-        before = load.requests
-    return start
 
 
 def doubts(asked: Iterable[int], found: Iterable[Load]) -> list[str]:
@@ -153,15 +133,8 @@ def survey(
         if found and not go_on():
             break
         at = replace(cfg, workload=replace(cfg.workload, batch=requests, num_prompts=requests))
-        prompts, judged = workload_prompts(at, engine), []
-        # An engine with adaptive verification can do without it, too.
-        for trims in (True, False) if cfg.verification == "adaptive" else (False,):
-            if cfg.verification == "adaptive":
-                engine.set_verification_from(1 if trims else LARGEST)
-            plain, *arms = measure.run(engine, at, prompts, [measure.PLAIN, *tried], repeats=repeats)
-            judged.append(_judged(requests, plain, arms, trims))
-        best = max(judged, key=lambda one: one.speedup)
-        found.append(replace(best, rows=[row for one in judged for row in one.rows]))
+        plain, *arms = measure.run(engine, at, workload_prompts(at, engine), [measure.PLAIN, *tried], repeats=repeats)
+        found.append(_judged(requests, plain, arms))
         progress("loads", number + 1, len(wanted))
     progress("loads", len(wanted), len(wanted))
     return found
@@ -179,16 +152,15 @@ def table(found: Sequence[Load], chosen: Setting) -> LengthTable:
     return LengthTable(tuple(cells))
 
 
-def _judged(requests: int, plain: Arm, arms: Sequence[Arm], trims: bool) -> Load:
-    mode = {"verification": "adaptive"} if trims else {}
+def _judged(requests: int, plain: Arm, arms: Sequence[Arm]) -> Load:
     speeds = [_speed(arm) for arm in (plain, *arms)]
-    rows = [{"requests": requests, **mode, **arm.to_dict(plain), "tpot_p99_ms": speed.tpot_p99_ms}
+    rows = [{"requests": requests, **arm.to_dict(plain), "tpot_p99_ms": speed.tpot_p99_ms}
             for arm, speed in zip((plain, *arms), speeds, strict=True)]  # fmt: skip
     number = fastest(dict(enumerate(speeds[1:])), speeds[0])
     if number is None:
         return Load(requests, measure.PLAIN, None, rows)
     best = arms[number]
-    return Load(requests, best.setting, round(_cost(best, plain), 4), rows, trims, best.median / plain.median)
+    return Load(requests, best.setting, round(_cost(best, plain), 4), rows)
 
 
 def _speed(arm: Arm) -> Speed:

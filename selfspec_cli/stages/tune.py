@@ -152,7 +152,9 @@ def run(
         cfg, by_load = loads_stage.run(choice.cfg, loads, open_engine, lambda: whole.left > 0, progress)
         choice = replace(choice, cfg=cfg)
     words = [*model_words, *tuned.overrides(choice.cfg)]
-    about = f"{choice.speedup:.2f}x plain decoding: {choice.cfg.workload.name}, batch {choice.cfg.workload.batch}"
+    work = choice.cfg.workload
+    about = (f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
+             f"batch {work.batch}")  # fmt: skip
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     result = TuneResult(choice, finalists, expected, trials, whole.spent, str(file), words, by_load, loads)

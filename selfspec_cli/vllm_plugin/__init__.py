@@ -1,8 +1,10 @@
 """Everything that touches vLLM's internals. Runs in vLLM's own processes; knows `early_exit` and nothing above itself.
 
-versions.py       which vLLM is known, what was tried on it, and what differs between releases
-hooks.py          what runs in a plain engine too: is early exit asked for?
-compat.py         which names of vLLM are replaced, and why (data)
+detection.py      is early exit asked for? The only code that runs in a plain engine, with hooks.py around vLLM's names
+patches.py        which names of vLLM are replaced, and why (data); compat.py replaces them
+vllm_names.py     every name of vLLM that is imported (data)
+releases/         the table of supported releases, and a module for each that says what differs in it; versions.py says
+                  which one is installed
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
 described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing
@@ -13,22 +15,15 @@ attention/        drafting.py: the draft's attention in place of vLLM's; one_que
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
-                  kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py, marlin.py and marlin_token.py
-                  for integers, one_token.py what those share; rounding.py rounds tokens for them, fused.py has norms
-                  and activations do so; sharded.py splits a head over ranks, adapters.py leaves adapters out,
-                  step_bytes.py counts what is read
+                  kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py and marlin.py for integers,
+                  one_token.py what those share; rounding.py rounds tokens for them, fused.py has norms and activations
+                  do so; sharded.py splits a head over ranks, adapters.py leaves adapters out, step_bytes.py counts what
+                  is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 v1/               proposer.py: the draft loop on the V1 model runner (CPU); round.py: a round's requests and KV slots;
                   lengths.py: how long each is drafted for; sampling.py: how it samples
-v2/               speculator.py: the draft loop on the V2 model runner (CUDA); state.py: what it keeps on the device;
-                  allowances.py: what decides there how much a request drafts; requests.py tells the speculator of new
-                  ones; begin.py: how a round begins; window.py: what of the context its drafts leave out; kernels.py:
-                  what happens between two forward passes; statistics.py: the gates' part of it, written from their
-                  expressions; verdict.py: how short drafts are verified and recorded; widths.py: how many places for
-                  drafts are planned; sizes.py and graphs.py: decode graphs for each of these, and up to which size;
-                  trimming.py: from which load on drafts are left out of the verify pass; resting.py: steps without
-                  drafts; reading.py: when a step's tokens are read; device_loop.py: a loop inside a CUDA graph
+v2/               the draft loop on the V2 model runner (CUDA); its own docstring says in which order to read it
 live_gate.py      the gate of a running engine
 loaded_model.py   what is done to a model once it is loaded: cut it (method `skip`), or tap it (fitting)
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
@@ -37,8 +32,7 @@ observe/          annotate.py names what a profiler shows, profiler.py starts on
                   metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
                   late_copy.py off the device
 planted/          faults that `selfspec verify` plants in an engine of its own: worker.py is that engine's worker, v1.py
-                  and v2.py the faults on each model runner, admission.py what adaptive verification may look at,
-                  wrap.py how they come and go; no other module imports them
+                  and v2.py the faults on each model runner, wrap.py how they come and go; no other module imports them
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 

@@ -1,9 +1,8 @@
-"""Every name of vLLM that is replaced, as data, and how it is replaced.
+"""How names of vLLM are replaced (patches.py lists them).
 
 A patch replaces a name that is there: a target that cannot be found is an error, never an addition. Applying twice
-changes nothing, and a stage is applied as a whole or not at all. Patches of the stage "config" act in every process
-(hooks.py); those of the stage "worker" are applied when a worker starts whose configuration carries our settings, so a
-vLLM that does not use them runs as it was shipped.
+changes nothing, and a stage is applied as a whole or not at all. Where a release has a target in another module, or
+calls it with other parameters, its file in releases/ says so.
 """
 
 from __future__ import annotations
@@ -12,201 +11,11 @@ import importlib
 import logging
 import pkgutil
 import sys
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from selfspec_cli.vllm_plugin import hooks, versions
-
-Stage = Literal["config", "scheduler", "worker"]
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One replaced name.
-
-    target: "module:attribute.path" in vLLM. replacement: "module:function" here; it gets the original and returns
-    what takes its place. unneeded_when: what vLLM would have to offer for this patch to go.
-    """
-
-    target: str
-    replacement: str
-    stage: Stage
-    reason: str
-    unneeded_when: str
-
-
-_HERE = "selfspec_cli.vllm_plugin"
-
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
-        replacement=f"{_HERE}.hooks:early_exit_on_request",
-        stage="config",
-        reason="SpeculativeConfig checks `method` against a fixed list and refuses unknown keys",
-        unneeded_when="vLLM lets a plugin register a speculative method",
-    ),
-    Patch(
-        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
-        replacement=f"{_HERE}.hooks:offer_methods",
-        stage="config",
-        reason="the option --spec-method takes the words of a fixed list",
-        unneeded_when="vLLM lets a plugin register a speculative method",
-    ),
-    Patch(
-        target="vllm.config.vllm:VllmConfig._set_cudagraph_sizes",
-        replacement=f"{_HERE}.hooks:capture_every_width",
-        stage="config",
-        reason="it captures no graphs for steps of more than 512 tokens, and 5 tokens a request are soon more",
-        unneeded_when="vLLM's limit counts requests where tokens are drafted",
-    ),
-    Patch(
-        target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
-        replacement=f"{_HERE}.hooks:patch_before_device",
-        stage="config",
-        reason="the worker's own patches must be in place before its model runner is built, and only if it needs them",
-        unneeded_when="vLLM lets a plugin register a speculative method",
-    ),
-    Patch(
-        target="vllm.sampling_params:SamplingParams.verify",
-        replacement=f"{_HERE}.hooks:check_requests",
-        stage="config",
-        reason="a request's own draft settings are among its extra_args, which vLLM hands on unread",
-        unneeded_when="vLLM lets a plugin check the extra_args of a request",
-    ),
-    Patch(
-        target="vllm.v1.executor.abstract:Executor.__init__",
-        replacement=f"{_HERE}.hooks:patch_before_scheduler",
-        stage="config",
-        reason="the scheduler's own patches must be in place before it is made, and only if it needs them",
-        unneeded_when="vLLM lets a plugin register a speculative method",
-    ),
-    Patch(
-        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
-        replacement=f"{_HERE}.hooks:show_drafting",
-        stage="config",
-        reason="a plugin's stat logger is made for every engine, and turns statistics on where a user turned them off",
-        unneeded_when="vLLM asks a plugin's stat logger whether an engine needs it",
-    ),
-    Patch(
-        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-        replacement=f"{_HERE}.observe.transport:send",
-        stage="scheduler",
-        reason="statistics go from the scheduler to the API server with fields of vLLM's alone",
-        unneeded_when="vLLM takes statistics of a plugin from a worker to its stat loggers",
-    ),
-    Patch(
-        target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
-        replacement=f"{_HERE}.v2.widths:with_planner",
-        stage="scheduler",
-        reason="what changes on a live engine must reach the scheduler also before its first step",
-        unneeded_when="vLLM lets a plugin say before each step how many drafts to plan",
-    ),
-    Patch(
-        target="vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
-        replacement=f"{_HERE}.v2.widths:plan_drafts",
-        stage="scheduler",
-        reason="it plans as many drafts for each request as for the longest possible, by the batch size alone",
-        unneeded_when="vLLM lets a plugin say before each step how many drafts to plan",
-    ),
-    Patch(
-        target="vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
-        replacement=f"{_HERE}.v2.widths:hear_verdicts",
-        stage="scheduler",
-        reason="whether drafts pay is known by what was accepted, which the scheduler is told here",
-        unneeded_when="vLLM lets a plugin hear how many drafts of a request were accepted",
-    ),
-    Patch(
-        target="vllm.v1.engine.core:EngineCore.step_with_batch_queue",
-        replacement=f"{_HERE}.v2.reading:read_before_launching",
-        stage="scheduler",
-        reason="it launches a step before it reads the last one's tokens, also where drafting would hide the reading",
-        unneeded_when="vLLM reads first where a drafter keeps the device busy behind the sampling",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
-        replacement=f"{_HERE}.observe.transport:attach",
-        stage="worker",
-        reason="a drafter cannot put what it counts into the output of a step",
-        unneeded_when="vLLM takes statistics of a plugin from a worker to its stat loggers",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.model_runner:ModelCudaGraphManager",
-        replacement=f"{_HERE}.v2.graphs:with_every_width",
-        stage="worker",
-        reason="it captures decode graphs for steps with k drafts a request, and for none with fewer or without",
-        unneeded_when="the V2 runner takes the widths of its decode graphs from its speculator",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
-        replacement=f"{_HERE}.v2.requests:tell_speculator",
-        stage="worker",
-        reason="it tells a V2 speculator of no new requests, and the graphs' manager of no lengths of queries",
-        unneeded_when="the V2 runner tells its speculator of new requests, and graphs are chosen by the longest query",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        replacement=f"{_HERE}.v2.resting:leave_out_drafting",
-        stage="worker",
-        reason="it hands steps to the speculator in which nothing is drafted, at the cost of five small kernels",
-        unneeded_when="the V2 runner leaves its speculator out of steps without drafts",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu_model_runner:DraftModelProposer",
-        replacement=f"{_HERE}.v1.proposer:with_early_exit",
-        stage="worker",
-        reason="the V1 runner names its proposer classes; `custom_class` proposers see no KV cache and no block table",
-        unneeded_when="the V1 runner takes its proposer from a registry",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.model_runner:init_speculator",
-        replacement=f"{_HERE}.v2.speculator:init_with_early_exit",
-        stage="worker",
-        reason="the V2 runner picks its speculator by the method's name",
-        unneeded_when="the V2 runner takes its speculator from a registry",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.model_runner:RejectionSampler",
-        replacement=f"{_HERE}.v2.verdict:with_short_drafts",
-        stage="worker",
-        reason="the V2 runner verifies k places of every request, and takes what stands there for a draft",
-        unneeded_when="a V2 speculator can say on the device how many tokens a request drafted",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens",
-        replacement=f"{_HERE}.v2.trimming:trim_under_load",
-        stage="worker",
-        reason="adaptive verification is on for every load or for none, and costs where few requests run",
-        unneeded_when="vLLM takes a number of requests from which on verify passes are trimmed",
-    ),
-    Patch(
-        target="vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences",
-        replacement=f"{_HERE}.v2.trimming:remember_under_load",
-        stage="worker",
-        reason="it waits for a copy in each round, also where nothing is trimmed",
-        unneeded_when="vLLM takes a number of requests from which on verify passes are trimmed",
-    ),
-    Patch(
-        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
-        replacement=f"{_HERE}.v1.sampling:expand_on_cpu",
-        stage="worker",
-        reason="on the CPU it loses the temperatures of drafted positions: sampling with speculation is not lossless",
-        unneeded_when="vLLM's CPU kernel writes to the tensor that it was given",
-    ),
-    Patch(
-        target="vllm.v1.sample.sampler:Sampler.apply_logits_processors",
-        replacement=f"{_HERE}.v1.sampling:bonus_token_after_drafts",
-        stage="worker",
-        reason="it forbids stop tokens behind drafts that reach min_tokens, so that a request may pass over one",
-        unneeded_when="the V1 runner's min_tokens counts the drafts before a bonus token",
-    ),
-    Patch(
-        target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
-        replacement=f"{_HERE}.loaded_model:after_loading",
-        stage="worker",
-        reason="method `skip` cuts the target itself, and fitting reads its hidden states: both need the loaded model",
-        unneeded_when="vLLM offers a hook between loading a model and its first forward pass",
-    ),
-)
+from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.vllm_plugin.detection import refuse_on_request
+from selfspec_cli.vllm_plugin.patches import PATCHES, Patch, Stage
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _ENTRANCES = ("create_engine_config", "create_speculative_config")
@@ -218,7 +27,17 @@ _refused: str | None = None  # why early exit cannot be had in this process
 
 def check() -> list[tuple[str, bool, str]]:
     """(target, found, reason) for every patch: what `selfspec doctor` shows. Imports vLLM, changes nothing."""
-    return [(patch.target, _find(patch.target) is not None, patch.reason) for patch in PATCHES]
+    return [(target := target_of(patch), _find(target) is not None, patch.reason) for patch in PATCHES]
+
+
+def target_of(patch: Patch) -> str:
+    """The name that a patch replaces, as the installed release has it."""
+    return versions.here().place_of(patch.target)
+
+
+def replacement_of(patch: Patch) -> str:
+    """What takes its place in the installed release."""
+    return versions.here().replacements.get(patch.target, patch.replacement)
 
 
 def register() -> None:
@@ -251,7 +70,7 @@ def _answer_requests(reason: str) -> None:
         return
     entrance = next((each for each in _ENTRANCES if each in vars(owner)), None)
     if entrance is not None:
-        setattr(owner, entrance, hooks.refuse_on_request(getattr(owner, entrance), reason))
+        setattr(owner, entrance, refuse_on_request(getattr(owner, entrance), reason))
     _applied.add(_ENGINE_ARGS)
     # vLLM loads its plugins before it sets up its log, and Python drops what is less than a warning until then.
     _logger().warning("no early exit here: %s", reason)
@@ -266,20 +85,21 @@ def apply(stage: Stage, imported_only: bool = False) -> None:
     reason = versions.refusal()
     if reason is not None:
         raise RuntimeError(reason)
-    found: list[tuple[Patch, Any, str, Any]] = []
+    found: list[tuple[str, Any, str, Any]] = []
     for patch in PATCHES:
-        if patch.stage != stage or patch.target in _applied:
+        target = target_of(patch)
+        if patch.stage != stage or target in _applied:
             continue
-        if imported_only and patch.target.partition(":")[0] not in sys.modules:
+        if imported_only and target.partition(":")[0] not in sys.modules:
             continue
-        place = _find(patch.target)
+        place = _find(target)
         if place is None:
-            raise RuntimeError(f"vLLM has no {patch.target}, which selfspec replaces because {patch.reason}")
+            raise RuntimeError(f"vLLM has no {target}, which selfspec replaces because {patch.reason}")
         owner, name = place
-        found.append((patch, owner, name, pkgutil.resolve_name(patch.replacement)(getattr(owner, name))))
-    for patch, owner, name, replacement in found:
+        found.append((target, owner, name, pkgutil.resolve_name(replacement_of(patch))(getattr(owner, name))))
+    for target, owner, name, replacement in found:
         setattr(owner, name, replacement)
-        _applied.add(patch.target)
+        _applied.add(target)
 
 
 def _find(target: str) -> tuple[Any, str] | None:

@@ -17,7 +17,7 @@ def keep_on_cpu() -> None:
 
     Engine processes inherit the variable, and read it as they compile. A user's own setting wins.
     """
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     if current_platform.is_cpu():
         os.environ.setdefault(VARIABLE, "0")

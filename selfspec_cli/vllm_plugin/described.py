@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 
-from vllm.config import SpeculativeConfig
-
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
 
 LOADING = "Loading drafter model..."
 """What the model runners of the known releases log before they call their drafter's `load_model`."""

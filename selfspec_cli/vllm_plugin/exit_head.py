@@ -20,8 +20,7 @@ from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
     from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
 
 

@@ -1,53 +1,18 @@
-"""The only code of this package that runs in an engine that does not use early exit. It imports nothing but the
-standard library, and whatever goes wrong in it leaves a plain engine as it was shipped.
+"""Replacements that act in every engine, with early exit or without it, as long as nobody asks for it (detection.py).
+
+What they need of this package is imported when early exit is asked for.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-METHODS = ("layer_skip", "skip")
-"""The methods of a speculative_config that are ours; the same as `early_exit.settings.METHODS`, which is not imported
-here so that a plain engine does not depend on it."""
-SETTINGS_KEY = "selfspec"
-COLLECT_KEY = "selfspec_collect"
+from selfspec_cli.vllm_plugin.detection import METHODS, SETTINGS_KEY, carried_by, request_in
 
 Function = Callable[..., Any]
-
-
-def request_in(engine_args: Any) -> str | None:
-    """What in vLLM's `EngineArgs` asks for early exit, in words; None for a plain engine. Never raises."""
-    try:
-        spec = _mapping(getattr(engine_args, "speculative_config", None))
-        method = getattr(engine_args, "spec_method", None) or spec.get("method")
-        if method in METHODS:
-            return f"method {method!r}"
-        if "draft_weights" in spec:
-            return "draft_weights"
-        more = _mapping(getattr(engine_args, "additional_config", None))
-        return next((f"additional_config {key!r}" for key in (SETTINGS_KEY, COLLECT_KEY) if more.get(key)), None)
-    except Exception:
-        return None
-
-
-def carried_by(vllm_config: Any) -> bool:
-    """Whether a worker's configuration carries early-exit settings, or asks to collect. Never raises."""
-    try:
-        more = _mapping(getattr(vllm_config, "additional_config", None))
-        spec = getattr(vllm_config, "speculative_config", None)
-        return getattr(spec, SETTINGS_KEY, None) is not None or bool(more.get(SETTINGS_KEY) or more.get(COLLECT_KEY))
-    except Exception:
-        return False
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """A JSON object as vLLM may hold it, with dashes in keys as `vllm serve` accepts them; {} for anything else."""
-    found = json.loads(value) if isinstance(value, str) else value
-    return {str(key).replace("-", "_"): item for key, item in found.items()} if isinstance(found, Mapping) else {}
 
 
 def early_exit_on_request(original: Function) -> Function:
@@ -156,19 +121,3 @@ def show_drafting(original: Function) -> Function:
             add_to(self, vllm_config)
 
     return __init__
-
-
-def refuse_on_request(original: Function, reason: str) -> Function:
-    """Replacement for a method of `EngineArgs` on a vLLM with which early exit cannot be had.
-
-    It raises RuntimeError with `reason` where early exit is asked for, and passes everything else on.
-    """
-
-    @functools.wraps(original)
-    def refuse_or_create(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = request_in(self)
-        if asked is not None:
-            raise RuntimeError(f"early exit is asked for ({asked}): {reason}")
-        return original(self, *args, **kwargs)
-
-    return refuse_or_create

@@ -15,7 +15,7 @@ from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 
 LARGEST_FLOAT = 3.4028234663852886e38
-"""Of 32 bits, in which the device compares; stands for infinity."""
+"""Of 32 bits, in which the device compares; in place of infinity."""
 
 
 class Drafting(Protocol):

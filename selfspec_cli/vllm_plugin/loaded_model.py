@@ -14,7 +14,7 @@ from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.trunk import cut
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import ModelConfig, VllmConfig
 
 Load = Callable[..., nn.Module]
 

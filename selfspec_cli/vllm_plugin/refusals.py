@@ -13,9 +13,7 @@ from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.utils import AttentionGroup
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, EngineArgs, ModelConfig, SpeculativeConfig
 
 
 def require_runner(device: str, v2: bool | None) -> None:
@@ -32,8 +30,7 @@ def require_runner(device: str, v2: bool | None) -> None:
 
 def refuse_runner() -> None:
     """The runner that the environment asks for; one that vLLM falls back to is refused when the worker starts."""
-    from vllm import envs
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform, envs
 
     require_runner(current_platform.device_type, envs.VLLM_USE_V2_MODEL_RUNNER)
 
@@ -72,7 +69,7 @@ def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
     drafts, vLLM's own, greedy output of a tiny DeepSeek-V2 parts from the baseline's in its first tokens. With
     VLLM_MLA_DISABLE=1, where such a model is no latent one for vLLM, it does so too.
     """
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     latent = target.use_mla or target.is_deepseek_mla
     if latent and (device or current_platform.device_type) == "cpu":
@@ -110,7 +107,7 @@ ONE_ONLY = {
 def refuse_gate(settings: ResolvedSettings) -> None:
     """A gate of another package may have no expression for CUDA, and nobody chooses between thresholds there before
     each round; before the model is loaded is the time to say so."""
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     if current_platform.is_cuda():
         if settings.bandit:
@@ -165,7 +162,7 @@ def refuse_window(window: int | None, groups: Iterable[AttentionGroup]) -> None:
 
     groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from selfspec_cli.vllm_plugin.vllm_names import FullAttentionSpec
 
     if window is None:
         return

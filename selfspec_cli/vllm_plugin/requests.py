@@ -29,6 +29,6 @@ def check(extra_args: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     try:
         RequestSettings.of(extra_args, ResolvedSettings.from_dict(settings))
     except SettingsError as error:
-        from vllm.exceptions import VLLMValidationError
+        from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
 
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error

@@ -24,12 +24,18 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
-from selfspec_cli.vllm_plugin.hooks import COLLECT_KEY, SETTINGS_KEY
+from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
+
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        EngineArgs,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
 
 WORKER_EXTENSION = "selfspec_cli.vllm_plugin.worker.EarlyExitWorker"
 
@@ -38,7 +44,6 @@ VLLM_KEYS = (
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
-    "enable_adaptive_verification",
     "num_speculative_tokens_per_batch_size",
 )
 """Of vLLM's own keys of a speculative_config, those that mean something for a draft that is the target itself; in every
@@ -147,7 +152,7 @@ def vllm_keys() -> tuple[str, ...]:
 
 def _refuse_keys(spec: Mapping[str, Any]) -> None:
     """Keys that vLLM knows and that would change nothing here."""
-    from vllm.config import SpeculativeConfig
+    from selfspec_cli.vllm_plugin.vllm_names import SpeculativeConfig
 
     used = vllm_keys() if spec["method"] == "layer_skip" else ()
     unused = {field.name for field in fields(SpeculativeConfig)}.difference(USER_KEYS, used)

@@ -30,10 +30,8 @@ from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
 from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
-    from vllm.config import CompilationConfig, VllmConfig
-
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
+    from selfspec_cli.vllm_plugin.vllm_names import CompilationConfig, InductorPass, VllmConfig
 
 
 def cut(decoder: nn.Module, layers: int) -> None:
@@ -79,7 +77,7 @@ def first_layers(
 
 def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> None:
     """Raises SettingsError where vLLM finds experts by the order in which layers ask, which a subset would break."""
-    from vllm.utils import torch_utils
+    from selfspec_cli.vllm_plugin.vllm_names import torch_utils
 
     by_name = getattr(torch_utils, "_USE_LAYERNAME", False)
     if has_experts(decoder) and not by_name and vllm_config.compilation_config.fast_moe_cold_start:
@@ -128,9 +126,11 @@ def _tag(layers: int, draft_weights: str, skipped: Sequence[int]) -> str:
 
 def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: Kernels | None) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
-    from vllm.compilation.backends import set_model_tag
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-    from vllm.config import set_current_vllm_config
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        TorchCompileWithNoGuardsWrapper,
+        set_current_vllm_config,
+        set_model_tag,
+    )
 
     config = copy.copy(vllm_config)
     # Two views of one model must not share an artifact in vLLM's compile cache.
@@ -150,7 +150,7 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: 
 
 def _add_pass(compilation: CompilationConfig, added: InductorPass | None) -> None:
     """Have the graphs go through `added`, unless the user has given vLLM a pass: it takes one."""
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     options = compilation.inductor_compile_config
     if added is not None and current_platform.pass_key not in options:

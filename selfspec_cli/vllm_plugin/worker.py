@@ -37,7 +37,7 @@ def register_kernels_once() -> None:
     vLLM does so for each engine, and searches every loaded module for what it replaces. llvmlite, which its n-gram
     drafter loads, holds an object on which that search fails: '_lib_fn_wrapper' object has no attribute 'get'.
     """
-    from vllm.triton_utils import dispatcher
+    from selfspec_cli.vllm_plugin.vllm_names import dispatcher
 
     original = dispatcher.register_kernels
     if hasattr(original, "__wrapped__"):
@@ -91,17 +91,6 @@ class EarlyExitWorker:
         settings = drafter.settings
         known = checked_table(text, settings.k, settings.gate.kind)
         drafter.set_table(LengthTable.fixed(settings.k) if known is None else LengthTable.parse(known, settings.k))
-
-    def early_exit_set_verification_from(self, requests: int) -> None:
-        """Trim verify passes of so many requests and more from the next step on (`verification_from`). Raises
-        SettingsError on an engine without adaptive verification, and below 1."""
-        from selfspec_cli.vllm_plugin.v2.trimming import trim_from
-
-        if getattr(self.model_runner, "adaptive_verification", None) is None:
-            raise SettingsError("this engine verifies every draft; start it with verification=adaptive")
-        if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
-            raise SettingsError(f"verification_from = {requests!r} is out of range; allowed: 1 and more")
-        trim_from(self.model_runner.req_states, requests)
 
     def early_exit_set_read_first(self, on: bool) -> None:
         """Read tokens before the next step is launched, where drafting hides that, or never (`read_first`), from the

@@ -1,7 +1,7 @@
 """The page in headless Chromium: no error in the console, nothing that axe-core finds, and what a reader does works.
 
-Needs Chromium, its driver, and axe-core from npm: `make browser` installs them. Without them these tests are skipped,
-with the reason. SHOTS=FOLDER keeps a screenshot of each page that is looked at.
+Needs Chromium, its driver, and axe-core from npm: `make programs` installs them.
+SHOTS=FOLDER keeps a screenshot of each page that is looked at.
 """
 
 import os
@@ -10,21 +10,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import programs
 import pytest
 from page_points import profile, sweep_points
 
 from selfspec_cli.record import folder
 from selfspec_cli.report import make
 
-ROOT = Path(__file__).parents[2]
-AXE = ROOT / ".browser" / "node_modules" / "axe-core" / "axe.min.js"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-MISSING = [
-    name for name, found in (("chromium", CHROMIUM), ("chromedriver", DRIVER), ("axe-core", AXE.is_file())) if not found
-]
-
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed; make browser installs them")
+CHROMIUM, DRIVER = programs.chromium(), shutil.which("chromedriver")
+pytestmark = programs.needs("chromium", "chromedriver", "axe-core")
 
 QUIET = (
     "--headless",
@@ -80,14 +74,14 @@ def shown(driver, page, width=1280, scheme="light"):
 
 def violations(driver):
     """What axe-core finds, as rule and elements."""
-    driver.execute_script(AXE.read_text(encoding="utf-8"))
-    script = "const done = arguments[0]; axe.run().then((told) => done(told.violations))"
+    driver.execute_script(programs.AXE.read_text(encoding="utf-8"))
+    script = "const done = arguments[0]; axe.run().then((found) => done(found.violations))"
     return [
         (rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in driver.execute_async_script(script)
     ]
 
 
-def told_by_console(driver):
+def console_messages(driver):
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
@@ -111,7 +105,7 @@ def pages(tmp_path_factory):
             parts = {"verify": 0.6, "sampler": 0.1, "host": 0.04, "idle": 0.06}
             drafting = {"trunk": 0.1, "head": 0.05, "gate": 0.02, "draft": 0.03} if number else {}
             folder.save_profile(place / "made_up", profile(point, parts | drafting), b"")
-    published = ROOT / "results" / "published"
+    published = programs.ROOT / "results" / "published"
     sources = {"made_up": place / "made_up", "cpu": published / "cpu.jsonl.xz", "published": published}
 
     class Pages(dict):
@@ -126,7 +120,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("name", ["made_up", "cpu", "published"])
 def test_no_error_no_violation_and_nothing_wider_than_the_screen(driver, pages, name, width, scheme):
     shown(driver, pages[name], width, scheme)
-    assert told_by_console(driver) == []
+    assert console_messages(driver) == []
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
     script = "return [...document.querySelectorAll('.chart')].map((chart) => !!chart.querySelector('svg path'))"
     charts = driver.execute_script(script)
@@ -191,8 +185,8 @@ def test_a_figure_shows_another_panel_and_its_points(driver, pages):
         assert time.monotonic() < until, "the figure did not change"
         time.sleep(0.1)
     driver.execute_script("document.querySelector('#by_threshold figcaption button').click()")
-    told = driver.execute_script("return document.getElementById('only').textContent")
-    assert "points of one figure" in told
+    hint = driver.execute_script("return document.getElementById('only').textContent")
+    assert "points of one figure" in hint
     assert all("varH" in cell for cell in column(driver, "arm"))
     driver.execute_script("document.querySelector('#only button').click()")
     assert driver.execute_script("return document.getElementById('only').hidden")
@@ -226,4 +220,4 @@ def test_a_page_of_a_running_sweep_loads_the_newer_one_and_the_last_one_stays(dr
         time.sleep(0.1)
     assert driver.execute_script("return document.getElementById('watched')") is None
     assert driver.execute_script("return Math.round(scrollY)") == 300
-    assert told_by_console(driver) == []
+    assert console_messages(driver) == []

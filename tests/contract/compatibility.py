@@ -17,7 +17,7 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu/lossless*.json`."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu.jsonl.xz`."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("requests up to max_model_len", YES, "such requests draft less", EDGES, CASES),
         Row("torch.compile, eager", YES, "", "engine/test_lossless.py::test_compiled", CASES),
         Row("CUDA graphs, async scheduling", YES, "", None, CASES),
-        Row("adaptive verification", YES, "on a GPU with CUDA graphs; vLLM refuses it elsewhere",
-            WORKS_WITH + "test_adaptive_verification_needs_a_gpu", CASES, on_cpu="refused by vLLM"),
         Row("draft length by batch size", YES, "`num_speculative_tokens_per_batch_size`",
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",
@@ -195,12 +193,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("shared (the target's own)", YES, "nothing is copied", LOSSLESS, CASES),
         Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
             COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
-        Row("int8, int6, int5, int4", YES, "groups of 64; on CUDA for bfloat16 models, with 5 and 6 bits for one "
-            "request at a time", COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
+        Row("int8, int4", YES, "groups of 64; on CUDA for bfloat16 models",
+            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
             f"{CASES} (Llama, 8 and 4 bits)"),
+        Row("int6, int5 on CUDA", REFUSED, "there is no kernel for copies of so many bits; on a CPU they draft",
+            refusal=lambda: require_draft_weights("int6", WeightFacts("cuda", "bfloat16", capability=(9, 0))),
+            instead="allowed: fp8, int4, int8, shared"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares"),
-        Row("copies of experts", YES, "router and shared experts stay the target's own; on CUDA 5 and 6 bits take 8",
+        Row("copies of experts", YES, "router and shared experts stay the target's own",
             COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
             "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets"),
@@ -224,7 +225,7 @@ NOT_TRIED = (
     "sleep mode, and weights that are replaced in a live engine (copies keep the old ones, so drafts get worse and the "
     "output does not)",
     "`method: skip` with adapters",
-    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/versions.py` and `selfspec "
+    "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",
 )
 """Nothing is known to be wrong with these, and nobody has run them."""

@@ -6,6 +6,8 @@ answer, not a detail.
 
 from __future__ import annotations
 
+from selfspec_cli.vllm_plugin import versions
+
 V1_PROPOSER = "vllm.v1.spec_decode.draft_model:DraftModelProposer"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 V2_FOLDER = "vllm.v1.worker.gpu"
@@ -26,19 +28,10 @@ LORA_LAYERS = ("ColumnParallelLinear", "MergedQKVParallelLinear", "RowParallelLi
 
 # Target -> its parameters in 0.32.0, in order. self is not listed.
 SIGNATURES = {
-    # What compat.py replaces: the replacement is called with these.
+    # What patches.py lists: the replacement is called with these.
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config": "target_model_config target_parallel_config",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "",
     "vllm.config.vllm:VllmConfig._set_cudagraph_sizes": "",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.get_num_tokens": "num_tokens_per_req "
-    "draft_tokens",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager.record_confidences": "confidence_probs "
-    "input_batch",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.__init__": "max_num_reqs "
-    "num_speculative_steps device",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator.step": "idx_mapping num_sampled "
-    "num_rejected",
-    f"{V2_SPECULATOR}.observe_verification": "idx_mapping num_sampled num_rejected",
     "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     f"{V2_RUNNER}:init_speculator": "vllm_config device req_states",
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": "vllm_config model_config prefix",
@@ -138,8 +131,6 @@ SIGNATURES = {
     # V1: a bonus token behind min_tokens.
     "vllm.v1.sample.sampler:Sampler.apply_logits_processors": "logits sampling_metadata predict_bonus_token",
     f"{MIN_TOKENS}.update_state": "batch_update",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:_assign_draft_token_budget": "confidence_probs idx_mapping "
-    "capacities draft_budget num_steps",
     "vllm.entrypoints.llm:LLM.reset_prefix_cache": "reset_running_requests reset_connector",
     # What `selfspec profile` and `engine.nvtx` put ranges around.
     f"{V1_RUNNER}:GPUModelRunner.execute_model": "scheduler_output intermediate_tensors",
@@ -222,7 +213,7 @@ FIELDS = {
     "vllm.config:VllmConfig": "additional_config speculative_config kv_transfer_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
-    "synthetic_acceptance_length enable_adaptive_verification num_speculative_tokens_per_batch_size",
+    "synthetic_acceptance_length num_speculative_tokens_per_batch_size",
     "vllm.v1.sample.metadata:SamplingMetadata": "temperature all_greedy all_random logitsprocs spec_token_ids",
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens num_draft_tokens_per_req cu_num_logits "
@@ -245,23 +236,19 @@ ATTRIBUTES = {
     f"{V1_RUNNER}:GPUModelRunner": "requests input_batch drafter effective_drafter_max_model_len rejection_sampler "
     "compilation_config kv_cache_config",
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
-    "adaptive_verification req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
+    "req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
     "cudagraph_manager",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
-    "temperature seeds draft_tokens draft_logits draft_token_confidence_probs current_draft_step sample_src_positions "
-    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs "
-    "enable_adaptive_verification acceptance_estimator",
-    f"{V2_FOLDER}.spec_decode.acceptance_estimator:OnlineAcceptanceEstimator": "slope intercepts features predictions",
-    f"{V2_FOLDER}.spec_decode.adaptive_verification:AdaptiveVerificationManager": "req_states num_bonus_tokens "
-    "cost_tables _max_total_logits _batch_budget _stale_idx _pending_resets _copy_events _stale_confidences",
+    "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "
+    "hidden_states decode_cudagraph_manager supports_decode_metadata_update draft_max_seq_len supports_mm_inputs",
     f"{V2_FOLDER}.spec_decode.rejection_sampler:RejectionSampler": "sampler",
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
-    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len varlen_decode _candidates "
+    f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len _candidates "
     "_capture_descs cudagraph_mode compilation_config max_num_reqs",
     SCHEDULER: "vllm_config scheduler_config requests running waiting max_num_running_reqs dynamic_sd_lookup "
     "use_v2_model_runner",
@@ -286,18 +273,9 @@ ATTRIBUTES = {
     **{f"vllm.lora.layers:{name}WithLoRA": "base_layer" for name in LORA_LAYERS},
 }
 
-# What another release has in place of the above. Neither is passed by us: the base class draws drafts with the first,
-# and the second lets data-parallel ranks agree to skip drafts, which early exit does not run on.
-CHANGED_SIGNATURES: dict[str, dict[str, str]] = {
-    "0.33.0": {
-        f"{V2_SPECULATOR}.sample_draft": SIGNATURES[f"{V2_SPECULATOR}.sample_draft"] + " num_steps",
-        f"{V2_FOLDER}.dp_utils:dispatch_cg_and_sync_dp": "cudagraph_manager num_reqs num_tokens uniform_token_count "
-        "dp_size dp_rank max_query_len need_eager num_active_loras parallel_config allow_ubatching uniform_decode "
-        "allow_skip_drafts dp_sync_state",
-    },
-}
-
 
 def signatures(release: str) -> dict[str, list[str]]:
-    """Target -> its parameters in `release`."""
-    return {target: words.split() for target, words in (SIGNATURES | CHANGED_SIGNATURES.get(release, {})).items()}
+    """Target -> its parameters in `release`; a target as that release has it."""
+    known = versions.known(release)
+    assert known is not None
+    return {known.place_of(target): words.split() for target, words in (SIGNATURES | known.signatures).items()}

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from selfspec_cli.vllm_plugin import compat, hooks, register, versions
+from selfspec_cli.vllm_plugin import compat, detection, hooks, register, versions
 
 pytestmark = pytest.mark.contract
 
@@ -214,10 +214,8 @@ def test_no_vllm_at_all_is_named_with_what_to_install(version):
 
 def test_the_hooks_know_the_methods_and_keys_that_users_write():
     from selfspec_cli.early_exit import settings
-    from selfspec_cli.vllm_plugin import spec_config
 
-    assert tuple(hooks.METHODS) == tuple(settings.METHODS)
-    assert (hooks.SETTINGS_KEY, hooks.COLLECT_KEY) == (spec_config.SETTINGS_KEY, spec_config.COLLECT_KEY)
+    assert tuple(detection.METHODS) == tuple(settings.METHODS)
 
 
 def test_worker_patches_wait_for_an_engine_that_asks(monkeypatch):

@@ -66,7 +66,7 @@ def test_where_a_request_ends_is_read_from_vllms_own_parameters():
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData
 
-    from selfspec_cli.vllm_plugin.v2.allowances import Ending
+    from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 
     given = SamplingParams(max_tokens=7)
     given.update_from_generation_config({}, 2)

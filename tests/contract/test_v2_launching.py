@@ -100,7 +100,7 @@ def test_a_request_that_waits_for_a_place_costs_the_device_nothing(world):
 
 
 def test_steps_are_launched_as_late_as_the_host_can_be_done_before_the_tokens(world):
-    from selfspec_cli.vllm_plugin.v2.reading import SLACK
+    from selfspec_cli.vllm_plugin.v2.step_order import SLACK
 
     here = world()
     here.serve(2, 600)
@@ -154,8 +154,8 @@ def test_nothing_is_awaited_behind_a_step_without_drafts_and_with_a_grammar(worl
     assert ask() < 0
 
 
-def test_a_wait_is_told_once(world, caplog):
+def test_a_wait_is_lines_once(world, caplog):
     with caplog.at_level("INFO", "vllm.selfspec"):
         world().serve(3, 1200)
-    told = [line for line in caplog.messages if "after the tokens of the last but one" in line]
-    assert told and len(told) == len({line.split(",")[0] for line in told})
+    lines = [line for line in caplog.messages if "after the tokens of the last but one" in line]
+    assert lines and len(lines) == len({line.split(",")[0] for line in lines})

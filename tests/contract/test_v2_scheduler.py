@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 def serve(scheduler, requests, rate=0.7, late=1):
-    """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests join while others run."""
+    """Run requests (name, prompt tokens, output tokens, extra_args) to their end; requests arrive while others run."""
     from vllm.v1.request import RequestStatus
 
     runner, waiting, pending, done = Runner(rate, asked_of(requests)), deque(requests), deque(), {}
@@ -31,13 +31,13 @@ def serve(scheduler, requests, rate=0.7, late=1):
         if not scheduler.scheduler_config.async_scheduling and output.num_scheduled_tokens:
             width = output.num_spec_tokens_to_schedule
             names = list(output.num_scheduled_tokens)
-            told = SimpleNamespace(req_ids=names, draft_token_ids=[[-1] * width for _ in names])
+            drafts = SimpleNamespace(req_ids=names, draft_token_ids=[[-1] * width for _ in names])
         while len(pending) > (late if scheduler.scheduler_config.async_scheduling else 0):
             output, answer = pending.popleft()
             if answer is not None:
                 scheduler.update_from_output(output, answer)
                 if not scheduler.scheduler_config.async_scheduling:
-                    scheduler.update_draft_token_ids(told)
+                    scheduler.update_draft_token_ids(drafts)
         done |= {name: len(one.output_token_ids) for name, one in live.items() if one.is_finished()}
         if not waiting and len(done) == len(requests):
             return runner, done
@@ -89,7 +89,7 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, CARRIER, take_out
     from selfspec_cli.vllm_plugin.v2.widths import planner_of
 
-    scheduler, sums, lengths, told = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), [], []
+    scheduler, sums, lengths, sent = make(log_stats=True, length_table="1:4 3:2 5:0"), Counter(), [], []
     update = scheduler.update_from_output
 
     def listening(output, answer):
@@ -98,7 +98,7 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
         outputs = update(output, answer)
         for stats in (each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None):
             news = take_out(stats)
-            told.append(bool(news))
+            sent.append(bool(news))
             lengths.extend([news.pop("in_force")] if "in_force" in news else [])
             sums.update(news)
             assert not any(name.startswith("selfspec") for name in getattr(stats, CARRIER))
@@ -111,7 +111,7 @@ def test_the_statistics_of_the_steps_add_up_to_what_was_counted(make, monkeypatc
     assert set(counted) == {"off.load", "off.request"}
     assert set(lengths) == ({0, 2, 4} if worker else {4})
     assert all(one != other for one, other in itertools.pairwise(lengths))  # sent where it changed
-    assert worker or sum(told) < 5 < len(told)  # where no request was left
+    assert worker or sum(sent) < 5 < len(sent)  # where no request was left
 
 
 def test_nothing_is_sent_to_an_api_server_that_would_not_take_it_out(make, monkeypatch):

@@ -137,12 +137,12 @@ def test_without_acceptance_nothing_is_planned():
 
 
 class Scheduler:
-    """Stands for vLLM's: its method hands out as many places as the output says."""
+    """In place of vLLM's: its method hands out as many places as the output says."""
 
     use_v2_model_runner = True
 
     def __init__(self, **spec):
-        from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+        from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
 
         config = SimpleNamespace(**{SETTINGS_KEY: settings(**spec).to_dict()})
         self.vllm_config = SimpleNamespace(speculative_config=config, additional_config=None)
@@ -202,7 +202,7 @@ def manager(spec, **more):
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    from selfspec_cli.vllm_plugin.hooks import SETTINGS_KEY
+    from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
     from selfspec_cli.vllm_plugin.v2.graphs import with_every_width
 
     kind = with_every_width(ModelCudaGraphManager)
@@ -293,31 +293,6 @@ def test_a_step_that_requests_join_replays_a_full_graph_one_for_short_queries_wh
         assert graph_of(drafting, requests, 0)[2] == 1
 
 
-def test_adaptive_verification_has_full_graphs_for_decode_steps_of_any_mix_and_for_steps_that_requests_join():
-    from vllm.config.compilation import CUDAGraphMode
-
-    # A decode step says how long its queries are at most, a step that requests join does not.
-    drafting = captured_with(manager({"length_table": "4:2"}, varlen_decode=True))
-    plain = captured_with(manager(None, varlen_decode=True))
-    for tokens in range(3, 16):
-        assert drafting.dispatch(3, tokens, None, 0, 5) == plain.dispatch(3, tokens, None, 0, 5)
-        assert drafting.dispatch(3, tokens, None, 0, 5).max_query_len == 5
-    assert plain.dispatch(3, 26, None, 0, None).cg_mode == CUDAGraphMode.PIECEWISE
-    assert joined(drafting, 5, 5, 16) == ("FULL", 32, 16)
-    assert joined(drafting, 5, 5, 17) == ("FULL", 32, None)
-    assert joined(drafting, 5, 40)[0] == "NONE"
-    captured = drafting._capture_descs
-    assert captured[CUDAGraphMode.PIECEWISE] == plain._capture_descs[CUDAGraphMode.PIECEWISE]
-    assert set(captured[CUDAGraphMode.FULL]) > set(plain._capture_descs[CUDAGraphMode.FULL])
-
-
-def test_where_not_any_mix_can_be_captured_a_short_prefill_is_not_taken_for_a_step_that_adaptive_verification_trims():
-    drafting = captured_with(manager({}, varlen_decode=True), support="UNIFORM_BATCH")
-    plain = captured_with(manager(None, varlen_decode=True))
-    assert drafting._capture_descs == plain._capture_descs
-    assert joined(drafting, 2, 3) == ("PIECEWISE", 5, None) == joined(plain, 2, 3)
-
-
 @pytest.mark.parametrize(("attention", "config"), [
     ({"support": "UNIFORM_BATCH"}, {}),
     ({"supports_mm_inputs": True}, {}),
@@ -406,16 +381,16 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     assert sizes_of([], 256) == []  # no graphs at all
 
 
-def test_steps_that_requests_join_are_padded_by_no_more_than_an_eighth():
-    from selfspec_cli.vllm_plugin.v2.sizes import joining_sizes
+def test_mixed_batches_are_padded_by_no_more_than_an_eighth():
+    from selfspec_cli.vllm_plugin.v2.sizes import mixed_sizes
 
     own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(520, 1281, 40)]
-    chosen = joining_sizes(own)
+    chosen = mixed_sizes(own)
     assert set(chosen) < set(own) and len(chosen) < 45 and chosen[-1] == 1280
     for size in own:
         following = min(one for one in chosen if one >= size)
         assert 8 * following <= 9 * size or following == size
-    assert joining_sizes([]) == []
+    assert mixed_sizes([]) == []
 
 
 def test_sizes_and_limits_of_the_user_stay():
@@ -476,9 +451,9 @@ def test_the_planner_follows_another_table_within_the_widths_that_have_graphs():
 
 def test_the_device_gets_another_table():
     from selfspec_cli.early_exit.length_table import LengthTable
-    from selfspec_cli.vllm_plugin.v2.allowances import Allowances
+    from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
-    allowed = Allowances.of(LengthTable.fixed(4), None, 3)
+    allowed = DraftBudget.of(LengthTable.fixed(4), None, 3)
     allowed.set_table(LengthTable.parse("1:4 9:2 9@100:1", 4))
     assert allowed.cells.tolist() == [[1, 0, 4], [9, 0, 2], [9, 100, 1]]
     assert allowed.cell_limits.isnan().tolist() == [True] * 3

@@ -20,7 +20,7 @@ import pytest
 import torch
 from seams import ATTRIBUTES, FIELDS, LINEAR, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
 
-from selfspec_cli.vllm_plugin import compat, versions
+from selfspec_cli.vllm_plugin import compat, versions, vllm_names
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
 
 pytestmark = pytest.mark.contract
@@ -32,8 +32,13 @@ SIGNATURES = signatures(INSTALLED.release if INSTALLED else "0.32.0")
 @pytest.mark.parametrize("patch", compat.PATCHES, ids=lambda patch: patch.target)
 def test_patch_target_and_replacement_exist(patch):
     found = {target: there for target, there, _ in compat.check()}
-    assert found[patch.target], f"vLLM moved {patch.target}"
-    assert callable(pkgutil.resolve_name(patch.replacement))
+    assert found[compat.target_of(patch)], f"vLLM moved {patch.target}"
+    assert callable(pkgutil.resolve_name(compat.replacement_of(patch)))
+
+
+@pytest.mark.parametrize("name", vllm_names.PLACES)
+def test_every_name_that_we_import_is_there(name):
+    assert getattr(vllm_names, name) is not None
 
 
 @pytest.mark.parametrize(("target", "parameters"), SIGNATURES.items(), ids=SIGNATURES.keys())

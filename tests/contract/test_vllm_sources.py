@@ -16,20 +16,20 @@ from seams import ATTRIBUTES, FIELDS, MOE, V1_PROPOSER, V1_RUNNER, V2_RUNNER, V2
 from vllm_source import VARIABLE, Source, assigned_on_self, folder_of, sources
 
 import selfspec_cli
-from selfspec_cli.vllm_plugin import compat, versions
+from selfspec_cli.vllm_plugin import compat, versions, vllm_names
 from selfspec_cli.vllm_plugin.spec_config import VLLM_KEYS
 
 pytestmark = pytest.mark.contract
 
 PACKAGE = Path(selfspec_cli.__file__).parent
 OURS = {
-    "v1/proposer.py": ("_EarlyExit", V1_PROPOSER),
-    "v2/speculator.py": ("EarlyExitSpeculator", V2_SPECULATOR),
+    V1_PROPOSER: [("v1/proposer.py", "_EarlyExit")],
+    V2_SPECULATOR: [("v2/draft_loop.py", "DraftLoop"), ("v2/speculator.py", "EarlyExitSpeculator")],
 }
-"""Our file -> our subclass in it, and its base class in vLLM."""
+"""A class of vLLM's -> our files with subclasses of it, one of the other, and their names."""
 
 
-@pytest.fixture(scope="module", params=[each.release for each in versions.KNOWN])
+@pytest.fixture(scope="module", params=[each.release for each in versions.SUPPORTED])
 def release(request) -> str:
     if folder_of(request.param) is None:
         pytest.skip(
@@ -45,10 +45,11 @@ def vllm(release) -> Source:
 
 
 @pytest.mark.slow
-def test_every_patched_name_is_defined_where_we_replace_it(vllm):
+def test_every_patched_name_is_defined_where_we_replace_it(vllm, release):
     """Replacing a name that a module only imports works too: it is looked up there."""
     for patch in compat.PATCHES:
-        assert vllm.find(patch.target, own=True) is not None, patch.target
+        target = versions.known(release).place_of(patch.target)
+        assert vllm.find(target, own=True) is not None, target
 
 
 @pytest.mark.slow
@@ -68,23 +69,25 @@ def test_keys_of_a_speculative_config_are_those_of_the_release(vllm, release):
     """A key that another release alone has would be passed on to a vLLM that does not know it."""
     there = set(vllm.fields("vllm.config:SpeculativeConfig"))
     assert set(VLLM_KEYS) <= there
-    for each in versions.KNOWN:
-        expected = set(each.speculative_keys) if each.release == release else set()
-        assert there & set(each.speculative_keys) == expected
+    some_have = {key for each in versions.SUPPORTED for key in each.speculative_keys}
+    assert there & some_have == set(versions.known(release).speculative_keys)
 
 
 @pytest.mark.slow
-def test_every_name_that_we_import_is_there(vllm):
-    missing = [f"{file.name}: {module}.{name}" for file, module, name in imported() if not vllm.defined(module, name)]
-    assert not missing
-    assert len(list(imported())) > 40
+def test_every_name_that_we_import_is_there(vllm, release):
+    places = [versions.known(release).place_of(place) for place in imported()]
+    assert not [place for place in places if not vllm.defined(*place.split(":"))]
+    assert len(places) > 40
 
 
 @pytest.mark.slow
-def test_every_call_of_an_imported_function_fits_its_parameters(vllm):
+def test_every_call_of_an_imported_function_fits_its_parameters(vllm, release):
     """Keywords that we pass exist, and there are no more positions than parameters."""
     checked = 0
-    for file, call, module, name in calls_of_imported():
+    for file, call, place in calls_of_imported():
+        if place in versions.known(release).adapters:
+            continue  # called with the oldest release's parameters
+        module, name = versions.known(release).place_of(place).split(":")
         node = vllm.defined(module, name)[1]
         if isinstance(node, ast.ClassDef):
             parameters, rest = vllm.parameters(f"{module}:{name}.__init__"), False
@@ -99,25 +102,25 @@ def test_every_call_of_an_imported_function_fits_its_parameters(vllm):
     assert checked >= 10
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, file):
-    name, base = OURS[file]
-    ours = our_class(file, name)
-    read = {node.attr for node in ast.walk(ours) if isinstance(node, ast.Attribute)
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_what_our_subclasses_read_of_themselves_is_theirs_or_their_bases(vllm, base):
+    ours = [node for one in our_classes(base) for node in one.body]
+    read = {node.attr for one in ours for node in ast.walk(one) if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}  # fmt: skip
-    own = assigned_on_self(ours) | {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
-    own |= {node.id for part in ours.body if isinstance(part, ast.Assign) for node in part.targets
+    own = {name for one in our_classes(base) for name in assigned_on_self(one)}
+    own |= {node.name for node in ours if isinstance(node, ast.FunctionDef)}
+    own |= {node.id for part in ours if isinstance(part, ast.Assign) for node in part.targets
             if isinstance(node, ast.Name)}  # fmt: skip
+    own |= {part.target.id for part in ours if isinstance(part, ast.AnnAssign)}
     assert len(read - own) > 5
     assert read - own <= vllm.attributes(base), read - own - vllm.attributes(base)
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_have(vllm, file):
-    name, base = OURS[file]
-    ours = our_class(file, name)
-    own = {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
-    for call in (node for node in ast.walk(ours) if isinstance(node, ast.Call)):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_have(vllm, base):
+    ours = [node for one in our_classes(base) for node in one.body]
+    own = {node.name for node in ours if isinstance(node, ast.FunctionDef)}
+    for call in (node for one in ours for node in ast.walk(one) if isinstance(node, ast.Call)):
         owner, _, method = ast.unparse(call.func).rpartition(".")
         if owner != "super()" and (owner != "self" or method in own):
             continue
@@ -126,25 +129,24 @@ def test_our_subclasses_call_methods_of_their_bases_with_parameters_that_they_ha
             assert keywords(call) <= set(parameters) and len(call.args) <= len(parameters), method
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_subclasses_assign_to_no_property_of_their_bases(vllm, file):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_subclasses_assign_to_no_property_of_their_bases(vllm, base):
     """`max_model_len` is an attribute in 0.32 and a property in 0.33."""
-    name, base = OURS[file]
     properties = {
         node.name
         for kind in vllm.classes(base)
         for node in kind.body
         if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
     }
-    assert not assigned_on_self(our_class(file, name)) & properties
+    for ours in our_classes(base):
+        assert not assigned_on_self(ours) & properties
 
 
-@pytest.mark.parametrize("file", OURS)
-def test_our_overrides_take_what_the_base_is_called_with(vllm, file):
+@pytest.mark.parametrize("base", OURS, ids=lambda base: base.rpartition(":")[2])
+def test_our_overrides_take_what_the_base_is_called_with(vllm, base):
     """An override has the parameters of the base's method in its order, or takes the rest as *args, **kwargs."""
-    name, base = OURS[file]
     overridden = 0
-    for node in our_class(file, name).body:
+    for node in (node for ours in our_classes(base) for node in ours.body):
         if not isinstance(node, ast.FunctionDef) or not isinstance(vllm.find(f"{base}.{node.name}"), ast.FunctionDef):
             continue
         overridden += 1
@@ -258,24 +260,38 @@ def test_reader_and_import_agree_on_the_installed_release():
         assert Source(folder).parameters(target) == without_self(pkgutil.resolve_name(target)), target
 
 
-def imported() -> Iterator[tuple[Path, str, str]]:
-    """(our file, module, name) of everything that this package imports from vLLM, for annotations too."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                yield from ((file, node.module, alias.name) for alias in node.names)
+def from_vllm(file: Path) -> Iterator[tuple[str, str]]:
+    """(name in our file, "module:name") of everything that a file imports from vLLM, for annotations too."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ImportFrom) and node.module == vllm_names.__name__:
+            yield from ((alias.asname or alias.name, vllm_names.PLACES[alias.name]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((alias.asname or alias.name, f"{node.module}:{alias.name}") for alias in node.names)
 
 
-def calls_of_imported() -> Iterator[tuple[Path, ast.Call, str, str]]:
-    """(our file, call, module, name) where something that was imported from vLLM is called by its name."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        names = {}
+def imported() -> set[str]:
+    """ "module:name" of everything that this package imports from vLLM."""
+    return {place for file in PACKAGE.rglob("*.py") for _, place in from_vllm(file)}
+
+
+def test_the_plugin_imports_from_vllm_through_its_table_alone_and_nothing_in_it_is_unused():
+    """What a function imports counts too. `import vllm.x` has no name to move."""
+    used = set()
+    for file in (PACKAGE / "vllm_plugin").rglob("*.py"):
         for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                names |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] != "vllm", f"{file}:{node.lineno}"
+        used |= {place for _, place in from_vllm(file)}
+    assert used == set(vllm_names.PLACES.values())
+
+
+def calls_of_imported() -> Iterator[tuple[Path, ast.Call, str]]:
+    """(our file, call, "module:name") where something that was imported from vLLM is called by its name."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        names = dict(from_vllm(file))
         for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-                yield file, node, *names[node.func.id]
+                yield file, node, names[node.func.id]
 
 
 @cache
@@ -286,6 +302,10 @@ def parsed(file: Path) -> ast.Module:
 def our_class(file: str, name: str) -> ast.ClassDef:
     (found,) = [node for node in parsed(PACKAGE / "vllm_plugin" / file).body if getattr(node, "name", "") == name]
     return found
+
+
+def our_classes(base: str) -> list[ast.ClassDef]:
+    return [our_class(file, name) for file, name in OURS[base]]
 
 
 def our_method(file: str, kind: str, name: str) -> ast.FunctionDef:

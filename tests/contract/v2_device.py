@@ -13,7 +13,7 @@ TURN = 1e-3
 
 
 class Host:
-    """Stands for the module `time`: what is asked of it takes virtual seconds. due: what happens at which moment."""
+    """In place of the module `time`: what is asked of it takes virtual seconds. due: what happens at which moment."""
 
     def __init__(self):
         self.now, self.due = 0.0, []
@@ -59,13 +59,13 @@ class World:
     a step and again for what is behind it; of a prefill, slow. hiccup: at every so manieth launch, seconds more."""
 
     def __init__(self, scheduler, monkeypatch, device, launch=0.9e-3, slow=2.5e-3, rate=0.7):
-        from selfspec_cli.vllm_plugin.v2 import reading
+        from selfspec_cli.vllm_plugin.v2 import step_order
 
         self.host, self.device, self.launch, self.slow = Host(), device, launch, slow
         self.hiccup, self.coming = (0, 0.0), 0.0
-        monkeypatch.setattr(reading, "time", self.host)
+        monkeypatch.setattr(step_order, "time", self.host)
         self.core, self.reader = engine_of(scheduler, first=False, rate=rate)
-        self.reader._orders.default_factory = reading.Order
+        self.reader._orders.default_factory = step_order.Order
         self.clock = self.reader._clock = SimpleNamespace(launched=-1.0, done=-1.0, seconds=lambda: device.loop)
         execute, sample = self.core.model_executor.execute_model, self.core.model_executor.sample_tokens
         self.steps, self.asked, self.first, self.ended = 0, {}, {}, {}

@@ -9,7 +9,7 @@ K, MOST, BLOCK, LEN = 4, 8, 16, 256
 
 
 class Runner:
-    """Stands for the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
+    """In place of the V2 runner: of the places in a step it accepts as many drafts as were made and are right.
 
     made: what each request drafted for its next step, within the width that the scheduler announced. lengths: of each
     step without prefills, the number of requests and the places that they had.

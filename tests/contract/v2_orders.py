@@ -1,18 +1,18 @@
-"""Both orders of reading and launching by turns, for tests of an engine's reader on a GPU and without one."""
+"""Both orders of reading and launching, alternating, for tests of an engine's reader on a GPU and without one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def by_turns() -> Any:
+def alternating() -> Any:
     """Takes the place of a reader's orders: one `Order` for every load, which says another order each time that it is
     asked for one. asked: how often.
 
     It decides nothing by times and never waits: for either the reader would ask again, and with two questions a step
     every step would have the same order.
     """
-    from selfspec_cli.vllm_plugin.v2.reading import Order
+    from selfspec_cli.vllm_plugin.v2.step_order import Order
 
     class ByTurns(Order):
         asked = 0

@@ -12,7 +12,7 @@ from v2_engine import Runner
 
 
 class Tokens:
-    """Stands for an event on the device that is over after so many looks at it. looked: called at each."""
+    """In place of an event on the device that is over after so many looks at it. looked: called at each."""
 
     def __init__(self, late, looked=lambda: None):
         self.left, self.looked = late, looked
@@ -29,7 +29,7 @@ def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
     from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-    from selfspec_cli.vllm_plugin.v2 import reading
+    from selfspec_cli.vllm_plugin.v2 import step_order
 
     class Core(EngineCore):
         def __init__(self):
@@ -68,13 +68,13 @@ def engine_of(scheduler, first, rate=0.7, asked=None, late=2):
             SimpleNamespace(get_output=get_output, copy_event=Tokens(late, lambda: core.looked())), single_value=True
         )
 
-    speculator = SimpleNamespace(clock=reading.DraftClock(torch.device("cpu")))
+    speculator = SimpleNamespace(clock=step_order.DraftClock(torch.device("cpu")))
     worker = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
     core.model_executor = SimpleNamespace(
         execute_model=execute_model, sample_tokens=sample_tokens, driver_worker=worker
     )
     core.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
     core.step_fn = core.step_with_batch_queue
-    reader = reading.reader_of(core)
-    reader._orders = defaultdict(lambda: reading.Order(first=first))
+    reader = step_order.reader_of(core)
+    reader._orders = defaultdict(lambda: step_order.Order(first=first))
     return core, reader

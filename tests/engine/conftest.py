@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import counting
 import pytest
+from filelock import FileLock
 from harness import Live, differing, greedy, live, ragged_prompts, tokens
 from models import save_tiny, vocab_of
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(counting.PerTest(), "selfspec-counting")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_counted() -> None:
+    counting.count()
+
 
 FULL = os.environ.get("SELFSPEC_FULL") == "1"
 """Every gate over every prompt, instead of over some of them."""
 
 PROMPTS = 32
-LENGTHS = (64, 128, 200)  # tokens a request generates, by turns: 4,112 in all
+LENGTHS = (64, 128, 200)  # tokens that requests generate, alternating: 4,112 in all
 
 
 @dataclass(frozen=True)
@@ -37,21 +50,32 @@ class Expected:
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_dir(shared: Path) -> Callable[[str], Path]:
     """Name of an architecture in models.ARCHITECTURES -> folder of its tiny model."""
-    root, made = tmp_path_factory.mktemp("models"), {}
 
     def make(name: str) -> Path:
-        if name not in made:
-            made[name] = save_tiny(name, root / name)
-        return made[name]
+        folder, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                save_tiny(name, folder)
+                done.touch()
+        return folder
 
     return make
 
 
 @pytest.fixture(scope="session")
-def expected(model_dir: Callable[[str], Path]) -> Callable[[str], Expected]:
-    """Name of an architecture -> prompts and the plain engine's outputs, computed once."""
+def expected(model_dir: Callable[[str], Path], shared: Path) -> Callable[[str], Expected]:
+    """Name of an architecture -> prompts and the plain engine's outputs, computed once for all processes."""
     known: dict[str, Expected] = {}
 
     def generate(name: str) -> Expected:
@@ -59,9 +83,14 @@ def expected(model_dir: Callable[[str], Path]) -> Callable[[str], Expected]:
             path = model_dir(name)
             prompts = ragged_prompts(PROMPTS, vocab_of(name))
             lengths = [LENGTHS[i % len(LENGTHS)] for i in range(PROMPTS)]
-            with live(path) as engine:
-                outputs = tokens(engine.generate(prompts, [greedy(length) for length in lengths]))
-            assert sum(map(len, outputs)) >= 32 * 128
+            kept = shared / f"{name}.outputs.json"
+            with FileLock(shared / f"{name}.outputs.lock"):
+                if not kept.exists():
+                    with live(path) as engine:
+                        made = tokens(engine.generate(prompts, [greedy(length) for length in lengths]))
+                    kept.write_text(json.dumps(made))
+            outputs = json.loads(kept.read_text())
+            assert [len(output) for output in outputs] == lengths
             known[name] = Expected(path, prompts, lengths, outputs)
         return known[name]
 

@@ -11,7 +11,7 @@ from models import VOCAB, save_tokenizer
 from torch import Tensor
 
 RANK = 8  # of adapters
-IMAGE = VOCAB - 1  # the token that stands for an image
+IMAGE = VOCAB - 1  # the token of an image
 _SIDE, _PATCH = 28, 14  # of an image: four patches
 PATCHES = (_SIDE // _PATCH) ** 2
 

@@ -15,7 +15,7 @@ PROMPTS = ragged_prompts(12, VOCAB, seed=3)
 # One slot more than adapters: on the CPU vLLM gives requests without one, beside others, what the last slot holds.
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
 WITH = [None, "one", "two"] * 4
-"""The adapter of each request, by turns."""
+"""The adapter of each request, alternating."""
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,10 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         "decode_context_parallel_size = 2 .*allowed: 1; use tensor_parallel_size",
     ),
-    "weights fetched by turns": ({"offload_group_size": 4}, "offload_group_size = 4 .*every pass runs all layers"),
+    "weights fetched group by group": (
+        {"offload_group_size": 4},
+        "offload_group_size = 4 .*every pass runs all layers",
+    ),
 }
 
 

@@ -27,7 +27,7 @@ def asked(number: int) -> dict[str, Any]:
 
 
 def parameters(own: bool) -> list[Any]:
-    """The batch shrinks towards the end. own: requests ask for something of their own, by turns."""
+    """The batch shrinks towards the end. own: requests ask for something of their own, alternating."""
     return [greedy(24 + 6 * number, **({"extra_args": asked(number) or None} if own else {}))
             for number in range(len(PROMPTS))]  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_heads_are_as_good_as_their_data_allow(fitted):
     for layer in EXITS:
         shares = {name: fitted.reports[layer, name, "full"]["agreement"] for name in NAMES}
         assert shares["translator"] > shares["lens"]
-        assert shares["lsq_argmax"] > shares["lsq"]  # the text is random: its next token cannot be told
+        assert shares["lsq_argmax"] > shares["lsq"]  # the text is random: its next token is anything
         for name in NAMES:
             small = fitted.reports[layer, name, "quarter"]
             assert small["agreement"] <= shares[name]
@@ -122,30 +122,21 @@ def test_the_fit_is_that_of_transformers_hidden_states(fitted):
     assert found["pairs"] == report.pairs == PAIRS
 
 
-@pytest.mark.parametrize(
-    "key",
-    [(2, "lsq", "full"), (4, "lens", "quarter"), (4, "lsq_argmax", "quarter"), (4, "translator", "full"),
-     (4, "translator_r4_kl", "quarter"), (2, "translator_bias", "full")],
-    ids=str,
-)  # fmt: skip
-def test_fitted_heads_draft_losslessly(fitted, expected, report, key):
-    found = fitted.reports[key]
-    with live(fitted.path, layer_skip(key[0], 3, head_path=found["path"])) as engine:
-        expected("llama").check(engine, SOME)
-        made = engine.counts()
-    made.require_both_verdicts()
-    report(f"{key}: {made.accepted} of {made.drafted} accepted")
+KEYS = [(2, "lsq", "full"), (4, "lens", "full"), (4, "lsq_argmax", "quarter"), (4, "translator", "quarter"),
+        (4, "translator_r4_kl", "quarter"), (2, "translator_bias", "full")]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [(4, "lens", "full"), (4, "translator", "quarter")], ids=str)
-def test_rounds_laid_over_generations_are_the_engines(fitted, report, key):
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, expected, report, key):
     """Tokens a round as predicted from the replay, and as the engine counts them on the same prompts."""
     found, k = fitted.reports[key], 3
     prompts = corpora.load("random").windows("held_out", None, VOCAB, INPUT, REPLAYED, seed=1000)
     with live(fitted.path, layer_skip(key[0], k, head_path=found.get("path")), max_num_batched_tokens=512) as engine:
         outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * REPLAYED))
         made = engine.counts()
-    made.require_both_verdicts()
+        made.require_both_verdicts()
+        expected("llama").check(engine, SOME)
+        (engine.counts() - made).require_both_verdicts()
     generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
     report(f"{key}: predicted {found[f'tokens_k{k}']:.3f}, engine {generated / made.rounds:.3f} tokens a round")
     # A request's last round may have nothing left to draft for, and then has no draft to count.
@@ -167,7 +158,11 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("key", [(4, "lsq_argmax", "full"), (4, "translator_r4", "quarter")], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param((4, "lsq_argmax", "full"), marks=pytest.mark.nightly), (4, "translator_r4", "quarter")],
+    ids=str,
+)
 def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
     """Fitted on one rank, served on two: the same model by its fingerprint, half of the rows on each, lossless."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))

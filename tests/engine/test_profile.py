@@ -1,4 +1,4 @@
-"""A live engine under the profiler: where the time goes adds up, and what drafts is told from what verifies."""
+"""A live engine under the profiler: where the time goes adds up, and drafting and verifying are told apart."""
 
 from __future__ import annotations
 

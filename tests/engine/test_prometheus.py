@@ -1,5 +1,5 @@
 """A real Prometheus scrapes a real server: what drafting did arrives there, every panel of the Grafana dashboard has
-data, and the alert rules are evaluated. `make prometheus` installs it; without it this test is skipped.
+data, and the alert rules are evaluated. `make programs` installs it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import programs
 import pytest
 from served import START_SECONDS, free_port, metric, served
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed; make prometheus does"),
-]
+pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 CODE = "def read_lines(path):\n"

@@ -50,25 +50,25 @@ def test_perplexities(cfgs):
     skip = replace(cfgs[0], method="skip", layer=12)
     found = ppl.run([skip, *cfgs], REQUEST, open_engine=open_engine)
     assert found.failed == [] and found.warnings == []
-    told = {(one.kind, one.arm["arm"]): one for one in found.findings}
+    findings = {(one.kind, one.arm["arm"]): one for one in found.findings}
 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(reference_model_dir())
     name, text = library.held_out_text()[0]
     ids = library.leading_tokens(lambda part: tokenizer.encode(part, add_special_tokens=False), text, 80)
-    plain = told[quality.TEXT, "baseline"]
+    plain = findings[quality.TEXT, "baseline"]
     assert (plain.found["documents"][0], plain.scores().tokens) == (name, [79] * 3)
     assert plain.scores().nats[0] == pytest.approx(windows_by_transformers(ids), abs=1e-2)
-    lost = told[quality.TEXT, "skip"]
+    lost = findings[quality.TEXT, "skip"]
     assert lost.scores().perplexity > 1.02 * lost.scores(baseline=True).perplexity
 
-    arm = told[quality.GENERATED, "layer_skip"].found
+    arm = findings[quality.GENERATED, "layer_skip"].found
     for name in ("greedy", "sampled"):
         assert 0 < arm[name]["accepted"] < arm[name]["drafted"]
     assert arm["greedy"]["identical"] == 4
     assert arm["sampled"]["identical"] < 4  # other random numbers, so that it was another text that was scored
-    assert told[quality.GENERATED, "skip"].found["greedy"]["identical"] < 4
+    assert findings[quality.GENERATED, "skip"].found["greedy"]["identical"] < 4
 
 
 def test_scores(cfgs, folder):

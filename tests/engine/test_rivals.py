@@ -56,6 +56,6 @@ def test_ngram_and_a_draft_model_beside_early_exit_in_one_sweep(model_dir, tmp_p
     read = {row.point: row for row in map(tables.row, folder.read(tmp_path)[0])}
     for row in result.rows:  # what the files say
         again = read.pop(row.point)
-        told = ("arm", "speculative", "k", "status", "tok_s_median", "speedup", "accept_rate", "identical")
-        assert [getattr(again, name) for name in told] == [getattr(row, name) for name in told]
+        shown = ("arm", "speculative", "k", "status", "tok_s_median", "speedup", "accept_rate", "identical")
+        assert [getattr(again, name) for name in shown] == [getattr(row, name) for name in shown]
     assert not read

@@ -54,8 +54,8 @@ class Server:
         answer = kind.create(model=self.model, **{"max_tokens": TOKENS, "temperature": 0, **request})
         if request.get("stream"):
             answer = list(answer)
-        told = [one.model_dump(exclude_none=True) for one in (answer if isinstance(answer, list) else [answer])]
-        shown = told if len(told) < 4 else [*told[:2], f"({len(told) - 3} more)", told[-1]]
+        parts = [one.model_dump(exclude_none=True) for one in (answer if isinstance(answer, list) else [answer])]
+        shown = parts if len(parts) < 4 else [*parts[:2], f"({len(parts) - 3} more)", parts[-1]]
         answers = [f"answer: {one if isinstance(one, str) else json.dumps(one)}" for one in shown]
         self.transcript += [f"## {what}", f"request: {json.dumps(request)}", *answers, ""]
         return answer
@@ -80,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def plain(server: Server) -> str:
-    """What the model alone says to PROMPT, greedily: the same server, told to draft nothing for one request."""
+    """What the model alone says to PROMPT, greedily: the same server, where one request asks for no drafts."""
     _draft_at_most(server, 0)
     before = server.metric("spec_decode_num_draft_tokens_total")
     text = server.ask("completion, while the server drafts nothing", prompt=PROMPT).choices[0].text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,33 +35,31 @@ def no_binding(monkeypatch):
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
-@dataclass(frozen=True)
-class Split:
-    """What two ranks generate without drafts."""
-
-    path: Path
-    outputs: list[list[int]]
-
-    def check(self, **spec: Any) -> Counts:
-        """Two ranks that draft generate the same; returns what vLLM counted."""
-        with live(self.path, layer_skip(EXIT, K, **spec), **RANKS) as engine:
-            assert tokens(engine.generate(PROMPTS, greedy(48))) == self.outputs
-            counts = engine.counts()
-        counts.require_both_verdicts()
-        return counts
-
-
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Callable[[str], Split]:
+def model(tmp_path_factory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("split")
+    return cache(lambda name: save_tiny(name, root / name, **SHAPE))
 
-    @cache
-    def generate(name: str) -> Split:
-        path = save_tiny(name, root / name, **SHAPE)
-        with live(path, **RANKS) as engine:
-            return Split(path, tokens(engine.generate(PROMPTS, greedy(48))))
 
-    return generate
+def check(path: Path, *views: dict[str, Any], **spec: Any) -> list[Counts]:
+    """Two ranks generate with drafts what they generate without: as started, and with each other view.
+
+    Without drafts is the same engine at a draft length of 0: starting two ranks is dear.
+    """
+    found = []
+    with live(path, layer_skip(EXIT, K, **spec), **RANKS) as engine:
+        engine.llm.collective_rpc("early_exit_set_draft_length", args=(0,))
+        plain = tokens(engine.generate(PROMPTS, greedy(48)))
+        assert engine.counts().drafted == 0
+        engine.llm.collective_rpc("early_exit_set_draft_length", args=(K,))
+        for view in ({}, *views):
+            if view:
+                engine.llm.collective_rpc("early_exit_set_view", args=({"layer_skip": EXIT, **view},))
+            before = engine.counts()
+            assert tokens(engine.generate(PROMPTS, greedy(48))) == plain, view
+            found.append(engine.counts() - before)
+            found[-1].require_both_verdicts()
+    return found
 
 
 def saved(head: ExitHead, path: Path, folder: Path) -> str:
@@ -77,15 +74,17 @@ def saved(head: ExitHead, path: Path, folder: Path) -> str:
     return str(save_head(folder / "head.safetensors", head, about))
 
 
-CASES = [("llama", "shared"), ("llama", "fp8"), ("mixtral", "int8")]
+def test_two_ranks_draft_on_their_shares(model):
+    """On the target's own weights and on copies of them."""
+    for counts in check(model("llama"), {"draft_weights": "fp8"}):
+        assert counts.accepted > 0.2 * counts.drafted, counts
 
 
-@pytest.mark.parametrize(("name", "weights"), CASES, ids=[" ".join(case) for case in CASES])
-def test_two_ranks_draft_on_their_shares(plain, name, weights):
-    counts = plain(name).check(draft_weights=weights)
+def test_two_ranks_draft_on_copies_of_their_shares_of_experts(model):
+    (counts,) = check(model("mixtral"), draft_weights="int8")
     assert counts.accepted > 0.2 * counts.drafted, counts
 
 
-def test_copies_of_a_small_vocabularys_rows_are_split_too(plain, tmp_path):
-    head, want = lens_head(torch.arange(0, VOCAB, 2)), plain("llama")
-    want.check(draft_weights="fp8", lsq_head_path=saved(head, want.path, tmp_path))
+def test_copies_of_a_small_vocabularys_rows_are_split_too(model, tmp_path):
+    head, path = lens_head(torch.arange(0, VOCAB, 2)), model("llama")
+    check(path, draft_weights="fp8", lsq_head_path=saved(head, path, tmp_path))

@@ -30,7 +30,7 @@ LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is
 
 
 def config(path: Any, results: Any, *more: str):
-    words = [f"model={path}", f"layer={LAYERS // 2}", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=8",
+    words = [f"model={path}", f"layer={LAYERS // 2}", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=32",
              "engine.kv_cache_gib=0.06", f"results_dir={results}", *more]  # fmt: skip
     return compose_runs(None, words, sweep=False)[0]
 
@@ -52,6 +52,8 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
     with open_engine(baseline_of(settings)) as engine:
+        with pytest.raises(Exception, match="early_exit_plant"):  # no engine of another command can be made faulty
+            engine.call("early_exit_plant", "kv_slot")
         found = {name: plain.judge(engine, settings, asked[name], one)[0] for name, one in arms.items()}
     return {name: run.finished([document], False) for name, document in found.items()}
 
@@ -59,8 +61,8 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", ["clean", "again"])
 def test_a_right_engine_is_lossless(documents, name, report):
     found = documents[name]
-    told = [f"{row['name']} p={row.get('p')} finds {row.get('detectable_share')}" for row in found["sampling"]]
-    report(f"{found['drafted']} drafted, {found['accepted']} accepted; {'; '.join(told)}")
+    finds = [f"{row['name']} p={row.get('p')} finds {row.get('detectable_share')}" for row in found["sampling"]]
+    report(f"{found['drafted']} drafted, {found['accepted']} accepted; {'; '.join(finds)}")
     assert (found["verdict"], found["suspect"]) == ("lossless", None), found
     assert 0 < found["accepted"] < found["drafted"]
     assert all(proof["caught"] for proof in found["proof"].values())
@@ -109,10 +111,8 @@ def test_a_head_of_another_model(folder, tmp_path):
         run.run(other, Wanted(SMALL, only=("gate",)), open_engine=open_engine)
 
 
-def test_production_engines_cannot_be_made_faulty(folder, tmp_path):
-    """The worker that every other command starts has none of it."""
-    with open_engine(config(folder, tmp_path)) as engine, pytest.raises(Exception, match="early_exit_plant"):
-        engine.call("early_exit_plant", "kv_slot")
+def test_only_verify_asks_for_a_worker_that_can_be_made_faulty():
+    """The plain engine of `documents`, started after a faulty one, has no method that plants."""
     assert run.FAULTY_WORKER != WORKER_EXTENSION
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import golden
 import pytest
-from harness import layer_skip, live
+from harness import Live, layer_skip, live
 from models import LAYERS
 from test_draft_weights import COMPILED, made
 
@@ -21,25 +21,23 @@ K, SOME = 3, range(0, 32, 4)
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled", "skipped", "more"),
-    [
-        ("llama", True, "1-2", {"gate": "maxp", "tau": 0.05}),
-        ("qwen3", False, "0,2", {"draft_weights": "int8"}),
-        ("mixtral", False, "1", {}),
-        ("gemma2", False, "1", {}),
-    ],
+    ("name", "skipped", "more"),
+    [("qwen3", "0,2", {"draft_weights": "int8"}), ("mixtral", "1", {}), ("gemma2", "1", {})],
 )
-def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, name, compiled, skipped, more):
+def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, name, skipped, more):
     want = expected(name)
-    spec = layer_skip(LAYERS, K, skip_layers=skipped, **more)
-    with live(want.path, spec, **(COMPILED if compiled else {})) as engine:
+    with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped, **more)) as engine:
         want.check(engine, SOME)
         engine.counts().require_both_verdicts()
-        step = engine.call("early_exit_step_bytes")
+        check_layers(engine, made, skipped)
+
+
+def check_layers(engine: Live, made: dict[str, Any], skipped: str) -> None:
+    """The draft has the layers that were chosen, over the target's own KV cache, in order."""
+    step = engine.call("early_exit_step_bytes")
     draft, target = made["trunk"], made["target"]
     left = [i for i in range(LAYERS) if i not in skipped_layers(skipped)]
     assert len(target.layers) == LAYERS and draft.end_layer == len(left)
-    # The chosen layers, over the target's own KV cache, in order.
     for place, own in zip(list(draft.layers), left, strict=True):
         theirs = {id(part) for part in target.layers[own].modules()}
         assert any(id(part) in theirs for part in place.modules() if "Attention" in type(part).__name__)
@@ -47,15 +45,24 @@ def test_a_thinned_view_drafts_and_the_output_is_the_targets(expected, made, nam
         assert step["draft_kv_token"] == pytest.approx(step["full_kv_token"] * len(left) / LAYERS)
 
 
-def test_compiled_views_of_equal_depth_run_their_own_layers(expected):
-    """Two in one process: what each drafts is what the same view drafts on an eager engine."""
-    want, compiled, eager = expected("llama"), [], []
-    for skipped in ("0-1", "2-3"):
+def test_compiled_views_of_equal_depth_run_their_own_layers(expected, made):
+    """Two in one process: what each drafts is what the same view drafts on an eager engine. Each keeps the view that it
+    was started with, and changes its gate."""
+    want, views, compiled, eager = expected("llama"), ("0-1", "2-3"), [], []
+    for skipped in views:
         with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped), **COMPILED) as engine:
             want.check(engine, SOME)
             compiled.append(engine.counts())
+            check_layers(engine, made, skipped)
+            engine.set_gate("maxp", 0.05)
+            want.check(engine, SOME)
+            gated = engine.counts() - compiled[-1]
+            gated.require_both_verdicts()
+            assert gated.drafted < K * gated.rounds, gated
+            with pytest.raises(SettingsError, match="on an eager engine only"):
+                engine.call("early_exit_set_view", {"layer_skip": 2})
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
-        for skipped in ("0-1", "2-3"):
+        for skipped in views:
             engine.call("early_exit_set_view", {"layer_skip": LAYERS, "skip_layers": skipped})
             before = engine.counts()
             want.check(engine, SOME)
@@ -73,7 +80,7 @@ def test_a_view_changes_on_a_live_engine(expected):
         {"layer_skip": 1},
         {"layer_skip": LAYERS, "draft_weights": "int8", "skip_layers": [0]},
     ]
-    found, own = [], []
+    found = []
     with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
         for view in views:
             engine.call("early_exit_set_view", view)
@@ -83,20 +90,9 @@ def test_a_view_changes_on_a_live_engine(expected):
         with pytest.raises(SettingsError, match="layer_skip = 99 is out of range"):
             engine.call("early_exit_set_view", {"layer_skip": 99})
     assert len({(count.drafted, count.accepted) for count in found}) == len(views), found
-    for view in views[1:3]:
-        with live(want.path, {**layer_skip(1, K), **view}, enable_prefix_caching=False) as engine:
-            want.check(engine, SOME)
-            own.append(engine.counts())
-    assert own == found[1:3]
-
-
-def test_a_compiled_engine_keeps_the_view_that_it_was_started_with(expected):
-    want = expected("llama")
-    with (
-        live(want.path, layer_skip(1, K), **COMPILED) as engine,
-        pytest.raises(SettingsError, match="on an eager engine only"),
-    ):
-        engine.call("early_exit_set_view", {"layer_skip": 2})
+    with live(want.path, {**layer_skip(1, K), **views[4]}, enable_prefix_caching=False) as engine:
+        want.check(engine, SOME)
+        assert engine.counts() == found[4]
 
 
 def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
@@ -128,10 +124,15 @@ def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
     ids, found = golden.prompts(), {}
     with live(plain_model_dir()) as engine:
         want = golden.generate(engine, ids)
-    for name, layer, weights in (("copies", 24, "int8"), ("first layers", 6, "shared")):
-        with live(plain_model_dir(), layer_skip(layer, K, draft_weights=weights)) as engine:
+    with live(plain_model_dir(), layer_skip(24, K, draft_weights="int8")) as engine:
+        for name, view in (
+            ("copies", {"layer_skip": 24, "draft_weights": "int8"}),
+            ("first layers", {"layer_skip": 6}),
+        ):
+            engine.call("early_exit_set_view", view)
+            before = engine.counts()
             assert golden.generate(engine, ids) == want, name
-            found[name] = engine.counts()
+            found[name] = engine.counts() - before
             found[name].require_both_verdicts()
     share = {name: counts.accepted / counts.drafted for name, counts in found.items()}
     assert share["copies"] > 0.85 and share["first layers"] < 0.3, share

@@ -96,9 +96,3 @@ def test_requests_that_vllm_refuses_and_those_that_it_takes(talking):
             samples = {tuple(sample.token_ids) for sample in output.outputs}
             assert len(output.outputs) == 3 and len(samples) > 1
         engine.counts().require_both_verdicts()
-
-
-def test_adaptive_verification_needs_a_gpu(expected):
-    spec = layer_skip(EXIT, K, enable_adaptive_verification=True)
-    with pytest.raises(ValueError, match=r"[Aa]daptive draft verification"), live(expected("llama").path, spec):
-        pass

@@ -46,7 +46,7 @@ from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, liv
 from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
 from more_models import IMAGE, RANK, pictures, save_adapter, save_quantised, save_with_eyes
 from shapes import shape
-from v2_orders import by_turns
+from v2_orders import alternating
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 
@@ -129,14 +129,14 @@ def opted_out() -> Requests:
 
 
 def shown() -> Requests:
-    """Requests of which every second one shows a picture; the token that stands for it is in no text."""
+    """Requests of which every second one shows a picture; its place holder is in no text."""
     return ragged_prompts(64, IMAGE), [greedy(length) for length in LENGTHS]
 
 
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "plain": plain,
     "few": few,
-    "adapters": plain,  # by turns without an adapter, and with one of two
+    "adapters": plain,  # alternating between requests without an adapter, and with one of two
     "pictures": shown,
     "full_models": full_models,
     "crowd": crowd,
@@ -177,7 +177,7 @@ class Case:
         # Grammars keep vLLM's order, and without asynchronous scheduling tokens are always read first.
         one_order = several_ranks or self.engine.get("async_scheduling") is False or self.requests == "company"
         orders = one_order or self.read_first > 0
-        # Steps that requests join are full graphs in compiled engines, but for pictures.
+        # Mixed prefill and decode batches are full graphs in compiled engines, but for pictures.
         compiled = self.engine.get("compilation_config") == {} and not several_ranks
         graphs = self.joined > 0 or self.requests == "pictures" or not compiled
         return 0 < self.accepted < self.drafted and orders and graphs and not self.different
@@ -242,11 +242,9 @@ def views(**engine: Any) -> Iterator[Case]:
         gated = {"draft_weights": "int4", "gate": "maxp", "tau": 0.2}
         yield Case(model, LAYERS, 4, engine={**engine}, spec=gated)
     if engine.get("tensor_parallel_size", 1) == 1:
-        judged = {"draft_weights": "int4", "length_table": TABLE, **TRIMMED}
-        yield Case("llama", LAYERS, 5, engine={**engine}, spec=judged)
+        yield Case("llama", LAYERS, 5, engine={**engine}, spec={"draft_weights": "int4", "length_table": TABLE})
 
 
-TRIMMED = {"enable_adaptive_verification": True}
 TABLE = "1:5 4:2 4@200:5 4@400:0 10:0"
 """Draft lengths for 16 requests at once: the batch of the tests passes through all of them as it shrinks."""
 
@@ -264,11 +262,6 @@ def lengths(**engine: Any) -> Iterator[Case]:
     yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=gate)
     yield Case("qwen3", 1, 5, engine={**engine}, spec={"adaptive_length": True, "draft_cost": 0.6})
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
-    if engine.get("tensor_parallel_size", 1) == 1:
-        yield Case("llama", *MIDDLE, engine={**engine}, spec={**table, **TRIMMED})
-        yield Case("llama", *MIDDLE, engine={**engine, **COMPILED}, spec={**TRIMMED, **table})
-        crowded = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, **COMPILED}
-        yield Case("llama", *MIDDLE, "crowd", engine={**engine, **crowded}, spec={**TRIMMED})
 
 
 @cache
@@ -329,13 +322,13 @@ def baseline(case: Case) -> list[Any]:
 
 
 def run(case: Case) -> Case:
-    """Fill in `case` from a drafting engine, in which tokens are read before the next launch by turns."""
-    from selfspec_cli.vllm_plugin.v2.reading import reader_of
+    """Fill in `case` from a drafting engine, in which tokens are read before the next launch in alternating steps."""
+    from selfspec_cli.vllm_plugin.v2.step_order import reader_of
 
     expected = baseline(case)
     start = time.perf_counter()
     with engine(case, drafting=True) as it:
-        orders, reader = by_turns(), reader_of(it.llm.llm_engine.engine_core.engine_core)
+        orders, reader = alternating(), reader_of(it.llm.llm_engine.engine_core.engine_core)
         if reader is not None:
             reader._orders = orders
         graphs = graphs_of(it)
@@ -424,7 +417,6 @@ GATED = [
     Case("llama", *MIDDLE, spec={"draft_sample_method": "probabilistic"}),
     Case("llama", *MIDDLE, engine={"enforce_eager": True}),
     Case("llama", *MIDDLE, engine=COMPILED),
-    Case("llama", *MIDDLE, spec=TRIMMED),
 ]
 
 

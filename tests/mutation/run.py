@@ -225,7 +225,7 @@ class _Reach:
         self.spans = sorted(spans, key=lambda span: span[1] - span[0])
 
     def tests(self, line: int) -> set[str]:
-        """Those that reach the innermost statement around a line; "" stands for the import."""
+        """Those that reach the innermost statement around a line; "" is the import."""
         first, last = next((first, last) for first, last in self.spans if first <= line <= last)
         lines = {line, first} | (set(range(first, last + 1)) if last - first < 12 else set())
         return {name for at in lines for name in self.contexts.get(at, ())}

@@ -93,7 +93,7 @@ def test_one_request_in_the_setting_that_it_has():
 
 
 class Impl:
-    """What stands for vLLM's way: it says that it was asked, and gives ones."""
+    """What takes the place of vLLM's way: it says that it was asked, and gives ones."""
 
     scale = 0.125
 

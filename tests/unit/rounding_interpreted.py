@@ -79,7 +79,7 @@ def test_an_activation_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, 
         assert_rounded(rounded, values, bits)
 
 
-@pytest.mark.parametrize(("tokens", "bits"), [(33, 8), (3, 6), (0, 4)])
+@pytest.mark.parametrize(("tokens", "bits"), [(33, 8), (0, 4)])
 def test_what_no_product_reads_rounded_is_computed_all_the_same(tokens, bits):
     x, residual, weight = torch.randn(tokens, 128), torch.randn(tokens, 128), torch.randn(128)
     normed, left, *_ = rounding.add_and_norm(x, residual, weight, 1e-5, bits)

@@ -5,7 +5,6 @@ Run by test_v2_kernels.py in a process of its own.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,14 +13,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-import triton
 from transformers import LlamaConfig
-from vllm import triton_utils
 from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode import acceptance_estimator
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
@@ -29,7 +25,6 @@ from selfspec_cli.vllm_plugin import register
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
-from selfspec_cli.vllm_plugin.v2.trimming import CLOCK
 from selfspec_cli.vllm_plugin.v2.verdict import with_short_drafts
 
 K, VOCAB, REQUESTS = 4, 40, 3
@@ -77,11 +72,11 @@ def start(config):
         return v2.init_with_early_exit(original)(config, gpu, requests), requests
 
 
-# ---- what the verifier is told --------------------------------------------------------------------------------------
+# ---- what the verifier gets -----------------------------------------------------------------------------------------
 
 
-class Told:
-    """Stands for vLLM's rejection sampler: tells what it was told."""
+class Sampler:
+    """In place of vLLM's rejection sampler: returns the invalid drafts that it gets."""
 
     def __init__(self, requests):
         self.sampler = SimpleNamespace(req_states=requests)
@@ -96,8 +91,8 @@ def verified(requests, invalid=None):
         expanded_idx_mapping=torch.tensor([0, 0, 0, 1, 1, 1]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int32),
     )
-    told = with_short_drafts(Told)(requests)(None, batch, None, invalid)
-    return None if told is None else told.int().tolist()
+    found = with_short_drafts(Sampler)(requests)(None, batch, None, invalid)
+    return None if found is None else found.int().tolist()
 
 
 def test_two_engines_in_one_process_verify_their_own_drafts(plain):
@@ -106,7 +101,7 @@ def test_two_engines_in_one_process_verify_their_own_drafts(plain):
     other.state.lengths[:] = torch.tensor([0, 1, 0])
     assert verified(its_requests) == [0, 0, 0, 0, 1, 1]
     assert verified(other_requests) == [0, 1, 1, 0, 0, 1]
-    # An engine without early exit, started last, changes nothing for them and is told nothing.
+    # An engine without early exit, started last, changes nothing for them and has no such places.
     v2.init_with_early_exit(lambda *arguments: None)(SimpleNamespace(speculative_config=None, additional_config={}),
                                                      None, without := SimpleNamespace())  # fmt: skip
     assert verified(without) is None
@@ -124,11 +119,11 @@ def test_drafts_that_a_grammar_forbids_stay_forbidden(plain):
 
 
 class Graphs:
-    """Stands for vLLM's captured graphs: one holds a loop over draft steps that ends on the device, as DeviceLoop's."""
+    """In place of vLLM's captured graphs: one holds a loop over draft steps that ends on the device."""
 
     def __init__(self, speculator):
         self.state, self.replayed = speculator.state, []
-        self.end_step = EndStep(REQUESTS, VOCAB, None, torch.device("cpu"), speculator.acceptance_estimator)
+        self.end_step = EndStep(REQUESTS, VOCAB, None, torch.device("cpu"))
 
     def dispatch(self, num_reqs, num_tokens, uniform_token_count, **unused):
         return BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=num_tokens, num_reqs=num_reqs)
@@ -170,14 +165,13 @@ def copy_without_triton(speculator, monkeypatch):
     monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
 
 
-def propose(speculator, requests, lengths=None, sampled=None, admitted=None, **more):
+def propose(speculator, requests, lengths=None, sampled=None, **more):
     """lengths: tokens that the target has keys and values for, of each request; 10 of all where it is None. sampled: by
-    each, one where it is None. admitted: drafts of each in the verify pass before; none where it is None."""
+    each, one where it is None."""
     seq_lens = torch.tensor(lengths or [10] * requests, dtype=torch.int32)
     batch = SimpleNamespace(
         num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
-        idx_mapping=torch.arange(requests), num_draft_tokens_per_req=admitted,
-        cu_num_logits=torch.tensor([0, *(1 + places for places in admitted or ())], dtype=torch.int32).cumsum(0),
+        idx_mapping=torch.arange(requests),
     )  # fmt: skip
     sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
     rejected = torch.zeros(requests, dtype=torch.int32)
@@ -235,79 +229,6 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
 
-# ---- adaptive verification -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trimmed(config, monkeypatch):
-    """Drafts of at most K tokens, by load and acceptance; vLLM leaves out some of them."""
-    made = config(adaptive_length=True, draft_cost=0.1)
-    made.speculative_config.enable_adaptive_verification = True  # vLLM refuses it without a GPU
-    # For the same reason its kernels are no kernels here, until they are made again.
-    monkeypatch.setattr(triton_utils, "triton", triton)
-    monkeypatch.setattr(triton_utils, "tl", triton.language)
-    importlib.reload(acceptance_estimator)
-    return captured(made, monkeypatch)
-
-
-def test_a_draft_that_was_left_out_of_the_verify_pass_is_not_taken_for_a_rejected_one(trimmed):
-    propose(trimmed, 2)
-    assert trimmed.state.lengths.tolist() == [K, K, 0]
-    # Of the first request one draft was verified and stood, of the second all four were, and the second one did not.
-    propose(trimmed, 2, sampled=[2, 2], admitted=[1, K])
-    first, second, _ = trimmed.state.allowances.rates.tolist()
-    assert first == 1.0 > second
-    propose(trimmed, 2, sampled=[1, 1], admitted=[0, 0])  # nothing was verified, so nothing is known
-    assert trimmed.state.allowances.rates.tolist()[:2] == [first, second]
-
-
-def test_drafts_that_follow_steps_without_any_are_verified(trimmed):
-    propose(trimmed, 2)
-    assert 0 < trimmed.draft_token_confidence_probs[0, 0] <= 1
-    for _ in range(2):
-        propose(trimmed, 2, num_speculative_tokens=0)
-        assert (trimmed.draft_token_confidence_probs == 1).all()  # as of new requests
-    propose(trimmed, 1, num_speculative_tokens=1)
-    assert trimmed.draft_token_confidence_probs[0].tolist()[1:] == [0.0] * (K - 1)
-
-
-def test_a_confidence_becomes_the_acceptance_that_was_seen(trimmed):
-    """The reference model's exit head is modest: where it is sure at 0.35, 0.72 of its drafts are accepted."""
-    estimator, draw = trimmed.acceptance_estimator, torch.Generator().manual_seed(0)
-    estimator.REFIT_INTERVAL = 10  # rounds
-    confidences, errors = trimmed.draft_token_confidence_probs[:2], []
-    propose(trimmed, 2)
-    greatest = trimmed.state.statistics[:2, :, trimmed.state.features.index("maxp")]
-    torch.testing.assert_close(confidences, greatest)  # nothing is known yet
-    for _ in range(100):
-        acceptance = torch.sigmoid(1.2 * estimator.features[:2] + 1.5)
-        errors.append((confidences - acceptance)[:, 0].abs())
-        accepted = (torch.rand(2, K, generator=draw) < acceptance).cumprod(1).sum(1).int()
-        verified = torch.tensor([K, K // 2]).int()  # of the second request's draft vLLM left out the end
-        accepted = accepted.minimum(verified)
-        trimmed.observe_verification(torch.arange(2), accepted + 1, verified - accepted)
-        propose(trimmed, 2, sampled=(accepted + 1).tolist(), admitted=verified.tolist())
-    assert torch.stack(errors[:10]).mean() > 0.15 > 0.1 > torch.stack(errors[-10:]).mean()
-
-
-def test_places_without_a_draft_say_nothing_about_acceptance(trimmed):
-    estimator, round_of = trimmed.acceptance_estimator, (torch.arange(2), torch.tensor([2, 1]), torch.tensor([3, 4]))
-    propose(trimmed, 2, num_speculative_tokens=2)
-    trimmed.observe_verification(*(tensor.int() for tensor in round_of))
-    assert estimator.counts.tolist() == [2, 1, 0, 0]  # one of two accepted; the first rejected, and nothing after it
-    propose(trimmed, 2, num_speculative_tokens=0)
-    trimmed.observe_verification(*(tensor.int() for tensor in round_of))  # no drafts were made for this step
-    assert estimator.counts.tolist() == [2, 1, 0, 0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_vllm_learns_what_drafting_costs_where_one_rank_decides(plain, ranks):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain.parallel_config, "world_size", ranks)
-        speculator, requests = start(plain)
-    assert getattr(requests, CLOCK, None) is (speculator.clock if ranks == 1 else None)
-
-
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------
 
 
@@ -323,7 +244,7 @@ def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch
 
 
 class Group:
-    """Stands for vLLM's attention group of the layers that draft, and keeps what a round's attention would read."""
+    """In place of vLLM's attention group of the layers that draft, and keeps what a round's attention would read."""
 
     kv_cache_group_id, supports_draft_decode_metadata_update = 0, True
 
@@ -369,7 +290,7 @@ def asking(**extra):
     return SimpleNamespace(extra_args=own, max_tokens=None, eos_token_id=None)
 
 
-def told(speculator, requests, drafts=None):
+def arrived(speculator, requests, drafts=None):
     """vLLM's runner adds new requests, by their slots and SamplingParams. drafts: that are verified in that step."""
 
     class Runner:
@@ -392,11 +313,11 @@ def told(speculator, requests, drafts=None):
 
 def test_new_requests_are_told_to_the_speculator_with_what_they_ask_for(drafting):
     drafting.state.lengths.fill_(4)  # of requests that were there before
-    told(drafting, {2: asking(k=1), 0: asking(k=0)}, {"1": [-1] * 4})
-    assert drafting.state.lengths.tolist() == [0, 4, 0]  # before the verifier goes by them
+    arrived(drafting, {2: asking(k=1), 0: asking(k=0)}, {"1": [-1] * 4})
+    assert drafting.state.lengths.tolist() == [0, 4, 0]  # before the verifier reads them
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [0, 2, 0]
-    told(drafting, {0: None})
+    arrived(drafting, {0: None})
     propose(drafting, 2, num_speculative_tokens=2)
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
@@ -405,11 +326,11 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
     taken, take_in = [], v2.take_in
     monkeypatch.setattr(v2, "take_in", lambda state, slots, *more: taken.append(slots) or take_in(state, slots, *more))
     propose(drafting, 2, num_speculative_tokens=0)
-    assert drafting.resting
+    assert drafting.drafting_disabled
     drafting.state.lengths.fill_(3)  # of requests that were there before
-    told(drafting, {0: asking(k=0), 1: asking()})
-    told(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
-    told(drafting, {})
+    arrived(drafting, {0: asking(k=0), 1: asking()})
+    arrived(drafting, {0: asking(k=1)})  # in the place of one that has ended meanwhile
+    arrived(drafting, {})
     propose(drafting, 2, num_speculative_tokens=0)
     assert not taken
     propose(drafting, 2, num_speculative_tokens=2)
@@ -420,19 +341,19 @@ def test_the_device_is_told_of_new_requests_when_a_round_begins_and_not_while_no
 
 
 def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in_a_place_before(config, monkeypatch):
-    """What a place's request drafted last is judged as a round begins, where lengths go by acceptance."""
+    """What a place's request drafted last is judged as a round begins, where lengths depend on acceptance."""
     speculator = captured(config(adaptive_length=True), monkeypatch)
     speculator.state.lengths.fill_(4)
-    speculator.state.allowances.usual.fill_(0.5)
-    told(speculator, {0: asking()})
+    speculator.state.budget.usual.fill_(0.5)
+    arrived(speculator, {0: asking()})
     propose(speculator, 1)
-    assert speculator.state.allowances.rates.tolist() == [0.5, 1.0, 1.0]
+    assert speculator.state.budget.rates.tolist() == [0.5, 1.0, 1.0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
-    told(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
-    limits = speculator.state.allowances.own_limits.tolist()
+    arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
+    limits = speculator.state.budget.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
     counted = []
@@ -443,7 +364,7 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
     assert counted == [True, False]
-    assert speculator.state.allowances.cell_limits.tolist()[1] == pytest.approx(0.9)
+    assert speculator.state.budget.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):

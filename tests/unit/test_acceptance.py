@@ -55,7 +55,7 @@ def test_the_same_functions_take_tensors():
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize("cost", [0.05, COST, 0.6])
-def test_a_rung_is_the_length_that_pays_best_but_for_its_hysteresis(k, cost):
+def test_a_level_is_the_length_that_pays_best_but_for_its_hysteresis(k, cost):
     ladder = Ladder.of(k, cost)
     assert ladder.lengths[0] == 1
     assert ladder.lengths[-1] == k
@@ -65,21 +65,21 @@ def test_a_rung_is_the_length_that_pays_best_but_for_its_hysteresis(k, cost):
             continue
         best = max((0, *ladder.lengths), key=lambda k: expected_tokens(rate, k) / (1 + cost * k))
         for current in range(len(ladder.lengths) + 1):
-            assert ladder.length(ladder.rung(rate, current)) == best
+            assert ladder.length(ladder.level(rate, current)) == best
 
 
 def test_between_the_two_thresholds_a_request_stays_where_it_is():
     ladder = Ladder.of(4, COST)
-    for rung in range(1, len(ladder.lengths) + 1):
-        rate = (ladder.rises[rung - 1] + ladder.falls[rung - 1]) / 2
-        assert ladder.rung(rate, rung) == rung
-        assert ladder.rung(rate, rung - 1) == rung - 1
+    for level in range(1, len(ladder.lengths) + 1):
+        rate = (ladder.rises[level - 1] + ladder.falls[level - 1]) / 2
+        assert ladder.level(rate, level) == level
+        assert ladder.level(rate, level - 1) == level - 1
 
 
 def test_a_draft_that_costs_a_plain_step_never_pays():
     ladder = Ladder.of(4, 1.0)
     assert ladder.rises == (NEVER,) * 3
-    assert ladder.rung(1.0, 3) == 0
+    assert ladder.level(1.0, 3) == 0
 
 
 def test_trials_are_rarer_the_more_fail_and_frequent_after_one_that_does_not():

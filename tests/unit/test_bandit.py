@@ -117,7 +117,7 @@ def test_on_the_v1_runner_all_requests_of_a_round_have_one_arm_within_table_and_
     requests = {"a": Request(), "b": Request({"selfspec_k": 1}), "c": Request({"selfspec_threshold": 0.1})}
     seen = set()
     for _ in range(300):
-        found = lengths.allowances(requests, 2, list(requests), [10] * 3)
+        found = lengths.budgets(requests, 2, list(requests), [10] * 3)
         arm = lengths._arm
         assert [one.k for one in found] == [arm.k, min(1, arm.k), arm.k]
         assert [one.threshold for one in found] == [arm.threshold, arm.threshold, 0.1]
@@ -126,7 +126,7 @@ def test_on_the_v1_runner_all_requests_of_a_round_have_one_arm_within_table_and_
         lengths.verdict(list(requests), [[1, 2], [1], [1, 2, 3]], [one.k for one in found])
         assert lengths._arm is None
     assert len(seen) > 3
-    assert {one.k for one in lengths.allowances(requests, 3, list(requests), [10] * 3)} <= {0, 1, 2}
+    assert {one.k for one in lengths.budgets(requests, 3, list(requests), [10] * 3)} <= {0, 1, 2}
 
 
 def test_a_round_is_told_of_every_request_that_was_drafted_for():

@@ -47,7 +47,6 @@ def test_names_of_earlier_files_stay():
     ("change", "ending"),
     [
         ({"draft_weights": "fp8"}, "-fp8"),
-        ({"verification": "adaptive"}, "-adaptive"),
         ({"draft_sample_method": "probabilistic"}, "-probabilistic"),
         ({"runner": Runner.v1}, "-v1"),
         ({"acceptance_length": 2.5}, "-accept2.5"),

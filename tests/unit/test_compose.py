@@ -337,7 +337,7 @@ def test_free_form_arguments_of_vllm_need_no_plus():
     [
         [],
         ["gate=varH", "tau_v=4.5", "layer=4", "vocab=4096"],
-        ["engine=h100", "draft_weights=fp8", "verification=adaptive"],
+        ["engine=h100", "draft_weights=fp8"],
         ["model=llama3_8b", "engine=h100", "tracker=wandb", "workload=sanity"],
         ["model.hf_overrides={a: none, b: [1, null, 'no'], c: 1e-05}", "engine.extra.x='1'", "gate=maxp", "tau=1e-7"],
     ],
@@ -459,8 +459,8 @@ def test_a_table_that_cannot_be_followed_is_refused(words, message):
     assert message in str(error.value)
 
 
-def test_what_tuning_writes_names_draft_weights_and_verification(elsewhere):
-    cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8", "verification=adaptive")
+def test_what_tuning_writes_names_draft_weights(elsewhere):
+    cfg = one("engine=h100", "layer=6", "k=2", "draft_weights=fp8")
     tuned.write(elsewhere / "conf", cfg, tuned.overrides(cfg), "")
     assert one("engine=h100", "tuned=reference") == cfg
 

@@ -35,7 +35,6 @@ DUMMY = ModelConfig(load_format="dummy")
 RANDOM = {"perplexity_tokens": 0, "workload": WorkloadConfig(prompts="random")}
 FP8 = RunConfig(draft_weights="fp8", engine=GPU)
 NGRAM = {"method": Method.vllm, "speculative": {"method": "ngram"}}
-ADAPTIVE = RunConfig(verification="adaptive", engine=GPU)
 DRAWN = RunConfig(draft_sample_method="probabilistic")
 
 
@@ -83,13 +82,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (
             replace(FP8, model=ModelConfig(quantization="awq")),
             "draft_weights=fp8: the target's weights are quantised already (awq)",
-        ),
-        (RunConfig(verification="adaptive"), "verification=adaptive with engine=cpu: it needs CUDA graphs"),
-        (replace(ADAPTIVE, **NGRAM), "verification=adaptive with method=vllm"),
-        (replace(ADAPTIVE, runner=Runner.v1), "verification=adaptive with runner=v1"),
-        (
-            replace(ADAPTIVE, engine=EngineConfig(name="h100", device="cuda", enforce_eager=True)),
-            "verification=adaptive with engine.enforce_eager=true",
         ),
         (RunConfig(read_first=False), "read_first=false with engine=cpu: steps have one order there"),
         (
@@ -188,7 +180,6 @@ def test_a_knob_without_effect_does_not_change_the_run_key():
         {"repeats": 7},
         {"vocab": "4096"},
         {"draft_weights": "fp8"},
-        {"verification": "adaptive"},
         {"draft_sample_method": "probabilistic"},
         {"method": Method.skip},
         {"method": Method.baseline},
@@ -227,7 +218,7 @@ def test_gate_workload_and_seed_need_no_other_engine():
     assert engine_key(RunConfig(gate=VARH, tau_v=4)) == same
     assert engine_key(RunConfig(workload=WorkloadConfig(input_len=8), seed=3)) == same
     for other in (RunConfig(layer=4), RunConfig(k=3), RunConfig(head=HeadConfig(kind="lsq")),
-                  RunConfig(draft_weights="fp8"), RunConfig(verification="adaptive"),
+                  RunConfig(draft_weights="fp8"),
                   RunConfig(model=ModelConfig(path="/x")), RunConfig(method=Method.skip)):  # fmt: skip
         assert engine_key(other) != same
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ REGISTRIES = {
 NAMES = [(folder, name) for folder, (registry, *_) in REGISTRIES.items() for name in registry if name not in NEUTRAL]
 
 
+@cache
 def literals(file: Path) -> set[str]:
     """The strings of a file that are values: not docstrings, and no part of a sentence."""
     tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -80,7 +80,7 @@ def test_of_a_users_words(spec, text):
         ({"head": {"rank": True}}, "head.rank = True must be an integer, not bool"),
         ({"acceptance_length": 0.5}, "acceptance_length = 0.5 is out of range; allowed: 1 or more"),
         ({"vocab": 3}, "vocab = 3 must be text, a path or words"),
-        ({"verification": "some"}, "verification 'some' is not known; allowed: full, adaptive"),
+        ({"draft_sample_method": "some"}, "draft_sample_method 'some' is not known; allowed: greedy, probabilistic"),
     ],
 )  # fmt: skip
 def test_of_settings_in_json(change, text):

@@ -20,7 +20,7 @@ from selfspec_cli.early_exit.settings import (
 from selfspec_cli.early_exit.thresholds import gate_threshold
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"
-VLLMS = ("enable_adaptive_verification", "draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
+VLLMS = ("draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
 MAP = {"feature": "margin", "xs": [0.0, 0.5], "ps": [0.2, 0.9]}
 
 
@@ -124,9 +124,7 @@ def test_two_names_of_one_setting_may_agree():
     assert read(lsq_head_path="b").head.path == "b"
 
 
-def test_vllms_word_for_adaptive_verification():
-    assert read(enable_adaptive_verification=True).verification == "adaptive"
-    assert read(enable_adaptive_verification=False).verification == "full"
+def test_vllms_word_for_synthetic_acceptance():
     assert read(synthetic_acceptance_length=2).acceptance_length == 2.0
 
 
@@ -146,7 +144,7 @@ def test_every_key_that_a_speculative_config_gets():
     assert to_spec(settings) == {
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "verification_from": None, "length_table": None, "adaptive_length": False, "bandit": False,
+        "draft_window": 64, "length_table": None, "adaptive_length": False, "bandit": False,
         "draft_cost": None, "read_first": True,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
@@ -157,14 +155,13 @@ def test_every_key_that_a_speculative_config_gets():
 
 def test_the_keys_that_are_vllms_own():
     assert vllm_keys(DraftSettings()) == {}
-    assert vllm_keys(DraftSettings(verification="adaptive")) == {"enable_adaptive_verification": True}
     drawn = {"draft_sample_method": "probabilistic"}
     assert vllm_keys(DraftSettings(**drawn)) == drawn
     assert drawn.items() <= to_spec(DraftSettings(**drawn)).items()
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     assert vllm_keys(DraftSettings(acceptance_length=2.5)) == synthetic
-    both = DraftSettings(verification="adaptive", acceptance_length=2.5)
-    assert vllm_keys(both) == {"enable_adaptive_verification": True} | synthetic
+    both = DraftSettings(**drawn, acceptance_length=2.5)
+    assert vllm_keys(both) == drawn | synthetic
     assert vllm_keys(both).items() <= to_spec(both).items()
 
 
@@ -181,7 +178,6 @@ def test_the_keys_that_are_vllms_own():
         ("length_table", "3:2", None),
         ("adaptive_length", True, False),
         ("bandit", True, False),
-        ("verification_from", 4, None),
         ("draft_window", 64, None),
         ("read_first", False, True),
     ],
@@ -216,8 +212,6 @@ def test_of_what_method_skip_does_not_use(key, value, idle):
          "probabilistic; did you mean 'probabilistic'?"),
         ({"draft_sample_method": True},
          "draft_sample_method True is not known; allowed: greedy, probabilistic"),
-        ({"enable_adaptive_verification": 1},
-         "enable_adaptive_verification 1 is not known; allowed: full, adaptive"),
         ({"layers": 1}, "a model of 1 layer(s) has no exit layer; at least 2 layers are needed"),
     ],
 )  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_model_of_one_layer_has_no_exit():
         ResolvedSettings(layer=3, k=1, head=HeadConfig(path="x.pt"), gate=GateConfig("varH"), threshold=4.5),
         ResolvedSettings(method="skip", layer=1, k=5),
         ResolvedSettings(layer=3, k=5, gate=GateConfig("calibrated", CALIBRATION), threshold=0.5),
-        ResolvedSettings(layer=3, k=5, verification="adaptive", acceptance_length=2.5, draft_weights="fp8"),
+        ResolvedSettings(layer=3, k=5, acceptance_length=2.5, draft_weights="fp8"),
     ],
 )
 def test_json_round_trip(settings):
@@ -145,9 +145,9 @@ def test_from_dict_refuses_what_to_dict_cannot_have_written(change, word):
 
 @pytest.mark.parametrize("spec", [{}, {"gate": "maxp", "tau": 0.2, "draft_weights": "fp8"}, {"method": "skip"},
                                   {"gate": "calibrated", "calibration": CALIBRATION}, {"lsq_head_path": "a"},
-                                  {"gate": "varH", "enable_adaptive_verification": True}])  # fmt: skip
+                                  {"gate": "varH", "draft_sample_method": "probabilistic"}])  # fmt: skip
 def test_what_a_config_writes_is_read_back(spec):
-    vllms = ("enable_adaptive_verification", "rejection_sample_method", "synthetic_acceptance_length")
+    vllms = ("draft_sample_method", "rejection_sample_method", "synthetic_acceptance_length")
     settings = ResolvedSettings.from_user({"layer_skip": 3, **spec}, 12, passthrough=vllms)
     assert ResolvedSettings.from_user(to_spec(settings), 12, passthrough=vllms) == settings
 

@@ -28,7 +28,6 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "length_table": None,
         "adaptive_length": False,
         "bandit": False,
-        "verification_from": None,
         "draft_cost": None,
         "draft_window": None,
         "read_first": True,
@@ -37,12 +36,6 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "calibration": None,
     }
     assert speculative_config(replace(GPU, method=Method.baseline), tmp_path) is None
-
-
-@pytest.mark.parametrize(("verification", "asked"), [("full", None), ("adaptive", True)])
-def test_adaptive_verification_is_vllms_own_key(verification, asked, tmp_path):
-    spec = speculative_config(replace(GPU, verification=verification), tmp_path)
-    assert spec.get("enable_adaptive_verification") is asked
 
 
 @pytest.mark.parametrize("method", [Method.layer_skip, Method.draft_model])

@@ -99,15 +99,22 @@ def test_on_cuda_the_target_has_to_run_in_bfloat16():
         require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))
 
 
-@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("bits", [5, 6])
+def test_copies_of_5_and_6_bits_are_for_a_cpu(bits):
+    require_draft_weights(f"int{bits}", WeightFacts("cpu", dtype="bfloat16"))
+    with pytest.raises(SettingsError, match=rf"no kernel for copies of {bits} bits; allowed: fp8, int4, int8, shared"):
+        require_draft_weights(f"int{bits}", WeightFacts("cuda", dtype="bfloat16", capability=(9, 0)))
+
+
+@pytest.mark.parametrize("kind", [DRAFT_WEIGHTS["int4"], DRAFT_WEIGHTS["int8"]], ids=lambda kind: kind.name)
 def test_copies_of_experts_are_bytes_that_vllms_kernels_read(kind):
     """As `fused_moe_kernel_gptq_awq` reads them: from a byte, or half of one, minus the middle, times the scale."""
     lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit")  # imports Triton
     weight = torch.randn(3, 32, 2 * GROUP)
     copy = kind.quantise(weight.flatten(0, 1))
     copies = {name: tensor.view(3, 32, -1) for name, tensor in copy.items()}
-    bits = 4 if kind.width == 4 else 8
-    stored = lowbit.as_bytes(copies, bits)
+    bits = kind.width
+    stored = lowbit.as_bytes(copies)
     assert stored.dtype is torch.uint8
     columns = torch.arange(2 * GROUP)
     halves = (stored[:, :, columns // 2].int() >> (columns % 2 * 4)) & 15 if bits == 4 else None

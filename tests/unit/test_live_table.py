@@ -43,17 +43,6 @@ def test_an_engine_that_does_not_draft_with_its_own_layers_has_none():
         worker().early_exit_set_length_table("1:2")
 
 
-def test_adaptive_verification_begins_where_it_is_set_and_only_on_an_engine_that_has_it():
-    live = worker()
-    with pytest.raises(SettingsError, match="verification=adaptive"):
-        live.early_exit_set_verification_from(8)
-    live.model_runner.adaptive_verification, live.model_runner.req_states = object(), SimpleNamespace()
-    live.early_exit_set_verification_from(8)
-    assert vars(live.model_runner.req_states) == {"early_exit_trims_from": 8}
-    with pytest.raises(SettingsError, match="verification_from = 0 is out of range"):
-        live.early_exit_set_verification_from(0)
-
-
 def test_the_order_of_steps_is_set_where_there_are_two():
     told = []
     worker(set_read_first=told.append).early_exit_set_read_first(False)

@@ -1,7 +1,6 @@
 """experiments/serving/load_on_gpu.py: what both sides are compared by, and where their servers run."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from points import measured, point
@@ -221,43 +220,6 @@ def test_a_group_that_cannot_be_read_is_named(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.arguments(["--out", str(tmp_path / "load.json"), "--groups", "closed@long"])
     assert "'closed@long': NAME, NAME:TURNS" in capsys.readouterr().err
-
-
-def test_adaptive_verification_has_a_server_of_its_own_and_is_compared_at_fixed_lengths(script, tmp_path):
-    words = ["--out", str(tmp_path / "load.json"), "--clients", "8,64", "--table", "1:4", "--groups", "trimmed"]
-    given = script.arguments(words)
-    chosen = list(script.planned(given))
-    sides = (script.PLAIN, script.DRAFTING, script.TRIMMED, script.WHOLE)
-    assert [(level.name, level.table, level.sides) for level in chosen] == [
-        ("trimmed 64 k=2", "1:2", sides), ("trimmed 64 k=4", "1:4", sides)]  # fmt: skip
-    assert "VLLM_PLUGINS" not in script.environment(given, script.TRIMMED, tmp_path)
-    speeds = dict(zip(sides, (100.0, 150.0, 165.0, 149.0), strict=True))
-    rows = {"trimmed 64 k=2": {side: {"tok_s": speed, "tpot_p99_ms": speed} for side, speed in speeds.items()}}
-    found = script.compared(chosen[0], rows)
-    assert found["throughput"] == 1.5 and found[script.TRIMMED] == {"tok_s": 1.65, "tpot_p99": 1.65}
-    assert found[script.WHOLE]["tok_s"] == 1.49
-
-
-def test_one_server_has_adaptive_verification_and_every_draft_verified_by_turns(script, tmp_path, monkeypatch):
-    given = script.arguments(["--out", str(tmp_path / "load.json"), "--table", "1:4"])
-    told = []
-    server = SimpleNamespace(call=lambda *words: told.append(words), check=lambda: None)
-    side = script.Side(server, SimpleNamespace(), "1:4")
-    names = (script.TRIMMED, script.WHOLE, script.DRAFTING)
-    session = script.Session(given, script.config(given, "1:4"), dict.fromkeys(names, side), {"rows": {}}, 0.0, None)
-    monkeypatch.setattr(script.load_url, "measured", lambda *words: None)
-    for name in names:
-        session.measure(session.cfg, name)
-    assert told == [("early_exit_set_verification_from", 1), ("early_exit_set_verification_from", script.LARGEST)]
-
-
-def test_levels_are_left_out_whose_server_is_not_there(script, tmp_path, capsys):
-    words = ["--out", str(tmp_path / "load.json"), "--clients", "64", "--table", "1:4", "--groups", "trimmed"]
-    given = script.arguments(words)
-    session = script.Session(given, script.config(given, "1:4"), {}, {"rows": {}}, 0.0, None)
-    session.sides = dict.fromkeys((script.PLAIN, script.DRAFTING))
-    assert not session.run(next(script.planned(given)))
-    assert "there is no server for adaptive verification, adaptive, all verified" in capsys.readouterr().out
 
 
 def test_several_api_servers_are_those_in_python(script, tmp_path, capsys):

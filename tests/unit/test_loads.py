@@ -25,11 +25,7 @@ class Engine:
     vocab_size, max_model_len = 100, 512
 
     def __init__(self, cfg):
-        self.cfg, self.setting, self.trims = cfg, measure.PLAIN, 10**9
-
-    def set_verification_from(self, requests):
-        assert self.cfg.verification == "adaptive"
-        self.trims = requests
+        self.cfg, self.setting = cfg, measure.PLAIN
 
     def set_draft_length(self, k):
         self.setting = Setting(self.setting.gate, self.setting.threshold, k)
@@ -43,12 +39,7 @@ class Engine:
         drafted = k / 4 if strict else k
         yielded = expected_tokens(RATE, k) * (0.65 if strict else 1.0)
         rounds = output_len / yielded if k else output_len
-        verified = drafted
-        if k and batch >= self.trims:  # the verify pass looks at half of the drafts, for a fifth of a step at any load
-            verified, extra = drafted / 2, 0.2
-        else:
-            extra = 0.0
-        seconds = rounds * (step(batch * (1 + verified)) + extra + DRAFT * drafted) if k else rounds * step(batch)
+        seconds = rounds * (step(batch * (1 + drafted)) + DRAFT * drafted) if k else rounds * step(batch)
         counts = VerifyCounts(round(rounds * batch), 0, 0, []) if k else VerifyCounts(0, 0, 0, [])
         return Generation([[0] * output_len for _ in prompts], seconds, [], counts, DraftCounters(K).snapshot())
 
@@ -88,25 +79,6 @@ def test_drafts_are_long_where_they_are_cheap_and_left_out_where_they_are_not(op
     assert table.at(128).k == table.at(1000).k == 0
     assert opened[0].engine.max_num_seqs >= 128
     assert LengthTable.parse(opened[0].length_table, K).lengths == (4, 2, 1)
-
-
-def test_adaptive_verification_is_for_the_loads_where_it_was_faster(open_engine):
-    cfg, found = loads.run(config(verification="adaptive"), [1, 4, 20, 64], open_engine)
-    assert [load.trims for load in found] == [False, False, True, True]
-    assert (cfg.verification, cfg.verification_from) == ("adaptive", 9)
-    assert {row.get("verification") for row in found[0].rows} == {"adaptive", None}
-    never, _ = loads.run(config(verification="adaptive"), [1, 2], open_engine)
-    assert (never.verification, never.verification_from) == ("full", None)
-    assert loads.run(config(), [1, 16], open_engine)[0].verification == "full"
-
-
-def test_where_adaptive_verification_begins():
-    def load(requests, k, trims):
-        return loads.Load(requests, Setting("none", None, k), None, [], trims)
-
-    assert loads.trims_from([load(1, 4, True), load(9, 4, True)]) == 1
-    assert loads.trims_from([load(1, 4, True), load(4, 4, False), load(16, 2, True), load(64, 0, False)]) == 8
-    assert loads.trims_from([load(1, 4, True), load(4, 4, False)]) is None
 
 
 def test_the_cost_of_a_round_is_what_it_takes_beyond_a_plain_step(open_engine):

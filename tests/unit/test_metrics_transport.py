@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -147,7 +147,7 @@ def test_panels_do_not_overlap_and_each_says_what_it_shows():
     assert all(panel["title"] and panel["description"] and panel["targets"] for panel in panels)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed; make prometheus does")
+@programs.needs("promtool")
 @pytest.mark.parametrize("words", ["check config prometheus.yml", "check rules alerts.yml",
                                    "test rules alerts_test.yml"])  # fmt: skip
 def test_promtool(words):

@@ -198,9 +198,9 @@ NEEDS = {
     ],
     "smollm2_draft": ["rivals"],
     "plain_widened": ["plain_one", "plain_fitted"],
-    "frontend": ["load_rust", "load_rust_measured", "load_rust_long", "load_trimmed", "load_trimmed_short"],
+    "frontend": ["load_rust", "load_rust_measured", "load_rust_long"],
     "reference_widened": ["widened_one", "load_alone", "load_widened", "load_128", "load_rust", "load_rust_measured",
-                          "load_rust_long", "load_python_long", "load_trimmed", "load_trimmed_short",
+                          "load_rust_long", "load_python_long",
                           "load_two_api_servers", "load_varying", "agree"],
 }  # fmt: skip
 

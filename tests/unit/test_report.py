@@ -170,7 +170,7 @@ def test_without_intervals_nothing_is_called_the_fastest():
 
 
 def test_long_names_are_whole_where_the_output_is_no_terminal():
-    arm = replace(SET, draft_weights="fp8", vocab="32768", verification="adaptive", gate="calibrated", threshold=0.123,
+    arm = replace(SET, draft_weights="fp8", vocab="32768", gate="calibrated", threshold=0.123,
                   ttft_ms=1.0, itl_ms=1.0, ppl=10.0, delta_ppl=0.0, mean_accepted_len=3.0,
                   drafted_per_round=3.0)  # fmt: skip
     assert "…" not in printed([BASE, arm])
@@ -362,8 +362,8 @@ def test_every_gate_is_labelled_with_its_direction():
 
 def test_a_label_names_what_is_not_the_default():
     assert rows.label(ARM) == "E=4 k=5 · lens · varH ≤ 5"
-    changed = replace(ARM, draft_weights="fp8", vocab="4096", verification="adaptive")
-    assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5 · adaptive verification"
+    changed = replace(ARM, draft_weights="fp8", vocab="4096")
+    assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5"
     fitted = replace(ARM, draft_weights="int4", draft_weights_file="copies.safetensors", read_first=False)
     assert rows.label(fitted) == "E=4 k=5 · lens · int4 draft of copies.safetensors · varH ≤ 5 · launched first"
     drawn = replace(ARM, draft_sample_method="probabilistic")

@@ -184,7 +184,6 @@ def test_it_goes_on_where_it_stopped(lab):
 
 OPTIONS = [
     {"draft_weights": "fp8"},
-    {"verification": "adaptive"},
     {"runner": Runner.v1},
     {"acceptance_length": 3.0},
 ]

@@ -25,7 +25,7 @@ def state(lengths):
 
 def test_the_record_holds_what_was_drafted_and_verified():
     recorder, drafts = DeviceRecorder(), state([3, 1, 3])
-    # Request 2 drafted three tokens, of which adaptive verification looked at one; request 1 drafted one of three.
+    # Request 2 drafted three tokens, of which one was verified; request 1 drafted one of three.
     # vLLM's tensors may be longer than the batch: what stands behind it belongs to nobody.
     recorder.verdict(batch([3, 3, 1], [0, 1, 2]), torch.tensor([3, 2, 1, 4]), drafts)
     drafts.lengths.zero_()  # the next round begins; the record keeps what it saw

@@ -26,7 +26,7 @@ def given(monkeypatch, tmp_path):
                 "detectable_share": 0.08, "texts": 384, "p_exact": 0.2}  # fmt: skip
         made = {"verdict": found["verdict"], "reason": "because", "suspect": None, "cases": [row], "sampling": [told],
                 "proof": {"accept_one_more": {"caught": True}}, "own_drafts": {"verdict": "same"}, "head": None,
-                "admission": None, "plain_repeats": None, "runs": 2, "verdicts": {found["verdict"]: 2}, "seconds": 1.0,
+                "plain_repeats": None, "runs": 2, "verdicts": {found["verdict"]: 2}, "seconds": 1.0,
                 "key": "abc", "arm_key": "def", "planted": wanted.plant}  # fmt: skip
         return run.save(made, tmp_path)
 

@@ -15,7 +15,7 @@ CASES = ("mixed", "again", "preempted", "crowd 1", "gate maxp", "changing", "cac
 def document(*faulty: str, **changes):
     rows = [{"name": name, "verdict": "fault" if name in faulty else "lossless"} for name in CASES]
     found = {"gate": "none", "cases": rows, "sampling": [{"name": "temperature 1", "verdict": "same"}], "head": None,
-             "own_drafts": {"verdict": "same"}, "admission": None, "drafted": 90, "accepted": 40,
+             "own_drafts": {"verdict": "same"}, "drafted": 90, "accepted": 40,
              "proof": {name: {"caught": True} for name in verdict.PLANTED_FOR_PROOF}}  # fmt: skip
     return found | changes
 
@@ -39,7 +39,6 @@ SAMPLED = [{"name": "temperature 1", "verdict": "differs"}]
         (document("mixed", "crowd 1", "gate maxp", gate="maxp"), "gate_changes_output"),
         (document("preempted"), "stale_after_preemption"),
         (document(own_drafts={"verdict": "fault"}), "other_request"),
-        (document(admission={"compared": 64, "changed": 3}), "look_ahead"),
         (document(sampling=SAMPLED), "biased_sampler"),
         (document(head={"verdict": "fault"}), "foreign_head"),
     ],

@@ -28,11 +28,11 @@ class Integers(DraftWeights):
     An integer q from -2^(bits-1) to 2^(bits-1) - 1 stands for q * scale.
     """
 
-    kernels = "selfspec_cli.vllm_plugin.weights.lowbit"
     experts = True
 
     def __init__(self, width: int) -> None:
         self.width = width
+        self.kernels = "selfspec_cli.vllm_plugin.weights.lowbit" if width in (4, 8) else None
         self.name = f"int{width}"
         self.help = f"{width}-bit integer copies with one scale for {GROUP} weights, made at load"
         self.bits = width + 16 / GROUP
@@ -75,7 +75,9 @@ class Integers(DraftWeights):
         return (q.float() * tensors["scales"].float().unsqueeze(2)).flatten(1).to(dtype)
 
     def reason_against(self, facts: WeightFacts) -> str | None:
-        """On CUDA the kernel for one token reads tokens in bfloat16."""
+        """On CUDA there are kernels for 4 and 8 bits alone, and they read tokens in bfloat16."""
+        if facts.device == "cuda" and self.kernels is None:
+            return f"on CUDA there is no kernel for copies of {self.width} bits"
         if facts.device == "cuda" and facts.dtype not in (None, "bfloat16"):
             return f"on CUDA the kernel multiplies tokens in bfloat16, not {facts.dtype}"
         odd = next((length for length in facts.row_lengths if length % GROUP), None)

@@ -1,4 +1,4 @@
-"""A cache of answers: the same request first, then one that means the same, with a promise on the share of wrong hits."""
+"""A cache of answers: the same request first, then one that means the same, and a promise about wrong hits."""
 
 from selfspec_cli.gateway.cache.answers import AnswerCache, Hit, open_cache
 from selfspec_cli.gateway.cache.options import CacheOptions, options_from

@@ -1,4 +1,4 @@
-"""The cache that the gateway asks: the same request first, then one that means the same, if that is allowed and proven."""
+"""The cache that the gateway asks: the same request first, then one that means the same, if allowed and proven."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import orjson
 
 from selfspec_cli.gateway.cache import replay
 from selfspec_cli.gateway.cache.embedding import MiniLM
-from selfspec_cli.gateway.cache.evidence import unmatched
+from selfspec_cli.gateway.cache.evidence import compare
 from selfspec_cli.gateway.cache.guards import difference
 from selfspec_cli.gateway.cache.judgement import Judgement, Verdict
 from selfspec_cli.gateway.cache.options import CacheOptions, options_from
@@ -59,11 +59,12 @@ class Candidate:
     entry: int
     chance_wrong: float
     features: np.ndarray
+    vector: np.ndarray
     words: frozenset[str]
     acceptable: bool
 
     def verdict(self, right: bool) -> Verdict:
-        return Verdict(self.entry, self.features, self.words, right)
+        return Verdict(self.entry, self.features, self.vector, self.words, right)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Waiting:
     """Waits for a judge: the fresh answer of a miss, as an entry of its own, against its candidate's answer."""
 
     tenant: str
@@ -108,9 +109,10 @@ class AnswerCache:
         self._judgements: dict[str, Judgement] = {}
         self._misses: OrderedDict[bytes, Miss] = OrderedDict()
         self._served: OrderedDict[int, Candidate] = OrderedDict()
-        self._waiting: deque[Comparison] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._coin = random.Random(options.seed) if options.seed is not None else random.SystemRandom()
         self._counts: Counter[str] = Counter()
+        self._closed = False
         self._files = ThreadPoolExecutor(1, "cache-file")
         self._encoder = ThreadPoolExecutor(1, "cache-encoder")
 
@@ -154,7 +156,7 @@ class AnswerCache:
         return await loop.run_in_executor(self._files, self._keep, request, answer)
 
     async def settle(self, most: int = 1) -> int:
-        """Let the judge compare up to `most` answers that wait for it; call it when the backend idles. How many it did."""
+        """Let the judge compare up to `most` answers that wait for it, when the backend idles. Returns how many."""
         done = 0
         while self._judge is not None and self._waiting and done < most:
             waiting = self._waiting.popleft()
@@ -170,7 +172,7 @@ class AnswerCache:
         return done
 
     async def replay(self, hit: Hit, stream: bool, include_usage: bool = False) -> AsyncIterator[bytes]:
-        """A hit's bytes: events of a stream up to [DONE], with the usage if the client asked for it, or one document."""
+        """A hit's bytes: a stream of events up to [DONE], with the usage if it was asked for, or one document."""
         answer = replay.renewed(hit.answer)
         if not stream:
             yield orjson.dumps(answer)
@@ -210,7 +212,10 @@ class AnswerCache:
         }
 
     def close(self) -> None:
-        """End both threads and close the file; comparisons that wait are given up."""
+        """End both threads and close the file; comparisons that wait are given up. A second time it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._encoder.shutdown(cancel_futures=True)
         self._files.submit(self._storage.close).result()
         self._files.shutdown()
@@ -255,6 +260,7 @@ class AnswerCache:
         """Of the nearest entries that no guard objects to, the one that is likeliest right."""
         near = self._vectors.nearest(scope, vector)
         questions = self._storage.questions([entry for entry, _ in near], now)
+        nearness = judgement.nearness(vector)
         best: Candidate | None = None
         for entry, cosine in near:
             cached = questions.get(entry)
@@ -263,10 +269,10 @@ class AnswerCache:
             if (guard := difference(question, cached)) is not None:
                 self._counts[f"guarded by {guard}"] += 1
                 continue
-            words = unmatched(question, cached)
-            chance, features = judgement.chance(entry, cosine, words)
+            texts = compare(question, cached)
+            chance, features = judgement.chance(entry, cosine, texts, nearness)
             if best is None or chance < best.chance_wrong:
-                best = Candidate(entry, chance, features, words, judgement.acceptable(chance))
+                best = Candidate(entry, chance, features, vector, texts.words, judgement.acceptable(chance))
         return best
 
     def _keep(self, request: CacheRequest, answer: dict[str, Any]) -> str:
@@ -282,19 +288,19 @@ class AnswerCache:
         )
         replaced = self._storage.put(entry)
         if replaced is not None:
-            self._forget(replaced, request.tenant, request.scope)
+            self._forget(replaced, request.scope)
         if vector is not None:
             self._vectors.add(request.scope, number, vector)
         elif miss is not None and question is not None:
             text = replay.text_of(answer)
-            self._compare(Comparison(request.tenant, request.scope, question, miss, number, text))
-        for old, tenant, scope in self._storage.surplus(now, self.options.entries, int(self.options.mib * 2**20)):
+            self._compare(Waiting(request.tenant, request.scope, question, miss, number, text))
+        for old, scope in self._storage.surplus(now, self.options.entries, int(self.options.mib * 2**20)):
             self._storage.remove(old)
-            self._forget(old, tenant, scope)
+            self._forget(old, scope)
             self._counts["evicted"] += 1
         return _name(number)
 
-    def _compare(self, waiting: Comparison) -> None:
+    def _compare(self, waiting: Waiting) -> None:
         if self._judge is not None:
             if len(self._waiting) < REMEMBERED:
                 self._waiting.append(waiting)
@@ -304,8 +310,8 @@ class AnswerCache:
         if cached is not None:
             self._judged(waiting, replay.text_of(orjson.loads(cached)).split() == waiting.fresh_text.split())
 
-    def _judged(self, waiting: Comparison, right: bool | None) -> None:
-        """Learn from a comparison; a fresh answer that is none of the candidate's may be found by meaning from now on."""
+    def _judged(self, waiting: Waiting, right: bool | None) -> None:
+        """Learn from a comparison; a fresh answer that differs may be found by meaning from now on."""
         if right is None:
             self._counts["verdicts missing"] += 1
             return
@@ -343,14 +349,12 @@ class AnswerCache:
         if place is None:
             return False
         self._storage.remove(entry)
-        self._forget(entry, *place)
+        self._forget(entry, place[1])
         return True
 
-    def _forget(self, entry: int, tenant: str, scope: bytes) -> None:
+    def _forget(self, entry: int, scope: bytes) -> None:
         self._vectors.remove(scope, entry)
         self._served.pop(entry, None)
-        if tenant in self._judgements:
-            self._judgements[tenant].forget(entry)
 
 
 def open_cache(path: str | Path, options: Mapping[str, Any] | None = None, judge: Judge | None = None) -> AnswerCache:

@@ -9,8 +9,9 @@ difference ("did Ali beat Frazier"), unless both texts relate things by a word t
 from __future__ import annotations
 
 import re
+from itertools import product
 
-from selfspec_cli.gateway.cache.text import content, stem, tokens
+from selfspec_cli.gateway.cache.text import content, places, stem, tokens
 from selfspec_cli.gateway.cache.words import FUNCTION_WORDS, MULTIPLIERS, SMALL_NUMBERS, UNITS
 
 Relation = tuple[str, str]
@@ -25,6 +26,14 @@ _ORDERED = {
     "below": False,
     "behind": True,
 }
+# (what ends with one thing, and what begins with the other; whether the other is the one that is replaced)
+_REPLACING = (
+    (r"(?P<a>.*?\b(?:replace|replacing|swap|exchange|substitute)\b.+?) (?:with|by|for) (?P<b>.*)", False),
+    (
+        r"(?P<a>.*?) (?:in place of|instead of|rather than|(?:a )?(?:good )?(?:substitute|replacement) for) (?P<b>.*)",
+        True,
+    ),
+)
 _SYMMETRIC = {"between", "versus", "vs", "both"}
 
 
@@ -37,39 +46,52 @@ def _thing(word: str) -> str | None:
     return stem(word)
 
 
-def _next(words: list[str], start: int, step: int) -> str | None:
-    """The nearest thing from `start` on in steps of `step`; None where the text ends first."""
+def _near(words: list[str], start: int, step: int) -> set[str]:
+    """The nearest thing from `start` on in steps of `step`, and the one right behind it: "olive oil"."""
     position = start
     while 0 <= position < len(words):
         thing = _thing(words[position])
         if thing is not None:
-            return thing
+            behind = position + step
+            second = _thing(words[behind]) if 0 <= behind < len(words) else None
+            return {thing} | ({second} if second else set())
         position += step
-    return None
+    return set()
 
 
 def relations(text: str) -> set[Relation]:
     """The ordered pairs (from what, to what) that a text states in a known form."""
     words = [token.word for token in tokens(text)]
     found: set[Relation] = set()
-    source = next((_next(words, i + 1, 1) for i, word in enumerate(words) if word == "from"), None)
-    target = next((_next(words, i + 1, 1) for i, word in enumerate(words) if word in _TOWARDS), None)
+    source = next((_near(words, i + 1, 1) for i, word in enumerate(words) if word == "from"), set())
+    target = next((_near(words, i + 1, 1) for i, word in enumerate(words) if word in _TOWARDS), set())
     for i, word in enumerate(words):
+        after = _near(words, i + 1, 1)
         if word in _TOWARDS:
-            begin = source if source is not None and source != target else _next(words, i - 1, -1)
-            found.add((begin or "", _next(words, i + 1, 1) or ""))
+            found |= set(product(source if source and source != target else _near(words, i - 1, -1), after))
         elif word in _ORDERED:
             # Which of the words before is compared is not parsed: each is paired with the one that follows.
-            after = _next(words, i + 1, 1) or ""
-            pairs = [(_thing(earlier) or "", after) for earlier in words[:i]]
-            found.update(pair[::-1] if _ORDERED[word] else pair for pair in pairs)
-        elif word == "in" and i > 0 and words[i - 1] in UNITS and _next(words, i + 1, 1) in UNITS.values():
-            found.add((UNITS[words[i - 1]], _next(words, i + 1, 1) or ""))
+            before = {thing for thing in map(_thing, words[:i]) if thing}
+            found |= set(product(after, before) if _ORDERED[word] else product(before, after))
+        elif word == "in" and i > 0 and words[i - 1] in UNITS:
+            found |= {(UNITS[words[i - 1]], thing) for thing in after if thing in UNITS.values()}
+    for pattern, turned in _REPLACING:
+        if match := re.search(pattern, " ".join(words)):
+            old, new = _near(words, len(match["a"].split()) - 1, -1), _near(match["b"].split(), 0, 1)
+            found |= set(product(new, old) if turned else product(old, new))
     asked = re.search(r"\bhow (?:many|much) (\w+)", " ".join(words))
     if asked and asked[1] in UNITS:
         others = [UNITS[word] for word in words if word in UNITS and UNITS[word] != UNITS[asked[1]]]
         found |= {(other, UNITS[asked[1]]) for other in others[:1]}
-    return {(a, b) for a, b in found if a and b and a != b}
+    return {(a, b) for a, b in found if a != b}
+
+
+def _ends(text: str) -> tuple[set[str], set[str]]:
+    """What a text goes from, and what it goes to."""
+    words = [token.word for token in tokens(text)]
+    after = [(word, _near(words, i + 1, 1)) for i, word in enumerate(words)]
+    sources = {thing for word, things in after if word == "from" for thing in things}
+    return sources, {thing for word, things in after if word in _TOWARDS for thing in things}
 
 
 def directions_differ(a: str, b: str) -> bool:
@@ -77,15 +99,37 @@ def directions_differ(a: str, b: str) -> bool:
     one, other = relations(a), relations(b)
     if any((y, x) in other for x, y in one):
         return True
+    (a_from, a_to), (b_from, b_to) = _ends(a), _ends(b)
+    if not (a_from and a_to) and not (b_from and b_to) and (a_from & b_to or b_from & a_to):
+        return True  # "a bus to the zoo" and "a bus from the zoo"
+    if _exchanged(a, b, "number"):
+        return True
     if one & other:
         return False
     words = {token.word for token in tokens(a)}, {token.word for token in tokens(b)}
     if words[0] & _SYMMETRIC and words[1] & _SYMMETRIC:
         return False
+    return _exchanged(a, b, "name") or _exchanged(a, b, "unit") or _two_exchanged(a, b)
+
+
+def _exchanged(a: str, b: str, kind: str) -> bool:
+    """Two words of a kind that both texts have (`text.places`) stand the other way round in the second."""
+    first, second = places(a), places(b)
+    shared = [word for word, (_, its) in first.items() if word in second and its.startswith(kind)]
+    return any(
+        first[one][1] == first[other][1] and (first[one][0] < first[other][0]) != (second[one][0] < second[other][0])
+        for i, one in enumerate(shared)
+        for other in shared[i + 1 :]
+    )
+
+
+def _two_exchanged(a: str, b: str) -> bool:
+    """Two words of one kind changed places, and every other word is where it was."""
     first, second = content(a), content(b)
     if len(first) != len(second):
         return False
     moved = [i for i, (x, y) in enumerate(zip(first, second, strict=True)) if x != y]
-    if any(word[0].isdigit() for i in moved for word in (first[i], second[i])):
-        return False  # "July 9" and "9 July"
-    return len(moved) == 2 and first[moved[0]] == second[moved[1]] and first[moved[1]] == second[moved[0]]
+    if len(moved) != 2 or (first[moved[0]], first[moved[1]]) != (second[moved[1]], second[moved[0]]):
+        return False
+    kinds = {word: kind for word, (_, kind) in places(a).items()}
+    return kinds.get(first[moved[0]]) == kinds.get(first[moved[1]])

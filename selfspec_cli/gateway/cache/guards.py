@@ -15,6 +15,7 @@ from functools import lru_cache
 from selfspec_cli.gateway.cache.directions import directions_differ
 from selfspec_cli.gateway.cache.text import Token, content, stem, tokens
 from selfspec_cli.gateway.cache.words import (
+    ASKS,
     DAY_WORDS,
     FUNCTION_WORDS,
     MONTHS,
@@ -160,6 +161,12 @@ def _negated(text: str) -> tuple[bool, frozenset[str]]:
     return negates, frozenset(scope)
 
 
+def asks_differ(a: str, b: str) -> bool:
+    """One text asks for a person, a time, a place or a reason, and the other for another of them."""
+    one, other = ({ASKS[token.word] for token in tokens(text) if token.word in ASKS} for text in (a, b))
+    return bool(one and other and not one & other)
+
+
 def negations_differ(a: str, b: str) -> bool:
     """One text negates and the other does not, or they negate different ones of the words that they share."""
     (a_negates, a_scope), (b_negates, b_scope) = _negated(a), _negated(b)
@@ -168,13 +175,14 @@ def negations_differ(a: str, b: str) -> bool:
 
 
 def names_differ(a: str, b: str) -> bool:
-    """A proper noun of one text (a capitalised word that is no sentence's ordinary beginning) is missing in the other."""
+    """A proper noun of one text (capitalised, and no sentence's ordinary beginning) is missing in the other."""
 
     def missing(one: str, other: str) -> bool:
-        known = {stem(token.word) for token in tokens(_FENCED.sub(" ", other))}
+        known = {token.word.removesuffix("s") for token in tokens(_FENCED.sub(" ", other))}
         for token in tokens(_FENCED.sub(" ", one)):
             ordinary = token.word in OPENERS or token.word in MONTHS or token.word in DAY_WORDS or token.word in UNITS
-            if token.written[0].isupper() and not ordinary and not token.opens and stem(token.word) not in known:
+            name = token.written[0].isupper() and not ordinary and not token.opens
+            if name and token.word.removesuffix("s") not in known:
                 return True
         return False
 
@@ -186,7 +194,9 @@ def opposites_differ(a: str, b: str) -> bool:
 
     def senses(text: str) -> tuple[set[str], set[str]]:
         words = [token.word for token in tokens(text)]
-        return {OPPOSITES[w] for w in words if w in OPPOSITES}, {REVERSED[w] for w in words if w in REVERSED}
+        none: frozenset[str] = frozenset()
+        plain = {sense for word in words for sense in OPPOSITES.get(word, none)}
+        return plain, {sense for word in words for sense in REVERSED.get(word, none)}
 
     (a_plain, a_reversed), (b_plain, b_reversed) = senses(a), senses(b)
     one_way = (a_plain & b_reversed) - b_plain - a_reversed
@@ -203,6 +213,7 @@ GUARDS: dict[str, Callable[[str, str], bool]] = {
     "units": units_differ,
     "dates": _same(dates),
     "code": _same(code),
+    "asks": asks_differ,
     "negations": negations_differ,
     "names": names_differ,
     "opposites": opposites_differ,

@@ -29,8 +29,8 @@ CREATE TABLE IF NOT EXISTS entry (
 CREATE INDEX IF NOT EXISTS entry_used ON entry (used);
 CREATE INDEX IF NOT EXISTS entry_expires ON entry (expires);
 CREATE TABLE IF NOT EXISTS verdict (
-    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, entry INTEGER NOT NULL, features BLOB NOT NULL, words TEXT NOT NULL,
-    right INTEGER NOT NULL
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, entry INTEGER NOT NULL, features BLOB NOT NULL, vector BLOB NOT NULL,
+    words TEXT NOT NULL, right INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS verdict_tenant ON verdict (tenant, id);
 CREATE TABLE IF NOT EXISTS promise (
@@ -168,21 +168,19 @@ class Storage:
             self.entries -= 1
             self.bytes -= row[0][0]
 
-    def surplus(self, now: float, entries: int, size: int) -> list[tuple[int, str, bytes]]:
-        """(id, tenant, scope) of entries to be removed: those whose time is up, and the least recently used ones as
+    def surplus(self, now: float, entries: int, size: int) -> list[tuple[int, bytes]]:
+        """(id, scope) of entries to be removed: those whose time is up, and the least recently used ones as
         long as there are more than `entries` or more than `size` bytes; then a hundredth more, so that not every store
         removes.
         """
-        rows = self._db.execute("SELECT id, tenant, scope FROM entry WHERE expires <= ?", (now,)).fetchall()
+        rows = self._db.execute("SELECT id, scope FROM entry WHERE expires <= ?", (now,)).fetchall()
         if self.entries > entries or self.bytes > size:
             room_entries, room_bytes = entries - entries // 100, size - size // 100
             left, left_bytes = self.entries, self.bytes
-            for number, tenant, scope, its in self._db.execute(
-                "SELECT id, tenant, scope, bytes FROM entry ORDER BY used"
-            ):
+            for number, scope, its in self._db.execute("SELECT id, scope, bytes FROM entry ORDER BY used"):
                 if left <= room_entries and left_bytes <= room_bytes:
                     break
-                rows.append((number, tenant, scope))
+                rows.append((number, scope))
                 left, left_bytes = left - 1, left_bytes - its
         return rows
 
@@ -193,22 +191,29 @@ class Storage:
     def verdicts(self, tenant: str) -> list[Verdict]:
         """The last verdicts of a tenant, oldest first."""
         rows = self._db.execute(
-            "SELECT entry, features, words, right FROM verdict WHERE tenant = ? ORDER BY id DESC LIMIT ?",
+            "SELECT entry, features, vector, words, right FROM verdict WHERE tenant = ? ORDER BY id DESC LIMIT ?",
             (tenant, VERDICTS),
         ).fetchall()
-        return [Verdict(e, np.frombuffer(f), frozenset(orjson.loads(w)), bool(right)) for e, f, w, right in rows[::-1]]
+        return [
+            Verdict(
+                entry,
+                np.frombuffer(row),
+                np.frombuffer(vector, dtype=np.float16),
+                frozenset(orjson.loads(words)),
+                bool(right),
+            )
+            for entry, row, vector, words, right in rows[::-1]
+        ]
 
     def add_verdict(self, tenant: str, verdict: Verdict, promise: Promise) -> None:
         """One verdict, and the promise after it, in one transaction."""
-        row = (
-            tenant,
-            verdict.entry,
-            verdict.features.tobytes(),
-            orjson.dumps(sorted(verdict.words)).decode(),
-            verdict.right,
-        )
+        vector = verdict.vector.astype(np.float16).tobytes()
+        words = orjson.dumps(sorted(verdict.words)).decode()
+        row = (tenant, verdict.entry, verdict.features.tobytes(), vector, words, verdict.right)
         self._db.execute("BEGIN")
-        self._db.execute("INSERT INTO verdict (tenant, entry, features, words, right) VALUES (?,?,?,?,?)", row)
+        self._db.execute(
+            "INSERT INTO verdict (tenant, entry, features, vector, words, right) VALUES (?,?,?,?,?,?)", row
+        )
         self._db.execute(
             "DELETE FROM verdict WHERE tenant = ? AND id <= "
             "(SELECT id FROM verdict WHERE tenant = ? ORDER BY id DESC LIMIT 1 OFFSET ?)", (tenant, tenant, VERDICTS)

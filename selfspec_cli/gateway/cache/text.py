@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from selfspec_cli.gateway.cache.words import FUNCTION_WORDS, PHRASES, SAID_OF_ONESELF
+from selfspec_cli.gateway.cache.words import (
+    DAY_WORDS,
+    FUNCTION_WORDS,
+    MONTHS,
+    PHRASES,
+    SAID_OF_ONESELF,
+    SMALL_NUMBERS,
+    UNITS,
+)
 
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|°[CFcf]|[%$€£¥]")
 _SENTENCE_END = re.compile(r"[.!?:;\n\"]\s*$")
@@ -65,3 +73,28 @@ def stem(word: str) -> str:
 def content(text: str) -> tuple[str, ...]:
     """The stems of the words of `text` that say something, in order: neither articles nor auxiliaries nor pronouns."""
     return tuple(stem(token.word) for token in tokens(text) if token.word not in FUNCTION_WORDS)
+
+
+@lru_cache(maxsize=4096)
+def places(text: str) -> dict[str, tuple[int, str]]:
+    """Word -> (its first place, its kind), of the words that say something; units and dates by one name each.
+
+    Kinds are "unit", "date", "number" (with its unit, if one follows), "name" (capitalised within a sentence) and
+    "other".
+    """
+    found: dict[str, tuple[int, str]] = {}
+    every = tokens(text)
+    for place, token in enumerate(every):
+        if token.word in FUNCTION_WORDS:
+            continue
+        word, kind = stem(token.word), "other"
+        for table, name in ((UNITS, "unit"), (MONTHS, "date"), (DAY_WORDS, "date")):
+            if token.word in table:
+                word, kind = table[token.word], name
+        if token.word[0].isdigit() or token.word in SMALL_NUMBERS:
+            after = every[place + 1].word if place + 1 < len(every) else ""
+            kind = f"number {UNITS.get(after, '')}".strip()
+        elif kind == "other" and token.written[0].isupper() and not token.opens:
+            kind = "name"
+        found.setdefault(word, (place, kind))
+    return found

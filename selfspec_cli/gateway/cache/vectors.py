@@ -10,7 +10,7 @@ import numpy as np
 
 from selfspec_cli.gateway.cache.embedding import DIMENSIONS
 
-NEAREST = 8  # entries that are looked at
+NEAREST = 16  # entries that are looked at
 FARTHEST = 0.6  # cosine below which no entry is
 
 
@@ -45,7 +45,7 @@ class Vectors:
                 del self._indices[scope]
 
     def nearest(self, scope: bytes, vector: np.ndarray) -> list[tuple[int, float]]:
-        """(entry, cosine) of up to 8 entries of the scope, nearest first, none below a cosine of 0.6."""
+        """(entry, cosine) of up to 16 entries of the scope, nearest first, none below a cosine of 0.6."""
         index = self._indices.get(scope)
         if index is None:
             return []

@@ -12,12 +12,22 @@ def _set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _table(text: str, named: bool = True) -> dict[str, str]:
-    """Lines "name: form form form" -> form -> name; with `named` the name is a form too."""
+def _senses(text: str) -> dict[str, frozenset[str]]:
+    """Lines "sense: word word" -> word -> the senses that it has; a sense may have several lines."""
+    senses: dict[str, set[str]] = {}
+    for line in text.strip().splitlines():
+        sense, _, words = line.strip().partition(":")
+        for word in words.split():
+            senses.setdefault(word, set()).add(sense)
+    return {word: frozenset(its) for word, its in senses.items()}
+
+
+def _table(text: str) -> dict[str, str]:
+    """Lines "name: form form form" -> form -> name; the name is a form too."""
     table: dict[str, str] = {}
     for line in text.strip().splitlines():
         name, _, forms = line.strip().partition(":")
-        table.update(dict.fromkeys([*([name] if named else []), *forms.split()], name))
+        table.update(dict.fromkeys([name, *forms.split()], name))
     return table
 
 
@@ -45,7 +55,7 @@ UNITS = _table(
     kilogram: kg kgs kilo kilos kilograms
     gram: grams g
     milligram: mg milligrams
-    pound: pounds lb lbs
+    pound: pounds lb lbs gbp sterling £
     ounce: ounces oz
     stone: stones
     tonne: tonnes ton tons
@@ -69,7 +79,6 @@ UNITS = _table(
     year: years yr yrs
     euro: euros eur €
     dollar: dollars usd $
-    sterling: gbp £
     yen: jpy ¥
     rupee: rupees inr
     franc: francs chf
@@ -105,72 +114,81 @@ NEGATIONS = _set(
 SAID_OF_ONESELF = (
     r"\b(?:do not|can not|not) (?:quite |really )?(?:understand|know|get|find out|figure|see|remember|sure)\b"
 )
+ASKS = _table(
+    """
+    who: whom whose
+    when:
+    where:
+    why:
+    """
+)
 PHRASES = {
     "smallest to largest": "ascending", "lowest to highest": "ascending", "low to high": "ascending",
     "largest to smallest": "descending", "highest to lowest": "descending", "high to low": "descending",
-    "oldest to newest": "ascending", "newest to oldest": "descending",
-    "at most": "under", "no more than": "under", "up to": "under", "at least": "over", "no less than": "over",
+    "oldest to newest": "ascending", "newest to oldest": "descending", "all right": "okay", "at most": "under",
+    "no more than": "under", "up to": "under", "at least": "over", "no less than": "over",
 }  # fmt: skip
 """Phrases that a guard would misread word by word -> the word that says it."""
 
-OPPOSITES = _table(
+OPPOSITES = _senses(
     """
-    up: upward upwards increase increases increased increasing raise raises raising rise rises rising grow grows
+    up: up upward upwards increase increases increased increasing raise raises raising rise rises rising grow grows
     up: growing gain gains higher
-    open: opens opening opened
-    start: starts starting started begin begins beginning launch enable enables enabling activate
-    before: earlier prior
-    first: earliest
-    max: maximum maximise maximize largest biggest greatest highest most longest tallest larger bigger greater more
+    open: open opens opening opened
+    start: start starts starting started begin begins beginning launch enable enables enabling activate
+    before: before earlier prior
+    first: first earliest
+    max: max maximum maximise maximize largest biggest greatest highest most longest tallest larger bigger greater more
     max: longer taller over above exceeding
-    best: better pros advantages advantage benefits benefit upsides strengths good
-    boil: boils boiling melt melts melting
-    hard: harder hardest
-    adult: adults grown grownup grownups
-    hot: hottest hotter warm warmest warmer heat heating
-    fast: fastest faster fastest quick quicker quickest speed
-    cheap: cheapest cheaper inexpensive
-    heavy: heaviest heavier
-    old: oldest older
-    buy: buying purchase purchasing bought
-    ascending: smallest-first
-    import: imports importing
-    add: adds adding install installs installing insert
-    encode: encoding encrypt encrypting encryption compress compressing
-    push: pushing upload uploading send sending
-    left: leftmost
-    north: northern northernmost
-    east: eastern easternmost
-    inside: indoors indoor internal
-    safe: safely safer healthy
-    allow: allows allowed permitted legal allowing
-    accept: accepting accepts agree
-    love: loves loved
-    win: wins winning won winner winners
-    borrow: borrowing
-    remember: remembering
-    same: identical similar
-    always:
-    all: every each
-    wet: wetter
-    bright: brighter brightest
-    strong: stronger strongest
-    deep: deeper deepest
-    male: man men boy father husband king
-    sync: synchronous
-    serialise: serialize
-    lock: locking
-    show: shows showing reveal display
-    arrive: arrival arrivals arrives
+    best: best better pros advantages advantage benefits benefit upsides strengths good
+    boil: boil boils boiling melt melts melting
+    hard: hard harder hardest
+    adult: adult adults grown grownup grownups
+    hot: hot hottest hotter warm warmest warmer heat heating
+    fast: fast fastest faster fastest quick quicker quickest speed
+    cheap: cheap cheapest cheaper inexpensive
+    heavy: heavy heaviest heavier
+    old: old oldest older
+    buy: buy buying purchase purchasing bought
+    ascending: ascending smallest-first
+    import: import imports importing
+    add: add adds adding install installs installing insert
+    encode: encode encoding encrypt encrypting encryption compress compressing
+    push: push pushing upload uploading send sending
+    left: left leftmost
+    north: north northern northernmost
+    east: east eastern easternmost
+    inside: inside indoors indoor internal
+    safe: safe safely safer healthy
+    allow: allow allows allowed permitted legal allowing
+    accept: accept accepting accepts agree
+    love: love loves loved
+    win: win wins winning won winner winners beat beats beating defeat defeats victory victories victorious victor
+        victors prevail prevailed
+    borrow: borrow borrowing
+    remember: remember remembering
+    same: same identical similar
+    always: always
+    all: all every each
+    wet: wet wetter
+    bright: bright brighter brightest
+    strong: strong stronger strongest
+    deep: deep deeper deepest
+    male: male man men boy father husband king
+    sync: sync synchronous
+    serialise: serialise serialize
+    lock: lock locking
+    show: show shows showing reveal display
+    arrive: arrive arrival arrivals arrives
     """
 )
-REVERSED = _table(
+REVERSED = _senses(
     """
     up: down downward downwards decrease decreases decreased decreasing lower lowers lowering reduce reduces reducing
     up: fall falls falling drop drops shrink lose loses losing cut
     open: close closes closing closed shut
     start: stop stops stopping stopped end ends ending ended finish disable disables disabling deactivate quit
-    before: after later since
+    before: after later since past
     first: last latest final
     max: minimum minimise minimize smallest least lowest fewest shortest smaller less fewer shorter min under below
     best: worst worse cons disadvantages disadvantage drawbacks drawback downsides weaknesses bad harms
@@ -192,7 +210,7 @@ REVERSED = _table(
     north: south southern southernmost
     east: west western westernmost
     inside: outside outdoors outdoor external
-    win: lose lost losing loses loser losers
+    win: lose lost losing loses loser losers defeated loss losses
     safe: dangerous unsafe unhealthy risky
     allow: forbid forbidden banned illegal prohibited deny
     accept: reject decline rejecting declining refuse
@@ -212,8 +230,7 @@ REVERSED = _table(
     lock: unlock
     show: hide hides hiding
     arrive: depart departure departures leave leaves
-    """,
-    named=False,
+    """
 )
 
 MONTHS = _table(
@@ -271,6 +288,31 @@ FUNCTION_WORDS = _set(
     being am do does did done can could should would will shall may might must have has had i you he she it we
     they me my your his her its our their us them what which who whom whose how when where why and or but if so
     than then there here please s t m re ve ll d about just also very really some any
+    """
+)
+# What people wrap a question in: a word that only one of two texts has seldom makes them mean different things.
+REQUEST_WORDS = _set(
+    """
+    tell show give explain describe name list say state provide write draft compose put phrase help assist need
+    needs want wants wish like love look looking find found search know understand wonder wondering curious
+    interested question ask asking answer reply suggest suggestion recommend recommendation advise advice idea
+    ideas tip tips option choose pick choice way ways method approach process procedure step steps manner means
+    possible possibly able ability allow good fine okay ok right correct proper properly great nice best better
+    ideal suitable appropriate using use used uses usage make makes making made create creating build prepare
+    produce get gets getting got obtain come comes go goes going take takes taking happen happens work works
+    working function functions act serve serves count total amount number quantity figure value sum many much
+    long often frequently usually normally typically generally quick quickly brief briefly short shortly simple
+    simply easy easily little bit small kind sort type types thing things stuff something anything someone
+    anyone people person case situation example instance reason reasons cause causes purpose meaning mean meant
+    refer refers definition define concept exactly actually currently nowadays today back still even ever yet
+    already again now once else other another own various certain given particular particularly specific
+    specifically main let lets lead leads result results end try trying tried plan planning consider considering
+    think believe guess suppose assume worry worried concerned concern hear heard told true false fact whether
+    turn turns turned out up off down over around through during within along per each every any some between
+    among against regarding concerning involved involving related included including contains contain containing
+    thanks thank hello hi hey info information details detail summary overview guide instructions tutorial code
+    command snippet sentence text place position time times hour day moment period duration cost costs price
+    start begin begins beginning call called calls set sets run runs running keep keeps
     """
 )
 # Capitalised because a sentence begins with them, so no names.

@@ -63,7 +63,6 @@ class Arm:
     biased: Drawn | None = None
     drawn: dict[str, Drawn] = field(default_factory=dict)
     alone: VerifyCounts | None = None
-    admission: dict[str, int] | None = None
     drafted: int = 0  # tokens; on CUDA places verified may hold none
     claimed: float | None = None  # agreement of the head where it was fitted, where its file says so
 
@@ -115,8 +114,6 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
         engine.call("early_exit_mend")
     if wanted.plant is not None and wanted.plant != FOREIGN_HEAD:  # a head is loaded with the engine
         engine.call("early_exit_plant", wanted.plant)
-    if cfg.verification == "adaptive" or wanted.plant == "look_ahead":
-        arm.admission = engine.call("early_exit_admission")
     before = _drafted(engine)
     for case in arm.cases:
         _restore(engine, cfg)

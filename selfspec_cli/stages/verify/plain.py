@@ -70,7 +70,6 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         "cases": rows,
         "own_drafts": _own_drafts(arm, exact and not any(row["plain_differs"] for row in rows)),
         "head": verdict.head(arm.claimed, arm.alone),
-        "admission": arm.admission,
         "sampling": _judged(engine, arm, sampled),
         "plain_repeats": plain_repeats,
         "drafted": arm.drafted,

@@ -21,7 +21,6 @@ KINDS = {
     "to another model",
     "gate_changes_output": "the output changes where a gate ends drafts",
     "stale_after_preemption": "the output changes after a preemption: something of a request is kept that is stale",
-    "look_ahead": "adaptive verification looks at later drafts when it admits earlier ones",
 }
 """Kinds of fault, named by what is seen. Each can be planted (`--plant`)."""
 
@@ -41,7 +40,7 @@ def suspect(document: Mapping[str, Any]) -> str | None:
     if document["gate"] != "none" and "gate none" not in faulty:
         gated, ungated = gated | ungated, set()
     gated -= {"gate none"}
-    drafts, head, admission = (document[name] or {} for name in ("own_drafts", "head", "admission"))
+    drafts, head = (document[name] or {} for name in ("own_drafts", "head"))
     rules = (
         ("kv_slot", ungated and "cache" in faulty),
         ("accept_one_more", ungated),
@@ -49,7 +48,6 @@ def suspect(document: Mapping[str, Any]) -> str | None:
         ("stale_after_preemption", "preempted" in faulty),
         ("kv_slot", "cache" in faulty),
         ("other_request", drafts.get("verdict") == FAULT),
-        ("look_ahead", admission.get("changed")),
         ("biased_sampler", any(row["verdict"] == "differs" for row in document["sampling"])),
         ("foreign_head", head.get("verdict") == FAULT),
     )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
     from selfspec_cli.vllm_plugin.weights.replace import Make
 
 OPERATOR = "selfspec::attend_once"
@@ -49,7 +48,7 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
 
     None where that is not possible for any layer.
     """
-    from vllm.model_executor.layers.attention import Attention
+    from selfspec_cli.vllm_plugin.vllm_names import Attention
 
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -85,9 +84,8 @@ def is_plain(attention: Any) -> bool:
     OPERATOR, mutates_args=(), schema="(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor"
 )
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> Tensor:
-    from vllm.model_executor.layers.attention.attention import get_attention_context
-
     from selfspec_cli.vllm_plugin.attention.one_query import attend, fits
+    from selfspec_cli.vllm_plugin.vllm_names import get_attention_context
 
     metadata, layer, cache, slots = get_attention_context(layer_name)
     out = query.new_empty(len(query), query.shape[1] * query.shape[2])
@@ -96,7 +94,7 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, layer_name: str) -> 
     count = min(len(query), len(metadata.seq_lens))
     known = fits(cache, key.shape[1], key.shape[2])
     if not known:
-        from vllm.logger import init_logger
+        from selfspec_cli.vllm_plugin.vllm_names import init_logger
 
         init_logger("vllm.selfspec").warning_once(UNKNOWN)
     if known and metadata.max_query_len == 1:

@@ -21,7 +21,7 @@ from selfspec_cli.vllm_plugin.exit_head import fingerprint, plain_lm_head
 from selfspec_cli.vllm_plugin.weights.copied import plain_weight
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 class Moments:
@@ -32,7 +32,7 @@ class Moments:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: VllmConfig) -> None:
-        from vllm.model_executor.layers.linear import LinearBase
+        from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
         decoder: Any = decoder_of(model)
         if has_experts(decoder):

@@ -21,7 +21,7 @@ from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector, Held
 from selfspec_cli.vllm_plugin.fitting.timing import seconds_a_call
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 DRAFT_LENGTHS = range(1, 9)  # k for which the tokens a round are reported
 

@@ -37,7 +37,7 @@ def annotate_frontend(llm_engine: Any) -> list[str]:
 
 def _scheduler_class() -> Any:
     """No worker knows the engine's scheduler, so the class that every scheduler is made of gets the ranges."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from selfspec_cli.vllm_plugin.vllm_names import Scheduler
 
     return Scheduler
 

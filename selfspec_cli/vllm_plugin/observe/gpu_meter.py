@@ -43,7 +43,7 @@ class Meter:
         return figures
 
     def _open(self) -> None:
-        from vllm.third_party import pynvml
+        from selfspec_cli.vllm_plugin.vllm_names import pynvml
 
         self._nvml = pynvml
         pynvml.nvmlInit()

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger, StatLoggerManager
-from vllm.v1.metrics.utils import create_metric_per_engine
-
 from selfspec_cli.early_exit.counters import REASONS
 from selfspec_cli.vllm_plugin.observe.transport import IN_FORCE, take_out
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.vllm_names import (
+    AggregateStatLoggerBase,
+    PrometheusStatLogger,
+    StatLoggerManager,
+    create_metric_per_engine,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+    from selfspec_cli.vllm_plugin.vllm_names import IterationStats, MultiModalCacheStats, SchedulerStats, VllmConfig
 
 NAME = "vllm:selfspec_"
 """Begins as vLLM's names do, so that vLLM takes the metrics of an engine that is gone out of the registry with its own.

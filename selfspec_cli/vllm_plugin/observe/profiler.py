@@ -1,4 +1,4 @@
-"""PyTorch's profiler in a worker's process, and what a trace needs to be told of the engine to be understood.
+"""PyTorch's profiler in a worker's process, and what of the engine has to be known to understand a trace.
 
 vLLM has a profiler too (`ProfilerConfig`, `LLM.start_profile`). It has to be asked for before the engine starts,
 prints a table of every event when it stops, and only logs what goes wrong.
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import LinearBase
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
+from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
 

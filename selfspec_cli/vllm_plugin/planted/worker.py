@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin.planted import admission
 from selfspec_cli.vllm_plugin.worker import EarlyExitWorker
 
 OF_ANY_METHOD = ("accept_one_more", "biased_sampler")
@@ -35,19 +34,15 @@ class FaultyWorker(EarlyExitWorker):
             undo()
         self._early_exit_undo = []
 
-    def early_exit_admission(self) -> dict[str, int]:
-        """Whether vLLM's adaptive verification looks at later drafts when it admits earlier ones; see `admission`."""
-        return admission.looked_ahead(self.device)  # type: ignore[attr-defined]
-
     def _planted_faults(self) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
         if hasattr(self.model_runner, "speculator"):
             from selfspec_cli.vllm_plugin.planted import v2
 
-            found = v2.FAULTS | admission.FAULTS
+            found = v2.FAULTS
         else:
             from selfspec_cli.vllm_plugin.planted import v1
 
-            found = v1.FAULTS | admission.FAULTS
+            found = v1.FAULTS
         if hasattr(self._early_exit_drafter(), "head"):
             return found
         return {name: found[name] for name in OF_ANY_METHOD}  # vLLM's own methods draft here

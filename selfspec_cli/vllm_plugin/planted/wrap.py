@@ -25,7 +25,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 
 class Wrapped:
-    """Stands for a sampler: calls go to `call`, attributes are the sampler's."""
+    """In place of a sampler: calls go to `call`, attributes are the sampler's."""
 
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:
         self._original, self._call = original, call

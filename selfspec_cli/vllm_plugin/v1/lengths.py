@@ -17,7 +17,7 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 
 
 @dataclass(frozen=True)
-class Allowance:
+class RequestBudget:
     """What a request may draft in a round. k: tokens; threshold: of the gate, None for the gate's own; off: why it
     drafts nothing (one of `counters.REASONS`), None where it drafts."""
 
@@ -63,9 +63,9 @@ class DraftLengths:
         if rounds or not arm.k:
             bandit.told(arm, rounds)
 
-    def allowances(
+    def budgets(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
-    ) -> list[Allowance]:
+    ) -> list[RequestBudget]:
         """For each of the requests `names`, of a batch of `load`. contexts: tokens of each whose keys are known.
 
         requests: all that the runner has, by name, each with `sampling_params`; others are forgotten.
@@ -75,9 +75,9 @@ class DraftLengths:
                 self._own.pop(name)
                 self._estimates.pop(name, None)
         self._arm = None if self._bandit is None or not names else self._bandit.choose()
-        return [self._allowance(name, requests, load, context) for name, context in zip(names, contexts, strict=True)]
+        return [self._budget(name, requests, load, context) for name, context in zip(names, contexts, strict=True)]
 
-    def _allowance(self, name: str, requests: Mapping[str, Any], load: int, context: int) -> Allowance:
+    def _budget(self, name: str, requests: Mapping[str, Any], load: int, context: int) -> RequestBudget:
         cell = self.table.at(load, context)
         parameters = requests[name].sampling_params
         read_from, own = self._own.get(name, (None, NOTHING))
@@ -94,4 +94,4 @@ class DraftLengths:
         if self._arm is not None:
             k, threshold = min(k, self._arm.k), self._arm.threshold if threshold is None else threshold
         off = None if k else switched_off_by(cell, own) or "acceptance"
-        return Allowance(k, threshold, off)
+        return RequestBudget(k, threshold, off)

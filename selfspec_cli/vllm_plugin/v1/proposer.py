@@ -21,10 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-from vllm.v1.spec_decode.llm_base_proposer import compute_probs_and_sample_next_token
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
@@ -37,17 +33,19 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+from selfspec_cli.vllm_plugin.vllm_names import (
+    CommonAttentionMetadata,
+    DraftModelProposer,
+    compute_probs_and_sample_next_token,
+    set_forward_context,
+)
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.worker.utils import AttentionGroup
-
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, KVCacheConfig, SamplingMetadata, VllmConfig
 
 
 def with_early_exit(original: type[DraftModelProposer]) -> type[DraftModelProposer]:
@@ -261,20 +259,20 @@ class _EarlyExit(DraftModelProposer):
         """The round's first state: requests that sampled a token, may draft and have room for another."""
         rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
-        allowed = self.lengths.allowances(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
-        kept = [place for place, allowance in enumerate(allowed) if allowance.k]
-        self.counters.allowed(limit, [(allowance.k, allowance.off) for allowance in allowed])
+        allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
+        kept = [place for place, budget in enumerate(allowed) if budget.k]
+        self.counters.allowed(limit, [(budget.k, budget.off) for budget in allowed])
         if not kept:
             return None
         allowed = [allowed[place] for place in kept]
         index = torch.tensor([rows[place] for place in kept])
         last = torch.tensor([ends[place] - 1 for place in kept])  # position of the token just sampled
         tokens = torch.from_numpy(batch.token_ids_cpu)[index, last].int()
-        lengths = [min(allowance.k, limit) for allowance in allowed]
+        lengths = [min(budget.k, limit) for budget in allowed]
         state = Round(index, tokens, last, self._last_useful - int(last.max()), max(lengths))
         if min(lengths) < state.steps:
             state.lengths = torch.tensor(lengths)
-        thresholds = [allowance.threshold for allowance in allowed]
+        thresholds = [budget.threshold for budget in allowed]
         # They are for the gate that the engine was started with.
         if any(one is not None for one in thresholds) and self.gate.kind == self.settings.gate.kind:
             state.limits = torch.tensor([self.gate.limit(one) for one in thresholds])

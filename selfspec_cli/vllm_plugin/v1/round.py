@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.utils import AttentionGroup
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup
 
 
 @dataclass

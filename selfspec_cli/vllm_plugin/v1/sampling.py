@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-    from vllm.v1.sample.metadata import SamplingMetadata
+    from selfspec_cli.vllm_plugin.vllm_names import MinTokensLogitsProcessor, SamplingMetadata
 
 
 def expand_on_cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -54,7 +53,7 @@ def bonus_token_after_drafts(original: Callable[..., Tensor]) -> Callable[..., T
 
 def _with_drafts_counted(metadata: SamplingMetadata) -> SamplingMetadata:
     """The same metadata with requests that reach `min_tokens` through their drafts taken as having reached it."""
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+    from selfspec_cli.vllm_plugin.vllm_names import MinTokensLogitsProcessor
 
     drafts, processors = metadata.spec_token_ids, metadata.logitsprocs
     before = processors.non_argmax_invariant

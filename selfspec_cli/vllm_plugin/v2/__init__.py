@@ -1,1 +1,31 @@
-"""Drafting on vLLM's V2 model runner, which is what runs on CUDA."""
+"""Drafting on vLLM's V2 model runner, which is what runs on CUDA. For somebody who knows CUDA graphs:
+
+A step of vLLM's runner is one verify pass of the target over all requests, then sampling, then `propose`, which drafts
+for the next step. The host runs one step ahead of the device: it schedules and launches step n + 1 before it has seen
+the tokens of step n. So everything that depends on those tokens (who drafts, how much, from which token) is decided by
+kernels, from tensors that stay on the device, and the host never waits for the device.
+
+Read in this order:
+
+speculator.py         `propose`: a round as the host launches it. Host, once a step.
+state.py              the tensors that a round lives in, and the gate in force. Device memory, changed between rounds.
+round_setup.py        one kernel: what the verify pass left becomes the first draft step's inputs and each row's budget.
+draft_budget.py       what bounds a draft: the table of lengths by load, a request's wishes, its acceptance, its end.
+draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
+device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
+kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
+statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
+verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
+window.py             drafts that attend to a part of the context: one kernel in front of the loop.
+
+Around the round, on the host:
+
+widths.py, sizes.py   how many places for drafts the scheduler plans in a step, and which decode graphs that takes.
+graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
+drafting_disabled.py  steps after the first one without drafts run without the speculator.
+step_order.py         when a step's tokens are read, and when the next step is launched.
+requests.py           new requests, made known to the speculator before its first kernel reads them.
+
+A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are
+numbers in device memory. What a graph fixes is shapes: batch size, k, the layers that draft, and a verify pass's width.
+"""

@@ -4,11 +4,10 @@ vLLM captures decode steps in which each request has k drafts. A step without dr
 then, slower than vLLM without early exit; with a graph for every width of a verify pass that may be planned (widths.py)
 it replays what vLLM's plain decode step replays.
 
-A step that requests join has no uniform shape. vLLM replays the parts of it that lie between two attentions, and the
-host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit ends a
-request in fewer steps, so more of them are such steps. Where an attention backend can be captured with
-any mix of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for steps
-of short queries.
+A mixed prefill and decode batch has no uniform shape. vLLM replays the parts of it that lie between two attentions, and
+the host launches each attention: in a model of 24 layers some fifty launches, for which the device waits. Early exit
+ends a request in fewer steps, so more of them are such batches. Where an attention backend can be captured with any mix
+of lengths, as FlashAttention 3 can, they get full graphs here, too: one for each size, and one more for short queries.
 """
 
 from __future__ import annotations
@@ -18,17 +17,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
-
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, joining_sizes, reach, widths
+from selfspec_cli.vllm_plugin.v2.sizes import decode_sizes, mixed_sizes, reach, widths
+from selfspec_cli.vllm_plugin.vllm_names import AttentionCGSupport, CUDAGraphMode, get_attn_cg_support
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
-
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor, ModelCudaGraphManager
 
 SHORT_ROWS = 64
 """Rows (tokens of a query, times the query heads of a KV head) for which FlashAttention 3 has smaller tiles; for 128 it
@@ -38,103 +33,105 @@ SHORT_TILES = "FLASH_ATTN"
 """The backend that has them."""
 
 
+_Manager: Any = object  # of vLLM's manager, which `with_every_width` puts beside the class below
+
+
 def with_every_width(original: type[ModelCudaGraphManager]) -> type[ModelCudaGraphManager]:
     """Replacement for the V2 runner's `ModelCudaGraphManager`."""
+    return type("EveryWidthManager", (EveryWidth, original), {})
 
-    class EveryWidthManager(original):
-        decode_query_len: int
-        compilation_config: Any
-        cudagraph_mode: CUDAGraphMode
-        step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
-        any_step = False  # whether there are full graphs for steps that requests join; known when they are captured
 
-        def _init_candidates(self) -> None:
-            """As the base class for each width in turn, and then together: full graphs before all others."""
-            self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
-            settings = settings_of(self.vllm_config)
-            if settings is None or self.decode_query_len != settings.k + 1:
-                return super()._init_candidates()
-            sizes = self.compilation_config
-            if self.varlen_decode:  # for adaptive verification, vLLM's decode graphs hold any mix of widths
-                self._plan(self._decodes)
-            else:
-                for width in widths(settings):
-                    fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
-                    self._plan(self._decodes, decode_query_len=width + 1, compilation_config=fitting)
-            if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-                joining = _with_sizes(sizes, joining_sizes(sizes.cudagraph_capture_sizes or ()))
-                self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=joining)
-                self._plan_short()
-            self._plan(lambda one: one.uniform_token_count is None)
-            self._keep(lambda one: True)
+class EveryWidth(_Manager):
+    """What is added to vLLM's `ModelCudaGraphManager`: graphs for every width, and for mixed steps."""
 
-        def _plan(self, wanted: Callable[[BatchExecutionDescriptor], bool], **instead: Any) -> None:
-            """Take in what the base class plans with other values of these attributes."""
-            kept = {name: getattr(self, name) for name in instead}
-            self._set(instead)
-            super()._init_candidates()
-            self._set(kept)
-            for mode, descriptors in self._capture_descs.items():
-                self._planned.setdefault(mode, {}).update(dict.fromkeys(filter(wanted, descriptors)))
-            self._capture_descs.clear()
+    decode_query_len: int
+    compilation_config: Any
+    cudagraph_mode: CUDAGraphMode
+    step: Mapping[str, int] | None = None  # tokens of each request in the step that is next to be dispatched
+    any_step = False  # whether there are full graphs for mixed batches; known when they are captured
 
-        def _decodes(self, one: BatchExecutionDescriptor) -> bool:
-            """Whether a full graph is for decode steps alone."""
-            varying = self.varlen_decode and one.max_query_len == self.decode_query_len
-            return one.uniform_token_count is not None or varying
+    def _init_candidates(self) -> None:
+        """As the base class for each width in turn, and then together: full graphs before all others."""
+        self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
+        settings = settings_of(self.vllm_config)
+        if settings is None or self.decode_query_len != settings.k + 1:
+            return super()._init_candidates()
+        sizes = self.compilation_config
+        for width in widths(settings):
+            fitting = _sizes_for(width, settings, sizes, self.max_num_reqs)
+            self._plan(_decodes, decode_query_len=width + 1, compilation_config=fitting)
+        if self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+            mixed = _with_sizes(sizes, mixed_sizes(sizes.cudagraph_capture_sizes or ()))
+            self._plan(lambda one: True, cudagraph_mode=CUDAGraphMode.FULL, compilation_config=mixed)
+            self._plan_short()
+        self._plan(lambda one: one.uniform_token_count is None)
+        self._keep(lambda one: True)
 
-        def _set(self, values: Mapping[str, Any]) -> None:
-            for name, value in values.items():
-                setattr(self, name, value)
+    def _plan(self, wanted: Callable[[BatchExecutionDescriptor], bool], **instead: Any) -> None:
+        """Take in what the base class plans with other values of these attributes."""
+        kept = {name: getattr(self, name) for name in instead}
+        self._set(instead)
+        super()._init_candidates()
+        self._set(kept)
+        for mode, descriptors in self._capture_descs.items():
+            self._planned.setdefault(mode, {}).update(dict.fromkeys(filter(wanted, descriptors)))
+        self._capture_descs.clear()
 
-        def _plan_short(self) -> None:
-            """Each graph for a step that requests join a second time, for short queries alone."""
-            longest = SHORT_ROWS // _heads_of_a_kv_head(self.vllm_config)
-            if longest < self.decode_query_len:
-                return  # there are no such steps
-            full = self._planned.get(CUDAGraphMode.FULL, {})
-            twins = {one: replace(one, max_query_len=longest) for one in full
-                     if not self._decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
-            full.update(dict.fromkeys(twins.values()))
-            for candidates in self._candidates.values():
-                candidates += [twins[one] for one in candidates if one in twins]
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
 
-        def _keep(self, wanted: Callable[[BatchExecutionDescriptor], bool]) -> None:
-            """Capture these graphs alone. The widest is captured first, because its output holds all others."""
-            for mode, found in self._planned.items():
-                self._capture_descs[mode] = sorted(filter(wanted, found), key=lambda one: one.num_tokens, reverse=True)
-            known = {one for found in self._capture_descs.values() for one in found}
-            for key, candidates in self._candidates.items():
-                self._candidates[key] = sorted((one for one in dict.fromkeys(candidates) if one in known), key=_rank)
+    def _plan_short(self) -> None:
+        """Each graph for a mixed batch a second time, for short queries alone."""
+        longest = SHORT_ROWS // _heads_of_a_kv_head(self.vllm_config)
+        if longest < self.decode_query_len:
+            return  # there are no such steps
+        full = self._planned.get(CUDAGraphMode.FULL, {})
+        twins = {one: replace(one, max_query_len=longest) for one in full
+                 if not _decodes(one) and longest < one.num_tokens <= longest * one.num_reqs}  # fmt: skip
+        full.update(dict.fromkeys(twins.values()))
+        for candidates in self._candidates.values():
+            candidates += [twins[one] for one in candidates if one in twins]
 
-        def capture(
-            self, model: Any, model_state: Any, input_buffers: Any, intermediate_tensors: Any, block_tables: Any,
-            attn_groups: Any, *arguments: Any, **more: Any,
-        ) -> None:  # fmt: skip
-            """Leaves out what the attention backends cannot do or have no use for; they are known only now."""
-            if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-                self.any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
-                short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
-                self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or self._decodes(one) or (
-                    self.any_step and (short or one.max_query_len is None)))  # fmt: skip
-            super().capture(
-                model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
-            )
+    def _keep(self, wanted: Callable[[BatchExecutionDescriptor], bool]) -> None:
+        """Capture these graphs alone. The widest is captured first, because its output holds all others."""
+        for mode, found in self._planned.items():
+            self._capture_descs[mode] = sorted(filter(wanted, found), key=lambda one: one.num_tokens, reverse=True)
+        known = {one for found in self._capture_descs.values() for one in found}
+        for key, candidates in self._candidates.items():
+            self._candidates[key] = sorted((one for one in dict.fromkeys(candidates) if one in known), key=_rank)
 
-        def dispatch(
-            self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
-            max_query_len: int | None = None, *arguments: Any, **more: Any,
-        ) -> BatchExecutionDescriptor:  # fmt: skip
-            """vLLM does not say how long the queries of a step are that requests join, lest it be taken for a decode
-            step; here that is known, and with these graphs it makes no difference."""
-            if max_query_len is None and self.step and self.any_step:
-                max_query_len = max(self.step.values())
-            self.step = None
-            return super().dispatch(
-                num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, *arguments, **more
-            )
+    def capture(
+        self, model: Any, model_state: Any, input_buffers: Any, intermediate_tensors: Any, block_tables: Any,
+        attn_groups: Any, *arguments: Any, **more: Any,
+    ) -> None:  # fmt: skip
+        """Leaves out what the attention backends cannot do or have no use for; they are known only now."""
+        if self._planned and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+            self.any_step = captures_any_step(self.vllm_config, model_state, attn_groups)
+            short = all(group.backend.get_name() == SHORT_TILES for groups in attn_groups for group in groups)
+            self._keep(lambda one: one.cg_mode != CUDAGraphMode.FULL or _decodes(one) or (
+                self.any_step and (short or one.max_query_len is None)))  # fmt: skip
+        super().capture(
+            model, model_state, input_buffers, intermediate_tensors, block_tables, attn_groups, *arguments, **more
+        )
 
-    return EveryWidthManager
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
+        max_query_len: int | None = None, *arguments: Any, **more: Any,
+    ) -> BatchExecutionDescriptor:  # fmt: skip
+        """vLLM does not say how long the queries of a mixed batch are, lest it be taken for a decode
+        step; here that is known, and with these graphs it makes no difference."""
+        if max_query_len is None and self.step and self.any_step:
+            max_query_len = max(self.step.values())
+        self.step = None
+        return super().dispatch(
+            num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, *arguments, **more
+        )
+
+
+def _decodes(one: BatchExecutionDescriptor) -> bool:
+    """Whether a full graph is for decode steps alone."""
+    return one.uniform_token_count is not None
 
 
 def captures_any_step(config: Any, model_state: Any, attn_groups: Any) -> bool:

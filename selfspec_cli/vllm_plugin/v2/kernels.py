@@ -1,4 +1,5 @@
-"""What the V2 draft loop does on the device between two forward passes: end a step, count. begin.py begins a round.
+"""What the V2 draft loop does on the device between two forward passes: end a step, count. How a round begins is in
+round_setup.py.
 
 Nothing here reads anything back to the host. One pass over the logits gives each row's best token and every gate
 statistic; one program a row then decides, stores the token and prepares the next step, or closes the row.
@@ -18,14 +19,11 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
 # Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
 # active rows.
 ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
-MOST_LOG_ODDS = tl.constexpr(40.0)  # where one token has all of the probability; as in vLLM's estimator
 
 
 @triton.jit
@@ -67,63 +65,77 @@ def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.c
 
 
 @triton.jit
+def _join_blocks(parts, row, blocks, BLOCKS: tl.constexpr):
+    """What the blocks of a row say together: its greatest logit and that block, the second greatest, and under the
+    weights e^(x - greatest) their sum, the mean of x - greatest, and the sum of the squared deviations from it."""
+    block = tl.arange(0, BLOCKS)
+    here, place = block < blocks, parts + row * 5 * blocks + block
+    maxima = tl.load(place, mask=here, other=-float("inf"))
+    best, at = tl.max(maxima, axis=0), tl.argmax(maxima, axis=0)
+    seconds = tl.where(
+        block == at, tl.load(place + blocks, mask=here, other=-float("inf")), maxima
+    )  # the best block's own runner-up, or another block's best
+    second = tl.max(seconds, axis=0)
+    shift = maxima - tl.where(best == -float("inf"), 0.0, best)
+    scale = tl.exp(shift)
+    weight = scale * tl.load(place + 2 * blocks, mask=here, other=0.0)
+    total = tl.sum(weight, axis=0)  # e^(logsumexp - best), at least 1 where the logits are numbers
+    centre = tl.where(weight > 0, shift + tl.load(place + 3 * blocks, mask=here, other=0.0), 0.0)
+    mean = tl.sum(weight * centre, axis=0) / total
+    spread = scale * tl.load(place + 4 * blocks, mask=here, other=0.0)
+    spread += weight * (centre - mean) * (centre - mean)
+    return best, at, second, total, mean, tl.sum(spread, axis=0)
+
+
+@triton.jit
+def _gate_is_open(row, columns, values, gate, row_limits):
+    """Whether the gate in force lets a row go on after a step with these statistics, float32 [PADDED]."""
+    feature, sign, own = tl.load(gate.feature), tl.load(gate.rule), tl.load(row_limits + row)
+    threshold = tl.where(own == own, own, tl.load(gate.rule + 1))  # NaN: the request has none of its own
+    value = tl.sum(tl.where(columns == feature, values, 0.0), axis=0)
+    return (feature < 0) | (sign * value >= sign * threshold)
+
+
+@triton.jit
+def _go_on_or_close(row, step, token, goes_on, inputs, going, max_model_len):
+    """The inputs of a row's next step; or, where it does not go on, none."""
+    position = tl.load(inputs.positions + row) + 1
+    # A token drafted at the model's last place could not be followed by the verifier's own.
+    if goes_on & (step + 1 < tl.load(inputs.row_steps + row)) & (position < max_model_len - 1):
+        tl.store(inputs.input_ids + row, token.to(tl.int32))
+        tl.store(inputs.positions + row, position)
+        tl.store(inputs.sample_positions + row, position)
+        tl.store(inputs.seq_lens + row, (position + 1).to(tl.int32) - tl.load(inputs.left_out + row))
+        tl.atomic_add(going, 1)
+    else:  # closed: no attention, no KV slot and no sampling in later steps
+        tl.store(inputs.seq_lens + row, 0)
+        tl.store(inputs.idx_mapping + row, -1)
+
+
+@triton.jit
 def _end_step(
     tokens,
     parts,
     indices,
     blocks,
     vocab_ids,
-    step_ptr,
-    row_steps,
-    row_limits,
-    left_out,
-    draft_tokens,
-    confidences,
+    inputs,
+    progress,
+    gate,
     lengths,
     logged,
-    requests,
-    idx_mapping,
-    input_ids,
-    positions,
-    seq_lens,
-    sample_positions,
-    gate_feature,
-    gate_rule,
-    going,
-    counts,
-    slope,
-    intercepts,
-    log_odds,
-    expected,
     max_model_len,
     K: tl.constexpr,
     GREEDY: tl.constexpr,
     MAPPED: tl.constexpr,
-    ESTIMATED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """One program a row. logged: float32 [requests, K, WIDTH], the statistics of each step of the round."""
     row = tl.program_id(0).to(tl.int64)
-    request, step = tl.load(requests + row), tl.load(step_ptr)
-    if (tl.load(seq_lens + row) > 0) & (request >= 0):
-        # ---- one row's blocks, joined
-        block = tl.arange(0, BLOCKS)
-        here, place = block < blocks, parts + row * 5 * blocks + block
-        maxima = tl.load(place, mask=here, other=-float("inf"))
-        best, at = tl.max(maxima, axis=0), tl.argmax(maxima, axis=0)
-        seconds = tl.where(
-            block == at, tl.load(place + blocks, mask=here, other=-float("inf")), maxima
-        )  # the best block's own runner-up, or another block's best
-        second = tl.max(seconds, axis=0)
-        shift = maxima - tl.where(best == -float("inf"), 0.0, best)
-        scale = tl.exp(shift)
-        weight = scale * tl.load(place + 2 * blocks, mask=here, other=0.0)
-        total = tl.sum(weight, axis=0)  # e^(logsumexp - best), at least 1 where the logits are numbers
-        centre = tl.where(weight > 0, shift + tl.load(place + 3 * blocks, mask=here, other=0.0), 0.0)
-        mean = tl.sum(weight * centre, axis=0) / total
-        spread = scale * tl.load(place + 4 * blocks, mask=here, other=0.0)
-        spread += weight * (centre - mean) * (centre - mean)
+    request, step = tl.load(inputs.requests + row), tl.load(progress.step)
+    if (tl.load(inputs.seq_lens + row) > 0) & (request >= 0):
+        best, at, second, total, mean, spread = _join_blocks(parts, row, blocks, BLOCKS)
         good = (total >= 1.0) & (best < float("inf")) & (best > -float("inf"))  # NaN compares false
-        # ---- the statistics
         confidence = 1.0 / total
         columns = tl.arange(0, PADDED)
         row_statistics = logged + (request * K + step) * WIDTH
@@ -132,64 +144,42 @@ def _end_step(
             confidence,
             confidence * tl.exp(second - best),
             tl.log(total) - mean,
-            tl.sum(spread, axis=0) / total,
+            spread / total,
             best,
             best + tl.log(total),
             row_statistics - WIDTH,
             step > 0,
         )
         tl.store(row_statistics + columns, values, mask=columns < WIDTH)
-        # ---- the gate
-        feature, sign, own = tl.load(gate_feature), tl.load(gate_rule), tl.load(row_limits + row)
-        threshold = tl.where(own == own, own, tl.load(gate_rule + 1))  # NaN: the request has none of its own
-        value = tl.sum(tl.where(columns == feature, values, 0.0), axis=0)
-        passes = (feature < 0) | (sign * value >= sign * threshold)
-        # ---- the token, and the step after
+        passes = _gate_is_open(row, columns, values, gate, inputs.row_limits)
         if GREEDY:
             token = tl.load(indices + row * blocks + at).to(tl.int64)
             if MAPPED:
                 token = tl.load(vocab_ids + token)
         else:
             token = tl.load(tokens + row).to(tl.int64)
-        position = tl.load(positions + row) + 1
         if good:
-            if ESTIMATED:  # from the distribution alone, not from the token (docs/verify.md)
-                odds = -tl.log(total - 1.0)  # log(p / (1 - p)) of its greatest probability p
-                odds = tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
-                confidence = tl.sigmoid(tl.load(slope) * odds + tl.load(intercepts + step))
-                tl.store(log_odds + request * K + step, odds)
-                tl.store(expected + request * K + step, confidence)
-            tl.store(draft_tokens + row * K + step, token)
-            tl.store(confidences + row * K + step, confidence)
+            tl.store(inputs.draft_tokens + row * K + step, token)
             tl.store(lengths + request, (step + 1).to(tl.int32))
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
-            tl.atomic_add(counts + NAN_LOGITS, 1)
-        # A token drafted at the model's last place could not be followed by the verifier's own.
-        if good & passes & (step + 1 < tl.load(row_steps + row)) & (position < max_model_len - 1):
-            tl.store(input_ids + row, token.to(tl.int32))
-            tl.store(positions + row, position)
-            tl.store(sample_positions + row, position)
-            tl.store(seq_lens + row, (position + 1).to(tl.int32) - tl.load(left_out + row))
-            tl.atomic_add(going, 1)
-        else:  # closed: no attention, no KV slot and no sampling in later steps
-            tl.store(seq_lens + row, 0)
-            tl.store(idx_mapping + row, -1)
+            tl.atomic_add(progress.counts + NAN_LOGITS, 1)
+        _go_on_or_close(row, step, token, good & passes, inputs, progress.going, max_model_len)
 
 
 @triton.jit
-def _turn(step_ptr, round_limit, active, going, counts, K: tl.constexpr):
+def _turn(progress, K: tl.constexpr):
     """Between two steps, after every row has decided: who goes on, and what there is to count."""
-    before, after, step = tl.load(active), tl.load(going), tl.load(step_ptr) + 1
-    tl.store(step_ptr, step)
-    tl.store(active, after)
-    tl.store(going, 0)
+    before, after, step = tl.load(progress.active), tl.load(progress.going), tl.load(progress.step) + 1
+    tl.store(progress.step, step)
+    tl.store(progress.active, after)
+    tl.store(progress.going, 0)
     if after > 0:
-        _count_step(counts, after, step, K)
+        _count_step(progress.counts, after, step, K)
     elif before > 0:
-        place = counts + TOTALS + step
+        place = progress.counts + TOTALS + step
         tl.store(place, tl.load(place) + 1)
-        if step < tl.load(round_limit):
-            tl.store(counts + GATE_ENDED, tl.load(counts + GATE_ENDED) + 1)
+        if step < tl.load(progress.round_limit):
+            tl.store(progress.counts + GATE_ENDED, tl.load(progress.counts + GATE_ENDED) + 1)
 
 
 class EndStep:
@@ -197,8 +187,7 @@ class EndStep:
 
     Two small kernels over the whole device, and one program that counts; PyTorch's argmax alone would give a row of
     128 thousand logits to few of its multiprocessors. vocab_size: columns of the draft logits, V'. vocab_ids: int64
-    [V'], draft id -> token id, or None. estimator: vLLM's, by which a confidence is how likely the draft is to be
-    accepted, or None, where it is the greatest probability.
+    [V'], draft id -> token id, or None.
     """
 
     _BLOCK = 2048  # logits a program; 63 programs a row at a vocabulary of 128,256
@@ -209,9 +198,8 @@ class EndStep:
         vocab_size: int,
         vocab_ids: Tensor | None,
         device: torch.device,
-        estimator: OnlineAcceptanceEstimator | None = None,
     ) -> None:
-        self.vocab_size, self.vocab_ids, self.estimator = vocab_size, vocab_ids, estimator
+        self.vocab_size, self.vocab_ids = vocab_size, vocab_ids
         self.blocks = -(-vocab_size // self._BLOCK)
         self.parts = torch.empty(max_rows, 5, self.blocks, dtype=torch.float32, device=device)
         self.indices = torch.empty(max_rows, self.blocks, dtype=torch.int32, device=device)
@@ -221,10 +209,7 @@ class EndStep:
 
         tokens: int64 [rows] as ids of the full vocabulary where they were drawn already; None takes the most likely.
         """
-        rows, k, buffers = logits.shape[0], state.draft_tokens.shape[1], state.buffers
-        known, learned = self.estimator, (state.confidences,) * 4  # places that are not read where nothing is estimated
-        if known is not None:
-            learned = (known.slope, known.intercepts, known.features, known.predictions)
+        rows, k = logits.shape[0], state.draft_tokens.shape[1]
         _reduce_block[(rows, self.blocks)](
             logits, logits.stride(0), self.vocab_size, self.parts, self.indices, BLOCK=self._BLOCK
         )
@@ -234,33 +219,18 @@ class EndStep:
             self.indices,
             self.blocks,
             self.indices if self.vocab_ids is None else self.vocab_ids,
-            state.step,
-            state.row_steps,
-            state.row_limits,
-            state.left_out,
-            state.draft_tokens,
-            state.confidences,
+            state.inputs(),
+            state.progress(),
+            state.gate(),
             state.lengths,
             state.statistics,
-            state.requests,
-            state.idx_mapping,
-            buffers.input_ids,
-            buffers.positions,
-            buffers.seq_lens,
-            state.sample_positions,
-            state.gate_feature,
-            state.gate_rule,
-            state.going,
-            state.counts,
-            *learned,
             state.max_model_len,
             K=k,
             GREEDY=tokens is None,
             MAPPED=self.vocab_ids is not None,
-            ESTIMATED=known is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
         )
-        _turn[(1,)](state.step, state.round_limit, state.active, state.going, state.counts, K=k)
+        _turn[(1,)](state.progress(), K=k)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """How many requests and tokens decode graphs are captured for on vLLM's V2 model runner: pure arithmetic.
 
 vLLM captures no graph for more than 512 tokens (1,024 on some devices) unless a user says so, and runs larger steps
-kernel by kernel. With 5 tokens a request that is every step of more than 102 requests, and a step in which a request
-joins them even sooner. So the limit is raised here for `RAISED` requests of k drafts each, whatever the table of
+kernel by kernel. With 5 tokens a request that is every step of more than 102 requests, and a mixed prefill and decode
+batch even sooner. So the limit is raised here for `RAISED` requests of k drafts each, whatever the table of
 lengths says: vLLM compiles a model anew when these sizes change. The table says for which widths and how many requests
 graphs are captured.
 """
@@ -52,9 +52,9 @@ def decode_sizes(settings: ResolvedSettings, width: int, limit: int) -> tuple[in
     return tuple(count * (width + 1) for count in request_counts(most)) if most else ()
 
 
-def joining_sizes(sizes: Iterable[int]) -> list[int]:
-    """Of the sizes that vLLM captures, in tokens, those that steps which requests join get a full graph for: a step is
-    padded by no more than an eighth beyond what vLLM pads it by."""
+def mixed_sizes(sizes: Iterable[int]) -> list[int]:
+    """Of the sizes that vLLM captures, in tokens, those that mixed prefill and decode batches get a full graph for: a
+    step is padded by no more than an eighth beyond what vLLM pads it by."""
     found: list[int] = []
     for size in sorted(sizes, reverse=True):
         while len(found) > 1 and 8 * found[-2] <= 9 * size:

@@ -1,14 +1,9 @@
-"""The draft loop on vLLM's V2 model runner, which is what runs on CUDA.
+"""The drafter of the V2 model runner, as vLLM's runner knows it: loading, a round, and what changes on a live engine.
 
 The same method as v1/proposer.py, shaped for a device that must never wait for the host. The verify pass leaves the
 newest token, the number of rejected drafts and the block tables on the device; one kernel turns them into the first
-draft step's inputs, and then one CUDA graph for each batch size runs the draft loop: while any request's gate is open,
-a step of slot mapping, attention metadata, first E layers, exit head, gate and next inputs. There is no draft prefill:
-the shared KV cache holds everything already.
-
-The loop ends on the device (device_loop.py). Where that cannot be had, k steps are captured one after the other, and
-closed requests do no attention work in them; where an attention backend cannot update its metadata in place, each step
-is a graph of its own.
+draft step's inputs (round_setup.py), and then the draft loop runs (draft_loop.py). There is no draft prefill: the
+shared KV cache holds everything already.
 """
 
 from __future__ import annotations
@@ -21,17 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.logger import init_logger
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer, init_attn_backend
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
-    SpeculatorBatchDescriptor,
-    SpeculatorCudaGraphManager,
-)
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
@@ -41,39 +25,37 @@ from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
-from selfspec_cli.vllm_plugin.v2 import device_loop
-from selfspec_cli.vllm_plugin.v2.allowances import Ending
-from selfspec_cli.vllm_plugin.v2.begin import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
+from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
-from selfspec_cli.vllm_plugin.v2.reading import DraftClock
-from selfspec_cli.vllm_plugin.v2.sizes import widths
+from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
-from selfspec_cli.vllm_plugin.v2.trimming import (
-    acceptance_estimator,
-    forget_confidences,
-    judge_verified_drafts,
-    price_drafts_by,
-    rejected_drafts,
-    trim_from,
-)
+from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.v2.window import shorten
+from selfspec_cli.vllm_plugin.vllm_names import (
+    dispatch_cg_and_sync_dp,
+    init_attn_backend,
+    init_logger,
+    set_forward_context,
+)
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-    from vllm.v1.worker.gpu.model_states.interface import ModelState
-    from vllm.v1.worker.gpu.states import RequestState
-    from vllm.v1.worker.utils import AttentionGroup
-
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        AttentionGroup,
+        BlockTables,
+        InputBatch,
+        InputBuffers,
+        KVCacheConfig,
+        ModelState,
+        RequestState,
+        VllmConfig,
+    )
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
@@ -89,15 +71,12 @@ def init_with_early_exit(original: Init) -> Init:
         require_runner(device.type, v2=True)
         speculator = EarlyExitSpeculator(vllm_config, device)
         verify_no_more_than(req_states, speculator.state.lengths)
-        trim_from(req_states, speculator.settings.verification_from or 1)
-        if vllm_config.parallel_config.world_size == 1:
-            price_drafts_by(req_states, speculator.clock)
         return speculator
 
     return init_speculator
 
 
-class EarlyExitSpeculator(TargetDependentARSpeculator):
+class EarlyExitSpeculator(DraftLoop):
     """Drafts with the target's first E layers. The base class keeps the interface that the runner calls."""
 
     new_recorder = DeviceRecorder
@@ -109,20 +88,15 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.draft_token_confidence_probs, self.current_draft_step, self.max_model_len, settings.table,
-            settings.ladder,
+            self.current_draft_step, self.max_model_len, settings.table, settings.ladder,
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
-        self.resting = False  # whether the last round drafted nothing, and what it was told is taken in
-        self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device has not been told of yet
+        self.drafting_disabled = False  # whether the last round drafted nothing, and took in the verdict before it
+        self._new: dict[int, tuple[Any, int]] = {}  # by slot: requests that the device does not know yet
         self.clock = DraftClock(device)
-        if self.enable_adaptive_verification:
-            self.acceptance_estimator = acceptance_estimator(self.max_num_reqs, self.num_speculative_steps, device)
         self.recorder: DeviceRecorder | None = None  # only while a record is wanted
         self.eager = False  # for a profiler, which sees no parts inside a graph
-        self._loop: device_loop.DeviceLoop | None = None
-        self._capturing = False
         # The base class feeds hidden states back; nothing does here.
         self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
@@ -141,9 +115,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._layer_names = attention_names(self.model, self.vllm_config)
-        self.end_step = EndStep(
-            self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device, self.acceptance_estimator
-        )
+        self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -174,10 +146,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         refuse_window(self.settings.draft_window, [group for groups in self.attn_groups for group in groups])
         self._configure_decode_metadata_update()
 
-    def _configure_decode_metadata_update(self) -> None:
-        # The base class gives up at k = 1, where it has no draft decode step; here every step is one.
-        super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
-
     # ---- what changes on a live engine --------------------------------------------------------------------------
 
     def set_view(self, settings: ResolvedSettings) -> None:
@@ -192,7 +160,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         for planner in self._planners("length_table"):
             planner.set_table(table)
         self.settings = replace(self.settings, length_table=str(table))
-        self.state.allowances.set_table(table)
+        self.state.budget.set_table(table)
         self._set_limits_by_load()
 
     def set_read_first(self, on: bool) -> None:
@@ -212,7 +180,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
 
     def _set_limits_by_load(self) -> None:
         limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
-        self.state.allowances.cell_limits.copy_(torch.tensor(limits))
+        self.state.budget.cell_limits.copy_(torch.tensor(limits))
 
     def _limit(self, threshold: float | None) -> float:
         """What the gate compares with under a threshold; NaN: the gate's own."""
@@ -223,7 +191,7 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         prompts: their lengths in tokens; verified: whether drafts are, in that step.
 
         Nothing on the device asks for them before drafts are verified or a round begins, so they wait for that: the
-        host launches the step first, and a server that rests is not told at all.
+        host launches the step first, and a server with drafting disabled sends nothing.
         """
         self._new.update(zip(slots, zip(parameters, prompts, strict=True), strict=True))
         if verified:
@@ -252,70 +220,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         """What keeps the draft loop's counters."""
         return self.state
 
-    # ---- CUDA graphs --------------------------------------------------------------------------------------------
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
-            self.vllm_config, self.device, mode, decode_query_len=1
-        )
-
-    def capture(self) -> None:
-        """Record the whole draft loop (or one step of it) for each batch size."""
-        assert self.decode_cudagraph_manager is not None
-        began = time.perf_counter()
-        self._prepare_loop()
-        self._capturing = True
-        if self._length_is_captured:
-            manager = self.decode_cudagraph_manager
-            manager._capture_descs = {
-                mode: [SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
-                       for one in descriptors for width in widths(self.settings) if width]
-                for mode, descriptors in manager._capture_descs.items()
-            }  # fmt: skip
-        self.decode_cudagraph_manager.capture(
-            self._recorded,
-            self.model_state,
-            self.input_buffers,
-            self.block_tables,
-            self.attn_groups,
-            self.kv_cache_config,
-            progress_bar_desc="Capturing the draft loop",
-        )
-        self._capturing = False
-        graphs = len(self.decode_cudagraph_manager.graphs)
-        seconds = time.perf_counter() - began
-        logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
-
-    @property
-    def _length_is_captured(self) -> bool:
-        """Whether a graph is for one draft length, so that each width of a verify pass needs one.
-
-        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
-        """
-        several = len(widths(self.settings)) > 2  # more than k and 0
-        return several and self._loop is None and self.supports_decode_metadata_update
-
-    def _recorded(self, *arguments: Any, **more: Any) -> None:
-        """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
-        if not torch.cuda.is_current_stream_capturing():
-            self.state.forget()
-        (self._all_steps if self.supports_decode_metadata_update else self._one_step)(*arguments, **more)
-
-    def _prepare_loop(self) -> None:
-        """Find out, once, whether a captured loop can end on the device."""
-        if self._loop is not None or not self.supports_decode_metadata_update:
-            return
-        reason = device_loop.unavailable()
-        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-            reason = "ranks exchange activations in each step, and have to take the same ones"
-        if reason is None:
-            self._loop = device_loop.DeviceLoop(self.device)
-        else:
-            logger.warning("drafting always takes all k steps on this device: %s", reason)
-
     # ---- the round ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -341,28 +245,33 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> Tensor:
         """Draft up to k tokens for each request of the batch, without waiting for the device.
 
-        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM goes by the batch size.
+        num_speculative_tokens: most drafts this round, k where it is None; fewer where vLLM chooses by the batch size.
 
         Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """
-        num_reqs = input_batch.num_reqs
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if self.recorder is not None and not dummy_run:
             self.recorder.verdict(input_batch, num_sampled, self.state)
         self._compile(input_batch.num_tokens_after_padding)
-        verdict = (num_sampled, num_rejected, last_sampled)
+        verdict, drafts = (num_sampled, num_rejected, last_sampled), self.draft_tokens[: input_batch.num_reqs]
         if not steps:
-            if not (self.resting or dummy_run):
+            if not (self.drafting_disabled or dummy_run):
                 self._begin(input_batch, steps, verdict, temperature, seeds)  # takes in the last round's verdict
-                if self.enable_adaptive_verification:
-                    forget_confidences(self.state)
-                self.resting = True
-            return self.draft_tokens[:num_reqs].fill_(-1)
-        self.resting = False
-        longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # on the host already
-        self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
+                self.drafting_disabled = True
+            return drafts.fill_(-1)
+        self.drafting_disabled = False
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
-        skip_attention = dummy_run and skip_attn_for_dummy_run  # vLLM's profiling run: `set_attn` comes after it
+        # In vLLM's profiling run there is no KV cache yet: `set_attn` comes after it.
+        self._draft(input_batch, steps, is_profile, dp_sync_state, dummy_run and skip_attn_for_dummy_run)
+        return drafts
+
+    def _draft(
+        self, input_batch: InputBatch, steps: int, is_profile: bool, dp_sync_state: Any, skip_attention: bool
+    ) -> None:
+        """Launch the draft loop of a round that has begun."""
+        num_reqs, upper_bound = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
+        longest = int(upper_bound[:num_reqs].max())  # on the host already
+        self.draft_max_seq_len = min(longest + steps, self.state.max_model_len)
         if not skip_attention:
             self._leave_out(steps)
         batch, _ = dispatch_cg_and_sync_dp(
@@ -377,18 +286,9 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
         )
         if self.decode_cudagraph_manager is not None:
             batch = self.decode_cudagraph_manager.specialize_spec_tokens(batch, steps)
-        upper_bound = input_batch.seq_lens_cpu_upper_bound
         run = self._run_all_steps if self.supports_decode_metadata_update else self._run_step_by_step
         with self.clock.drafting():
             run(num_reqs, steps, batch, upper_bound, skip_attention)
-        return self.draft_tokens[:num_reqs]
-
-    def observe_verification(self, idx_mapping: Tensor, num_sampled: Tensor, num_rejected: Tensor) -> None:
-        """A verify pass is over: what the acceptance of drafts is estimated by, without places that held none."""
-        if self.acceptance_estimator is None or self.resting:
-            return
-        rejected = rejected_drafts(num_sampled, num_rejected, self.state.lengths[idx_mapping])
-        super().observe_verification(idx_mapping, num_sampled, rejected)
 
     def _begin(
         self,
@@ -401,8 +301,6 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        if self.enable_adaptive_verification and not dummy_run:
-            judge_verified_drafts(self.state, batch)
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 
@@ -426,126 +324,3 @@ class EarlyExitSpeculator(TargetDependentARSpeculator):
             self._forward(num_tokens)
         take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request of a user's waits for its compilation
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)
-
-    def _run_all_steps(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
-    ) -> None:
-        if batch.cg_mode == CUDAGraphMode.FULL:
-            assert self.decode_cudagraph_manager is not None
-            for groups in self.attn_groups:
-                for group in groups:
-                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
-            self.decode_cudagraph_manager.run_fullgraph(batch)
-            return
-        metadata, slots = self._metadata(num_reqs, batch, upper_bound, 1, skip_attention)
-        self._all_steps(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
-
-    def _run_step_by_step(
-        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
-    ) -> None:
-        for step in range(steps):
-            metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
-            if batch.cg_mode == CUDAGraphMode.FULL:
-                assert self.decode_cudagraph_manager is not None
-                self.decode_cudagraph_manager.run_fullgraph(batch)
-            else:
-                self._one_step(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
-
-    def _metadata(
-        self, num_reqs: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
-    ) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
-        """Attention metadata and slots of one draft step, built on the host from device tensors."""
-        if skip_attention:
-            return None, None
-        slots = self._slot_mappings(num_reqs, batch.num_tokens)
-        metadata = self._build_uniform_attn_metadata(
-            num_reqs=num_reqs,
-            batch_desc=batch,
-            num_query_per_req=1,
-            seq_lens_cpu_upper_bound=upper_bound,
-            step=step,
-        )
-        return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
-
-    def _slot_mappings(self, num_reqs: int, num_tokens_padded: int) -> Tensor:
-        """KV slots [groups, tokens] for the current positions, into the persistent buffer that graphs read."""
-        return self.block_tables.compute_slot_mappings(
-            self.idx_mapping[:num_reqs],
-            self.input_buffers.query_start_loc[: num_reqs + 1],
-            self.input_buffers.positions[:num_reqs],
-            num_tokens_padded,
-        )
-
-    def _all_steps(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        num_tokens_across_dp: Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
-        """The draft loop; everything in here is captured."""
-
-        def step() -> None:
-            if attn_metadata is not None:
-                self._slot_mappings(num_reqs, num_tokens_padded)
-                self._update_draft_decode_metadata(attn_metadata, num_reqs)
-            self._one_step(
-                num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
-                cudagraph_runtime_mode, num_speculative_steps,
-            )  # fmt: skip
-
-        if self._loop is not None and torch.cuda.is_current_stream_capturing():
-            self._loop.capture(self.state.active, step)
-            return
-        if self._loop is not None and self._capturing:  # the pass before a capture
-            self._loop.warm_up(step)
-            self.state.forget()
-        for _ in range(num_speculative_steps):
-            step()
-
-    def _one_step(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, Tensor] | None,
-        num_tokens_across_dp: Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        num_speculative_steps: int,
-    ) -> None:
-        """First E layers, exit head, gate, and the inputs of the step after."""
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_tokens_padded,
-            cudagraph_runtime_mode=cudagraph_runtime_mode,
-            num_tokens_across_dp=num_tokens_across_dp,
-            slot_mapping=slot_mappings,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
-        ):
-            hidden = self._forward(num_tokens_padded)
-        logits = self.head.logits(hidden[:num_reqs])
-        drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
-        self.end_step(self.state, logits, drawn)
-
-    def _forward(self, num_tokens: int) -> Tensor:
-        """The first E layers on the persistent inputs -> normed hidden states [num_tokens, hidden]."""
-        return self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
-
-    def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
-        """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""
-        return gumbel_sample(
-            logits,
-            self.idx_mapping[:num_reqs],
-            self.temperature,
-            self.seeds,
-            self.sample_src_positions[:num_reqs],
-            apply_temperature=True,
-            is_drafting=True,
-            logits_cache=self.draft_logits,
-            logits_cache_col=self.current_draft_step,
-            use_fp64=self.use_fp64_gumbel,
-        )

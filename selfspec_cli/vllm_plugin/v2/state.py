@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,47 @@ from selfspec_cli.early_exit.gates import Rule, device_features, require_device
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
-from selfspec_cli.vllm_plugin.v2.allowances import Allowances
+from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBuffers
+    from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
 
 COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits")
 """The first of `DraftState.counts`, in the kernels' order."""
+
+
+class RoundInputs(NamedTuple):
+    """What a draft step reads of each row and writes for the step after, as kernels take it. See `DraftState`."""
+
+    input_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    sample_positions: Tensor
+    idx_mapping: Tensor
+    requests: Tensor
+    draft_tokens: Tensor
+    row_steps: Tensor
+    row_limits: Tensor
+    left_out: Tensor
+
+
+class Progress(NamedTuple):
+    """The scalars of a round and the counters, as kernels take them. See `DraftState`."""
+
+    step: Tensor
+    limit: Tensor
+    round_limit: Tensor
+    active: Tensor
+    going: Tensor
+    counts: Tensor
+
+
+class GateRule(NamedTuple):
+    """The gate in force, as kernels take it: its statistic's number, and sign and threshold. See `DraftState`."""
+
+    feature: Tensor
+    rule: Tensor
 
 
 @dataclass
@@ -32,14 +66,12 @@ class DraftState:
 
     Rows: buffers (tokens, positions, sequence lengths; 0 is a row that does no work), idx_mapping and requests (int64,
     row -> request, -1 for a row that does not draft; the first is closed with the gate), sample_positions (int64),
-    draft_tokens (int64 [rows, k]), confidences (float32 [rows, k], greatest probability of the distribution that each
-    token was drafted from, whichever token that was, or with adaptive verification, which ranks by them, how likely
-    such a draft is to be accepted; 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
+    draft_tokens (int64 [rows, k], 0 where nothing was drafted), row_steps (int32, most drafts of each this round),
     row_limits (float32, what the gate compares with in each, NaN for the gate's own), left_out (int32, tokens of the
     context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
-    allowances: what decides how much a request may draft.
+    budget: what decides how much a request may draft.
     Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
     this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
     features: names of the statistics.
@@ -50,7 +82,6 @@ class DraftState:
     requests: Tensor
     sample_positions: Tensor
     draft_tokens: Tensor
-    confidences: Tensor
     lengths: Tensor
     statistics: Tensor
     row_steps: Tensor
@@ -66,7 +97,7 @@ class DraftState:
     counts: Tensor
     max_model_len: int
     features: tuple[str, ...]
-    allowances: Allowances
+    budget: DraftBudget
     _copy: LateCopy | None = None
 
     @classmethod
@@ -76,7 +107,6 @@ class DraftState:
         idx_mapping: Tensor,
         sample_positions: Tensor,
         draft_tokens: Tensor,
-        confidences: Tensor,
         step: Tensor,
         max_model_len: int,
         table: LengthTable | None = None,
@@ -98,7 +128,6 @@ class DraftState:
             zeros(rows, dtype=torch.int64).fill_(-1),
             sample_positions,
             draft_tokens,
-            confidences,
             zeros(rows),
             zeros(rows, k, len(features), dtype=torch.float32),
             zeros(rows),
@@ -114,8 +143,24 @@ class DraftState:
             zeros(len(COUNTED) + k + 1 + k + rows + 1, dtype=torch.int64),
             max_model_len,
             features,
-            Allowances.of(table or LengthTable.fixed(k), ladder, rows, device),
+            DraftBudget.of(table or LengthTable.fixed(k), ladder, rows, device),
         )
+
+    def inputs(self) -> RoundInputs:
+        """The rows' tensors as kernels take them."""
+        buffers = self.buffers
+        return RoundInputs(
+            buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.query_start_loc, self.sample_positions,
+            self.idx_mapping, self.requests, self.draft_tokens, self.row_steps, self.row_limits, self.left_out,
+        )  # fmt: skip
+
+    def progress(self) -> Progress:
+        """The scalars of the round and the counters as kernels take them."""
+        return Progress(self.step, self.limit, self.round_limit, self.active, self.going, self.counts)
+
+    def gate(self) -> GateRule:
+        """The gate in force as kernels take it."""
+        return GateRule(self.gate_feature, self.gate_rule)
 
     def forget(self) -> None:
         """No row drafts until the next round begins, and steps are counted from 0 again."""

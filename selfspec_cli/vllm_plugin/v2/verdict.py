@@ -1,8 +1,8 @@
 """Drafts that stopped early, as vLLM's V2 verifier sees them, and their record.
 
 The V2 scheduler plans a step before the drafts of the last one exist, so every request is verified at k places. Places
-beyond what a request drafted hold token 0, which the model can embed; the rejection sampler is told that these are no
-valid drafts, the way vLLM tells it of drafts that a grammar forbids.
+beyond what a request drafted hold token 0, which the model can embed; the rejection sampler gets these as
+invalid drafts, as vLLM marks drafts that a grammar forbids.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch import Tensor
 from selfspec_cli.early_exit.gates import device_features
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-    from vllm.v1.worker.gpu.states import RequestState
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch, RejectionSampler, RequestState
 
 LENGTHS = "early_exit_lengths"
 """Attribute of an engine's `RequestState`, which its speculator is made with and its sampler knows: int32 [requests],
@@ -56,10 +53,7 @@ def with_short_drafts(original: type[RejectionSampler]) -> type[RejectionSampler
 
 
 def verified_places(batch: InputBatch) -> Tensor | None:
-    """Drafts of each request in the verify pass of a step, integers [rows]; None for a step without any.
-
-    From the device: the host does not know what adaptive verification left out.
-    """
+    """Drafts of each request in the verify pass of a step, integers [rows]; None for a step without any."""
     return None if batch.num_draft_tokens_per_req is None else batch.cu_num_logits.diff() - 1
 
 

@@ -2,8 +2,8 @@
 
 The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many places, for
 the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on the
-device (begin.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and by
-its own wish, and not at all where nobody may, or where what was accepted lately does not pay for drafting. Steps
+device (round_setup.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and
+by its own wish, and not at all where nobody may, or where what was accepted recently does not pay for drafting. Steps
 without places are vLLM's plain decode steps.
 """
 
@@ -74,7 +74,7 @@ class WidthPlanner:
         return {"off": dict(self.off), "in_force": self.in_force}
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
-        """Requests that are past their prefill, told by their few tokens: exact but for the end of a long prompt."""
+        """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""
         return sum(tokens <= 1 + self.k for tokens in scheduled.values())
 
     def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> tuple[int, dict[str, int]]:

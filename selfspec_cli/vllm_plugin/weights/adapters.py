@@ -19,7 +19,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
     Nothing is copied, and `model` is not changed. Adapters of experts are not found: vLLM applies them in the experts'
     kernels.
     """
-    from vllm.lora.layers import BaseLayerWithLoRA
+    from selfspec_cli.vllm_plugin.vllm_names import BaseLayerWithLoRA
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         base: nn.Module | None = module.base_layer if isinstance(module, BaseLayerWithLoRA) else None

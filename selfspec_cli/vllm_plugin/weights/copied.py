@@ -19,8 +19,7 @@ from selfspec_cli.early_exit.draft_weights.base import DraftWeights, WeightFacts
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
-    from vllm.config import ModelConfig, ParallelConfig
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass, ModelConfig, ParallelConfig
 
 
 class Kernels(Protocol):
@@ -71,7 +70,7 @@ def kernels_of(kind: DraftWeights, device: torch.device) -> Kernels | None:
 
 def facts_of(target: ModelConfig, parallel: ParallelConfig) -> WeightFacts:
     """What `DraftWeights.reason_against` asks of the target that vLLM has configured, and of this machine."""
-    from vllm.platforms import current_platform
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
 
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     return WeightFacts(
@@ -162,7 +161,7 @@ def on_copies(kind: DraftWeights, dtype: torch.dtype) -> Make:
     dtype: of the target's weights. What is made raises SettingsError for a linear layer whose weight is not plain and
     of that dtype, and for weights that are not finite. Experts: experts.py.
     """
-    from vllm.model_executor.layers.linear import LinearBase
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         return copied(kind, dtype, module, name) if isinstance(module, LinearBase) else None

@@ -16,7 +16,7 @@ from selfspec_cli.vllm_plugin.weights.copied import kernels_of
 from selfspec_cli.vllm_plugin.weights.replace import Make, shallow_copy, with_replaced
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 SUFFIX = ".draft"  # of the name under which the copy is found in a forward pass, beside the target's own
 
@@ -26,7 +26,7 @@ def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
 
     What is made raises SettingsError for experts whose weights are not plain and of the model's dtype.
     """
-    from vllm.model_executor.layers.fused_moe import MoERunner
+    from selfspec_cli.vllm_plugin.vllm_names import MoERunner
 
     def runner(module: nn.Module, name: str) -> nn.Module | None:
         return _copied(kind, module, name, vllm_config) if isinstance(module, MoERunner) else None
@@ -42,7 +42,7 @@ def on_copied_experts(kind: DraftWeights, vllm_config: VllmConfig) -> Make:
 
 def _copied(kind: DraftWeights, runner: Any, name: str, vllm_config: VllmConfig) -> nn.Module:
     """`runner` over experts on copies, under a name of its own; everything else is shared."""
-    from vllm.utils.torch_utils import _USE_LAYERNAME
+    from selfspec_cli.vllm_plugin.vllm_names import _USE_LAYERNAME
 
     if not _USE_LAYERNAME:  # vLLM would count layers instead, and find the target's own experts
         raise kind.impossible(f"copies of experts need PyTorch 2.11, and this is {torch.__version__}")
@@ -77,8 +77,7 @@ def _copied_experts(kind: DraftWeights, experts: Any, name: str, vllm_config: Vl
 
 
 def _vllms_method(vllm_config: VllmConfig, experts: Any) -> Any:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod, set_current_vllm_config
 
     with set_current_vllm_config(vllm_config):
         return UnquantizedFusedMoEMethod(experts.moe_config)
@@ -86,7 +85,7 @@ def _vllms_method(vllm_config: VllmConfig, experts: Any) -> Any:
 
 def _method_of(experts: Any, kernel: Any, config: Any) -> Any:
     """A method for vLLM's layer that runs `kernel`."""
-    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from selfspec_cli.vllm_plugin.vllm_names import FusedMoEMethodBase
 
     class CopiedExperts(FusedMoEMethodBase):
         """Multiplies by the parameters of the layer that it is given, which are there already."""
@@ -144,7 +143,7 @@ def plain_experts(kind: DraftWeights, experts: Any, name: str) -> dict[str, Tens
     """The weights of this rank's experts: "w13_weight" [experts, 2 * intermediate, hidden], gate above up, and
     "w2_weight" [experts, hidden, intermediate]. Raises SettingsError where vLLM holds them in another form.
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from selfspec_cli.vllm_plugin.vllm_names import UnquantizedFusedMoEMethod
 
     method = experts.quant_method
     if type(method) is not UnquantizedFusedMoEMethod:
@@ -174,7 +173,7 @@ def _unpacked(packed: Tensor, isa: str) -> Tensor:
     Packing moves values and changes none, in each expert alike. Where it moves them is seen by packing the numbers of
     their places, a byte at a time, for bfloat16 holds no larger integers.
     """
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    from selfspec_cli.vllm_plugin.vllm_names import cpu_prepack_moe_weight
 
     places = torch.arange(packed[0].numel()).view_as(packed[:1])
     source = torch.zeros_like(places)

@@ -21,7 +21,7 @@ from selfspec_cli.vllm_plugin.weights.copied import copied, on_copies
 from selfspec_cli.vllm_plugin.weights.replace import Make
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmConfig) -> FittedWeights | None:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from selfspec_cli.early_exit.draft_weights.fp8 import LARGEST
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = (1,)  # one token is multiplied in another way than more are
 
@@ -70,7 +70,7 @@ def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _tokens(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    from vllm import _custom_ops as ops
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
 
     if is_fake(x):  # traced: plain operations, which can be fused
         scales = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
@@ -84,9 +84,12 @@ def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """vLLM's Triton kernels for experts with one scale a row and one a token (W8A8), for any number of tokens."""
-    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
-    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        Fp8MoeBackend,
+        TritonExperts,
+        fp8_w8a8_moe_quant_config,
+        make_fp8_moe_kernel,
+    )
 
     config = fp8_w8a8_moe_quant_config(
         w1_scale=w13["scale"],

@@ -22,7 +22,7 @@ from selfspec_cli.vllm_plugin.weights import rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 WIDEST = 16384  # inputs of a norm: one program holds all of them
 
@@ -38,14 +38,14 @@ class Activation(nn.Module):
 
 def activation(module: nn.Module, name: str) -> nn.Module | None:
     """For `replace.replace_in_layers`: what stands in for an activation whose result a product reads rounded."""
-    from vllm.model_executor.layers.activation import SiluAndMul
+    from selfspec_cli.vllm_plugin.vllm_names import SiluAndMul
 
     return Activation() if type(module) is SiluAndMul else None
 
 
 def graph_pass() -> InductorPass:
     """`round_in_front` as vLLM takes it, before it lowers its own operators."""
-    from vllm.compilation.passes.inductor_pass import CallableInductorPass, InductorPass
+    from selfspec_cli.vllm_plugin.vllm_names import CallableInductorPass, InductorPass
 
     source = inspect.getsource(sys.modules[__name__])  # a change here is another entry of the compile cache
     return CallableInductorPass(round_in_front, InductorPass.hash_source(source))
@@ -107,8 +107,8 @@ def round_in_front(graph: fx.Graph) -> None:
     """Let what comes before products with integer copies round for them, where it can (module docstring)."""
     by_input: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.selfspec.linear_integers.default):
-        x, _, _, words, more, *_ = node.args
-        bits = width_of(words.meta["val"], more and more.meta["val"], x.meta["val"].shape[-1])
+        x, _, _, words, *_ = node.args
+        bits = width_of(words.meta["val"], x.meta["val"].shape[-1])
         by_input.setdefault(_same_values(x), []).append((node, bits))
     for x, products in by_input.items():
         bits = products[0][1]  # copies of another width read other bytes, and round for themselves

@@ -53,8 +53,7 @@ class SharedLinear:
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:
     """A linear layer on `module`'s own weight and this operator, where that weight is plain, on CUDA, and vLLM would
     multiply by it with PyTorch's linear; None for everything else. For `with_replaced`."""
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.utils import default_unquantized_gemm
+    from selfspec_cli.vllm_plugin.vllm_names import LinearBase, UnquantizedLinearMethod, default_unquantized_gemm
 
     if not isinstance(module, LinearBase):
         return None

@@ -1,12 +1,12 @@
-"""Products with integer copies of weights, 4 to 8 bits each, in groups along a row with one scale a group.
+"""Products with integer copies of weights, 4 or 8 bits each, in groups along a row with one scale a group.
 
 An engine for up to 32 requests at a time keeps copies in the layout in which `early_exit.draft_weights.integers` writes
-them. One token is multiplied by the kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py where
-copies have 4 or 8 bits; several times copies of 5 or 6 bits, by the target's own weight. The tokens are rounded to 8
-bits before (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
+them. One token is multiplied by the kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The
+tokens are rounded to 8 bits before (rounding.py), in a compiled layer by the norm or the activation in front
+(fused.py).
 
-Engines for more requests keep copies of 4 and 8 bits as Marlin reads them (marlin.py), because for 32 to 64 tokens its
-kernels are faster than ours. Both layouts at once would double the memory that a copy takes. Measured on an H100
+Engines for more requests keep copies as Marlin reads them (marlin.py), because for 32 to 64 tokens its kernels are
+faster than ours. Both layouts at once would double the memory that a copy takes. Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """
@@ -26,7 +26,7 @@ from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 if TYPE_CHECKING:
-    from vllm.compilation.passes.inductor_pass import InductorPass
+    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
 
 COMPILE_SIZES = ()  # the operator chooses when it runs
 
@@ -34,7 +34,7 @@ COMPILE_SIZES = ()  # the operator chooses when it runs
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies as they were made, or as Marlin reads them (module docstring)."""
     rows, groups = tensors["scales"].shape
-    bits = width_of(tensors["words"], tensors.get("more"), groups * GROUP)
+    bits = width_of(tensors["words"], groups * GROUP)
     if marlin.serves(bits, rows, groups * GROUP) and _many_requests_at_a_time():
         return marlin.repacked(tensors, bits)
     none_arrived(tensors["words"].device)  # not for the first time while a CUDA graph is captured
@@ -52,7 +52,7 @@ def graph_pass() -> InductorPass | None:
 
 
 def _many_requests_at_a_time() -> bool:
-    from vllm.config import get_current_vllm_config_or_none
+    from selfspec_cli.vllm_plugin.vllm_names import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     return config is not None and config.scheduler_config.max_num_seqs > rounding.MOST
@@ -62,8 +62,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only."""
     if "marlin" in tensors:
         return marlin.linear(x, tensors, bias, weight)
-    copy = (tensors["words"], tensors.get("more"), tensors["scales"])
-    out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, *copy, bias, weight)
+    out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, tensors["words"], tensors["scales"], bias, weight)
     return out
 
 
@@ -72,26 +71,25 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor? more, Tensor scales, Tensor? bias, "
-    "Tensor weight) -> Tensor",
+    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor weight) "
+    "-> Tensor",
 )
 def _linear_integers(
     x: Tensor,
     rounded: Tensor | None,
     factors: Tensor | None,
     words: Tensor,
-    more: Tensor | None,
     scales: Tensor,
     bias: Tensor | None,
     weight: Tensor,
 ) -> Tensor:
-    tokens, bits = x.shape[0], width_of(words, more, x.shape[1])
-    if not rounding.is_rounded(tokens, bits):
+    tokens, bits = x.shape[0], width_of(words, x.shape[1])
+    if tokens > rounding.MOST:
         return F.linear(x, weight, bias)
     if rounded is None or factors is None:
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
     if tokens == 1:
-        return lowbit_one_token.product(rounded, factors, words, more, scales, bias, x.dtype)
+        return lowbit_one_token.product(rounded, factors, words, scales, bias, x.dtype)
     return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype)
 
 
@@ -106,18 +104,15 @@ def _(x: Tensor, *others: Any) -> Tensor:
 def experts(
     layer: Any, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], **activation: Any
 ) -> tuple[Any, Any, dict[str, Tensor]]:
-    """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens.
-
-    They know no other widths: integers of 5 and 6 bits take 8 there.
-    """
-    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonWNA16Experts
-    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import (
+    """vLLM's Triton kernels for experts of 4 and of 8 bits (W4A16, W8A16), for any number of tokens."""
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        TritonWNA16Experts,
         WNA16MoEBackend,
         make_wna16_moe_kernel,
         make_wna16_moe_quant_config,
     )
 
-    bits = 4 if _width_of_copy(w13) == 4 else 8
+    bits = _width_of_copy(w13)
     config = make_wna16_moe_quant_config(
         w1_scale=w13["scales"],
         w2_scale=w2["scales"],
@@ -132,17 +127,17 @@ def experts(
         backend=WNA16MoEBackend.TRITON,
         routing_tables=layer._expert_routing_tables(),
     )
-    tensors = {"w13_weight": as_bytes(w13, bits), "w2_weight": as_bytes(w2, bits)}
+    tensors = {"w13_weight": as_bytes(w13), "w2_weight": as_bytes(w2)}
     return kernel, config, {**tensors, "w13_scale": w13["scales"], "w2_scale": w2["scales"]}
 
 
-def as_bytes(copies: Mapping[str, Tensor], bits: int) -> Tensor:
+def as_bytes(copies: Mapping[str, Tensor]) -> Tensor:
     """Copies of experts as vLLM's kernels read them, uint8: q + 128 in [experts, out, in] for 8 bits; for 4, q + 8 of
     two columns in [experts, out, in / 2], the first in the low half. One expert at a time, because unpacked integers
     take much memory."""
-    width, packed = _width_of_copy(copies), []
+    bits, packed = _width_of_copy(copies), []
     for number in range(len(copies["scales"])):
-        q = integers({name: tensor[number] for name, tensor in copies.items()}, width).flatten(1)  # int32 [out, in]
+        q = integers({name: tensor[number] for name, tensor in copies.items()}, bits).flatten(1)  # int32 [out, in]
         if bits == 8:
             packed.append((q + 128).to(torch.uint8))
         else:
@@ -152,4 +147,4 @@ def as_bytes(copies: Mapping[str, Tensor], bits: int) -> Tensor:
 
 def _width_of_copy(copies: Mapping[str, Tensor]) -> int:
     """Bits of the integers of copies [experts, ...]."""
-    return width_of(copies["words"][0], copies.get("more"), copies["scales"].shape[2] * GROUP)
+    return width_of(copies["words"][0], copies["scales"].shape[2] * GROUP)

@@ -1,4 +1,4 @@
-"""One token times integer copies of 4 to 8 bits (their layout: `early_exit.draft_weights.integers`).
+"""One token times integer copies of 4 or 8 bits (their layout: `early_exit.draft_weights.integers`).
 
 At one token nothing but reading the weight should take time, and with fewer bits there are fewer bytes to hide the
 arithmetic behind. So the token is rounded to 8-bit integers before (rounding.py), and `dp4a` multiplies and adds four
@@ -40,7 +40,7 @@ def _once(place, here):
 
 
 @triton.jit
-def _weights(words, more, scales, row, group, here, TOTAL: tl.constexpr, BITS: tl.constexpr):
+def _weights(words, scales, row, group, here, TOTAL: tl.constexpr, BITS: tl.constexpr):
     """Bytes of parts 0 to 3 and of parts 4 to 7 of each word of some groups of a row, as unsigned integers (signed ones
     for 8 bits), int32 [GROUPS, WIDTH] twice, and their scales [GROUPS]. TOTAL: groups of a row."""
     word, inside = tl.arange(0, WIDTH)[None, :], here[:, None]
@@ -52,25 +52,16 @@ def _weights(words, more, scales, row, group, here, TOTAL: tl.constexpr, BITS: t
         at = group[:, None] * WIDTH + word
         both = _once(words + start * WIDTH + at, inside)
         low, high = both & 0x0F0F0F0F, (both >> 4) & 0x0F0F0F0F
-        if BITS == 5:  # four bits spread to four bytes
-            top = _once(more + start * WIDTH + at, inside).to(tl.int32)
-            low |= (((top & 0xF) * 0x00204081) & 0x01010101) << 4
-            high |= ((((top >> 4) & 0xF) * 0x00204081) & 0x01010101) << 4
-        if BITS == 6:  # four pairs of bits spread to four bytes
-            top = _once(more + start * WIDTH + at, inside).to(tl.int32) & 0xFFFF
-            first, second = top & 0xFF, top >> 8
-            low |= ((first | (first << 6) | (first << 12) | (first << 18)) & 0x03030303) << 4
-            high |= ((second | (second << 6) | (second << 12) | (second << 18)) & 0x03030303) << 4
     return low, high, _once(scales + start + group, here)
 
 
 @triton.jit
-def _of_rows(words, more, scales, first, rows, group, TOTAL: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _of_rows(words, scales, first, rows, group, TOTAL: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
     """`_weights` of ROWS rows, as a tuple; what would be beyond the last row is the last row again."""
     found = ()
     for n in tl.static_range(ROWS):
         row = tl.minimum(first + n, rows - 1)
-        found += (_weights(words, more, scales, row, group, group < TOTAL, TOTAL, BITS),)  # type: ignore[assignment]
+        found += (_weights(words, scales, row, group, group < TOTAL, TOTAL, BITS),)  # type: ignore[assignment]
     return found
 
 
@@ -104,7 +95,6 @@ def _rows(
     rounded,
     factors,
     words,
-    more,
     scales,
     bias,
     out,
@@ -127,9 +117,9 @@ def _rows(
     first = tl.program_id(0) * ROWS
     group, last = tl.arange(0, GROUPS), FULL * GROUPS + tl.arange(0, REST)
     if FULL > 0:
-        weights = _of_rows(words, more, scales, first, rows, group, TOTAL, BITS, ROWS)
+        weights = _of_rows(words, scales, first, rows, group, TOTAL, BITS, ROWS)
     if FULL * GROUPS < TOTAL:
-        rest = _of_rows(words, more, scales, first, rows, last, TOTAL, BITS, ROWS)
+        rest = _of_rows(words, scales, first, rows, last, TOTAL, BITS, ROWS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         # Not before all kernels in front have ended: what comes next may read what they wrote without waiting.
@@ -138,7 +128,7 @@ def _rows(
         sums = _times_token(weights, rounded, factors, group, TOTAL, BITS, ROWS, ASM)
         for step in tl.static_range(1, FULL):
             group = step * GROUPS + tl.arange(0, GROUPS)
-            weights = _of_rows(words, more, scales, first, rows, group, TOTAL, BITS, ROWS)
+            weights = _of_rows(words, scales, first, rows, group, TOTAL, BITS, ROWS)
             sums = _added(sums, _times_token(weights, rounded, factors, group, TOTAL, BITS, ROWS, ASM), ROWS)
     if FULL * GROUPS < TOTAL:
         others = _times_token(rest, rounded, factors, last, TOTAL, BITS, ROWS, ASM)
@@ -178,10 +168,8 @@ def rows_of_program(rows: int, groups: int, bits: int) -> int:
     return 4 if groups < 96 else 1
 
 
-def width_of(words: Tensor, more: Tensor | None, columns: int) -> int:
-    """Bits of a copy's integers, by its tensors; columns: of the weight."""
-    if more is not None:
-        return 5 if more.dtype is torch.uint8 else 6
+def width_of(words: Tensor, columns: int) -> int:
+    """Bits of a copy's integers, by its words; columns: of the weight."""
     return 8 if words.shape[1] * 4 == columns else 4
 
 
@@ -189,7 +177,6 @@ def product(
     rounded: Tensor,
     factors: Tensor,
     words: Tensor,
-    more: Tensor | None,
     scales: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
@@ -206,14 +193,13 @@ def product(
     """
     early = launches_early(words.device) if early is None else early
     rows, groups = scales.shape
-    bits = width_of(words, more, groups * GROUP_OF_COPIES)
+    bits = width_of(words, groups * GROUP_OF_COPIES)
     rows_at_once = rows_at_once or rows_of_program(rows, groups, bits)
     out = torch.empty(1, rows, dtype=dtype, device=words.device)
     _rows[(triton.cdiv(rows, rows_at_once),)](
         rounded,
         factors,
         words,
-        words if more is None else more,
         scales,
         out if bias is None else bias,
         out,

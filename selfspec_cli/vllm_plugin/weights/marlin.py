@@ -1,7 +1,6 @@
-"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 2 to 64 tokens.
+"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for up to 64 tokens. CUDA only.
 
-A single one is multiplied by a kernel of ours that reads the same layout (marlin_token.py). CUDA only. Which engines
-take this layout, and why: lowbit.py.
+Which engines take this layout, and why: lowbit.py.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
-from selfspec_cli.vllm_plugin.weights import marlin_token
-from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
 MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
@@ -30,14 +27,13 @@ def serves(bits: int, rows: int, columns: int) -> bool:
 
 def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     """A copy of `draft_weights.integers` on a CUDA device as Marlin reads it, with scales in bfloat16."""
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_permute_scales
+    from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_permute_scales
 
     rows, groups = copy["scales"].shape
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
-    _beside(words.device)  # neither first while a CUDA graph is captured
-    none_arrived(words.device)
+    _beside(words.device)  # not first while a CUDA graph is captured
     return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
 
 
@@ -67,8 +63,6 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
     if x.shape[0] > MOST:
         return F.linear(x, weight, bias)
-    if x.shape[0] == 1:
-        return marlin_token.product(x.contiguous(), words, scales, bias)
     return product(x.contiguous(), words, scales, bias)
 
 
@@ -79,8 +73,7 @@ def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Ten
 
 def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] bf16, contiguous, times a repacked copy, plus bias [out] -> [n, out] bf16."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
-    from vllm.scalar_type import scalar_types
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils, scalar_types
 
     rows, columns = scales.shape[1], x.shape[1]
     bits = 2 * words.shape[1] // rows  # words are [in / 16, out * bits / 2]
@@ -93,7 +86,7 @@ def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None
 @lru_cache
 def _beside(device: torch.device) -> tuple[Any, Any]:
     """What a call takes besides: no zero points, and locks, which each call leaves as it finds them."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
+    from selfspec_cli.vllm_plugin.vllm_names import marlin_utils
 
     locks = marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
     return marlin_utils.marlin_make_empty(device), locks

@@ -1,4 +1,4 @@
-"""What the kernels for one token share: those in 8-bit integers (lowbit.py, marlin_token.py), and attention."""
+"""What the kernels for one token share: those in 8-bit integers (lowbit.py), and attention."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -11,7 +11,7 @@ from torch import nn
 from selfspec_cli.vllm_plugin.decoder import has_experts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 Make = Callable[[nn.Module, str], nn.Module | None]
 """(module, its dotted name) -> what stands in its place, or None to look at its children."""

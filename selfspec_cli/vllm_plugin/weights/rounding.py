@@ -158,11 +158,6 @@ def _activate(
         _store_rounded(values, rounded, factors, group, token, here, TOKENS, HALVES)
 
 
-def is_rounded(tokens: int, bits: int) -> bool:
-    """Whether so many tokens are multiplied as bytes, by a copy of so many bits."""
-    return tokens == 1 or (tokens <= MOST and bits in (4, 8))
-
-
 def padded(tokens: int) -> int:
     """How many tokens, of 1 to 32, there is room for between one group and the next."""
     if not 1 <= tokens <= MOST:
@@ -178,7 +173,7 @@ def room_for(groups: int, tokens: int, device: torch.device) -> tuple[Tensor, Te
 
 def _options(tokens: int, bits: int, device: torch.device) -> dict[str, Any]:
     """What all of these kernels are launched with. bits: 0 to round nothing."""
-    early, rounds = launches_early(device), bits > 0 and is_rounded(tokens, bits)
+    early, rounds = launches_early(device), bits > 0 and tokens <= MOST
     halves = bits == 4 and tokens > 1
     return {"TOKENS": padded(tokens) if rounds else 0, "HALVES": halves, "EARLY": early, "launch_pdl": early}
 
@@ -204,8 +199,8 @@ def add_and_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The root-mean-square norm of x + residual, both [n, in], the sum itself, and the norm as `round_tokens` gives it.
 
-    weight: [in]. What is rounded has room for 32 tokens, and is not written where such tokens are not multiplied as
-    bytes (`is_rounded`). Rounding to x's type is as vLLM's `fused_add_rms_norm` does it.
+    weight: [in]. What is rounded has room for 32 tokens, and is not written for more, which are not multiplied as
+    bytes. Rounding to x's type is as vLLM's `fused_add_rms_norm` does it.
     """
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
     normed, left = torch.empty_like(x), torch.empty_like(x)
@@ -231,7 +226,7 @@ def add_and_norm(
 def activate(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """silu(x[:, :in]) * x[:, in:] of x [n, 2 * in], and that as `round_tokens` gives it.
 
-    bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written where such tokens are not
+    bits: 0 to round nothing. What is rounded has room for 32 tokens, and is not written for more, which are not
     multiplied as bytes.
     """
     tokens, groups = x.shape[0], x.shape[1] // 2 // GROUP_OF_COPIES

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
-from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from selfspec_cli.vllm_plugin.vllm_names import (
+    LogitsProcessor,
+    ParallelLMHead,
+    set_current_vllm_config,
+    tensor_model_parallel_all_gather,
+)
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 
 class ShardedProjection:

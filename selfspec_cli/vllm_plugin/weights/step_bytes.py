@@ -11,9 +11,8 @@ from torch import nn
 from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from selfspec_cli.vllm_plugin.exit_head import TargetHead
+    from selfspec_cli.vllm_plugin.vllm_names import KVCacheConfig
 
 
 def step_bytes(

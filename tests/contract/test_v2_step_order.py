@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from v2_engine import add, asked_of, crowd
-from v2_orders import by_turns
+from v2_orders import alternating
 from v2_queue import engine_of
 
 pytest.importorskip("vllm")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 
 
 def run(core, requests=(), every=3):
-    """Steps until all have ended; a request joins in every few steps. Tokens of each."""
+    """Steps until all have ended; a request arrives every few steps. Tokens of each."""
     waiting, live, turn = deque(requests), {}, 0
     while waiting or core.scheduler.has_requests() or core.batch_queue:
         if waiting and turn % every == 0:
@@ -39,12 +39,12 @@ def steps_until(core, over):
 
 
 @pytest.mark.parametrize("blocks", [1000, 40])  # the smaller cannot hold all requests: some are preempted
-@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "by turns"])
+@pytest.mark.parametrize("first", [True, False, None], ids=["read first", "launch first", "alternating"])
 def test_every_request_gets_all_of_its_tokens_in_any_order(make, blocks, first):
     requests = crowd(extra=lambda number: {"selfspec_k": (0, 1, 4)[number % 3]} if number % 2 else None)
     core, reader = engine_of(make(True, blocks, length_table="1:4 3:2 7:0"), first, asked=asked_of(requests))
     if first is None:
-        reader._orders = by_turns()
+        reader._orders = alternating()
     assert run(core, requests) == {name: most for name, _, most, _ in requests}
     pairs = list(zip(core.log, core.log[1:], strict=False))
     if first is False:
@@ -121,16 +121,16 @@ def test_an_engine_that_gets_no_messages_waits_for_its_tokens(make):
 
 
 def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import reading
+    from selfspec_cli.vllm_plugin.v2 import step_order
 
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
-    monkeypatch.setattr(reading.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(step_order.time, "perf_counter", lambda: next(moments))
     clock = reader._clock = SimpleNamespace(launched=-1.0, done=-1.0, seconds=lambda: 7.0)
     sample = core.model_executor.sample_tokens
 
-    def sample_tokens(*arguments, **more):  # resting.py, in the worker
-        clock.launched = reading.time.perf_counter()
+    def sample_tokens(*arguments, **more):  # drafting_disabled.py, in the worker
+        clock.launched = step_order.time.perf_counter()
         return sample(*arguments, **more)
 
     core.model_executor.sample_tokens = sample_tokens
@@ -154,7 +154,7 @@ def test_a_request_for_which_there_is_no_room_does_not_launch_a_step(make):
 
 @pytest.mark.parametrize("left", ["driver_worker", "clock", "one rank", "read_first"])
 def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left, monkeypatch):
-    from selfspec_cli.vllm_plugin.v2 import reading
+    from selfspec_cli.vllm_plugin.v2 import step_order
 
     core, _ = engine_of(make(read_first=left != "read_first"), True)
     del core.early_exit_reader
@@ -164,10 +164,10 @@ def test_vllms_order_stays_where_ours_cannot_be_had_or_is_not_wanted(make, left,
         core.model_executor.driver_worker.model_runner.speculator = None
     if left == "one rank":
         core.vllm_config.parallel_config.world_size_across_dp = 2
-    reader = reading.reader_of(core)
+    reader = step_order.reader_of(core)
     assert (reader is None) == (left != "read_first")
     if reader is not None:
-        reader._orders = defaultdict(lambda: reading.Order(first=True))
+        reader._orders = defaultdict(lambda: step_order.Order(first=True))
     add(core.scheduler, "one", 20, 60)
     run(core)
     assert core.log[:4] == ["launch", "launch", "read", "launch"]
@@ -214,7 +214,7 @@ def future(event=True):
 
 @pytest.fixture
 def reader():
-    from selfspec_cli.vllm_plugin.v2.reading import Reader
+    from selfspec_cli.vllm_plugin.v2.step_order import Reader
 
     return Reader(SimpleNamespace(launched=0.0, done=0.0, seconds=lambda: 0.002))
 
@@ -227,7 +227,7 @@ def took(reader, milliseconds, steps, step=None, read=10.0, paused=0.5):
 
 
 def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):
-    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
 
     took(reader, 1.0, SAMPLES - 1)
     assert not reader._orders[2].first
@@ -244,20 +244,20 @@ def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(read
 
 
 def test_a_few_slow_steps_change_nothing(reader):
-    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
 
     took(reader, 1.0, SAMPLES - 4)
     took(reader, 500.0, 4)
     assert reader._orders[2].first
 
 
-def test_an_order_is_told_when_it_is_decided_first_and_when_it_changes():
-    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES, Order
+def test_an_order_is_decided_when_it_is_decided_first_and_when_it_changes():
+    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES, Order
 
     order = Order()
-    told = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
-    at = [number // SAMPLES for number, news in enumerate(told) if news]
-    assert at == [0, 2, 4] and sum(told[number * SAMPLES + SAMPLES - 1] for number in at) == 3
+    decided = [order.add(host, 2.0) for host in (3.0, 3.0, 1.0, 1.0, 3.0) for _ in range(SAMPLES)]
+    at = [number // SAMPLES for number, news in enumerate(decided) if news]
+    assert at == [0, 2, 4] and sum(decided[number * SAMPLES + SAMPLES - 1] for number in at) == 3
 
 
 def test_a_launch_before_anything_was_read_is_no_sample(reader):
@@ -266,7 +266,7 @@ def test_a_launch_before_anything_was_read_is_no_sample(reader):
 
 
 def test_loads_have_orders_of_their_own(reader):
-    from selfspec_cli.vllm_plugin.v2.reading import SAMPLES
+    from selfspec_cli.vllm_plugin.v2.step_order import SAMPLES
 
     took(reader, 1.0, SAMPLES)
     took(reader, 3.0, SAMPLES, step_of(8))
@@ -290,7 +290,7 @@ def test_a_loop_that_is_not_over_is_no_sample(reader):
 
 
 def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():
-    from selfspec_cli.vllm_plugin.v2 import reading
+    from selfspec_cli.vllm_plugin.v2 import step_order
 
     moments = iter(range(100))
 
@@ -306,7 +306,7 @@ def test_the_clock_reads_the_oldest_of_three_loops_and_never_waits():
         def elapsed_time(self, other):
             return float(other.at - self.at)
 
-    clock = reading.DraftClock(torch.device("cpu"))
+    clock = step_order.DraftClock(torch.device("cpu"))
     assert clock.seconds() is None
     clock._pairs = [(Event(), Event()) for _ in range(3)]
     for _ in range(2):

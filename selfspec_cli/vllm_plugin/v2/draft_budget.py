@@ -1,13 +1,13 @@
-"""What decides on the device how much each request drafts in a round: the table of lengths by load, what the request
-itself asked for, how much of its drafts is accepted, and where it ends. begin.py writes it when a request comes, and
-reads it when a round begins."""
+"""The draft budget of each request, on the device: how much it may draft in a round, by the table of lengths by load,
+by what the request itself asked for, by its acceptance so far, and by where it ends. round_setup.py writes it when a
+request arrives, and reads it when a round begins."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,38 @@ class Ending:
         return cls(LARGEST if most is None else min(prompt + most, LARGEST), -1 if stop is None else stop)
 
 
+class Limits(NamedTuple):
+    """What bounds a draft beside acceptance, as kernels take it. See `DraftBudget`."""
+
+    cells: Tensor
+    cell_limits: Tensor
+    own_lengths: Tensor
+    own_limits: Tensor
+    ends: Tensor
+    stops: Tensor
+
+
+class Acceptance(NamedTuple):
+    """Estimates of acceptance and the ladder that they choose from, as kernels take them. See `DraftBudget`."""
+
+    ladder: Tensor
+    rises: Tensor
+    falls: Tensor
+    rates: Tensor
+    levels: Tensor
+    usual: Tensor
+
+
 @dataclass
-class Allowances:
+class DraftBudget:
     """Tensors on the device.
 
     cells: int32 [cells, 3], requests, context and length of each entry of the table in its order; cell_limits: float32
     [cells], what the gate compares with there, NaN for the gate's own.
     own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
     ends, stops: int32 [requests], `Ending` of each.
-    ladder: int32 [rungs], empty where acceptance does not count; rises, falls: float32 [rungs].
-    rates, rungs: float32 and int32 [requests], each request's estimated acceptance and rung (1 is the first; whether
+    ladder: int32 [levels], empty where acceptance does not count; rises, falls: float32 [levels].
+    rates, levels: float32 and int32 [requests], each request's estimated acceptance and level (1 is the first; whether
     anything is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
     arrivals: int32 [requests, 5], of new requests: slot, length and token that end it, its own draft length and limit.
     """
@@ -60,14 +82,14 @@ class Allowances:
     rises: Tensor
     falls: Tensor
     rates: Tensor
-    rungs: Tensor
+    levels: Tensor
     usual: Tensor
     arrivals: Tensor
 
     @classmethod
     def of(
         cls, table: LengthTable, ladder: Ladder | None, requests: int, device: torch.device | None = None
-    ) -> Allowances:
+    ) -> DraftBudget:
         """For a table, and a ladder where acceptance counts; requests: slots for them. No gate has limits here yet."""
 
         def floats(values: Sequence[float]) -> Tensor:
@@ -91,6 +113,14 @@ class Allowances:
             floats([1.0]),
             integers([[0] * 5] * requests),
         )
+
+    def limits(self) -> Limits:
+        """The tensors that bound a draft beside acceptance, as kernels take them."""
+        return Limits(self.cells, self.cell_limits, self.own_lengths, self.own_limits, self.ends, self.stops)
+
+    def acceptance(self) -> Acceptance:
+        """The tensors of acceptance as kernels take them; without a ladder, empty ones."""
+        return Acceptance(self.ladder, self.rises, self.falls, self.rates, self.levels, self.usual)
 
     def set_table(self, table: LengthTable) -> None:
         """Another table from the next round on, without thresholds: no graph holds the old one's place."""

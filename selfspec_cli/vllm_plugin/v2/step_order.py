@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from selfspec_cli.vllm_plugin.v2.widths import planner_of
+from selfspec_cli.vllm_plugin.vllm_names import init_logger
 
 logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
 
@@ -52,8 +52,8 @@ WAITED = 150e-6
 class DraftClock:
     """When the host had launched the last step, and how long the device drafted behind earlier ones.
 
-    launched: the forward pass; done: all of the step, with its drafts. In seconds of `time.perf_counter`; resting.py
-    sets them.
+    launched: the forward pass; done: all of the step, with its drafts. In seconds of `time.perf_counter`;
+    drafting_disabled.py sets them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,8 +92,8 @@ class Order:
     """Of steps with about the same number of requests. first: whether tokens are read before the next launch.
 
     host, device: seconds that it was decided by: from a step's tokens to the launch of the next forward pass, and in
-    the draft loop; None until then. launches: seconds of the last launches; rounds: from tokens to tokens. told:
-    whether the log says that there is a wait.
+    the draft loop; None until then. launches: seconds of the last launches; rounds: from tokens to tokens.
+    logged: whether the log says that there is a wait.
     """
 
     first: bool = False
@@ -101,7 +101,7 @@ class Order:
     device: float | None = None
     launches: deque[float] = field(default_factory=_recent)
     rounds: deque[float] = field(default_factory=_recent)
-    told: bool = False
+    logged: bool = False
     _steps: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, host: float, device: float) -> bool:
@@ -119,8 +119,8 @@ class Order:
     def wait(self) -> float:
         """Seconds from a step's tokens to the launch of the step after the next one, which is under way already.
 
-        By the shortest round and the longest launch of late: a device that waits costs everybody, and a launch that is
-        too early only a request that would have come in time.
+        By the shortest round and the longest launch among the last ones: a device that waits costs everybody, and a
+        launch that is too early only a request that would have come in time.
         """
         if len(self.launches) < SAMPLES or len(self.rounds) < SAMPLES:
             return 0.0
@@ -216,8 +216,8 @@ class Reader:
                 "takes %.2f ms, drafting %.2f ms)", 2 ** (load - 1), 2**load - 1, "before" if order.first else "after",
                 1000 * (order.host or 0), 1000 * (order.device or 0),
             )  # fmt: skip
-        if order.wait and not (order.first or order.told):
-            order.told = True
+        if order.wait and not (order.first or order.logged):
+            order.logged = True
             logger.info("early exit: at %d to %d requests, a step is launched %.2f ms after the tokens of the last but "
                         "one (it takes the host %.2f ms, and a round %.2f ms)", 2 ** (load - 1), 2**load - 1,
                         1000 * order.wait, 1000 * max(order.launches), 1000 * min(order.rounds))  # fmt: skip

@@ -13,16 +13,15 @@ pytestmark = pytest.mark.contract
 
 
 def runner(**changes):
-    """A runner whose speculator rested in the last step, before a step of three requests that rests too."""
+    """A runner whose speculator drafted nothing in the last step, before a step of three requests without drafts."""
     from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
     handler = DraftTokensHandler.__new__(DraftTokensHandler)
     handler.req_ids, handler.draft_tokens_np, handler.num_draft_tokens = ["gone"], torch.zeros(1, 4).numpy(), 4
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_draft_tokens=0, has_structured_output_reqs=False)
     made = SimpleNamespace(
-        speculator=SimpleNamespace(resting=True), num_speculative_steps=4, draft_tokens_handler=handler,
+        speculator=SimpleNamespace(drafting_disabled=True), num_speculative_steps=4, draft_tokens_handler=handler,
         execute_model_state=SimpleNamespace(input_batch=batch, num_spec_tokens_to_schedule=0), pp_handler=None,
-        adaptive_verification=None,
     )  # fmt: skip
     for path, value in changes.items():
         *owners, name = path.split("__")
@@ -35,7 +34,7 @@ def runner(**changes):
 
 def step(made):
     """What vLLM's part of the step sees: the speculator, and how many drafts a step has at most."""
-    from selfspec_cli.vllm_plugin.v2.resting import leave_out_drafting
+    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
 
     def sample_tokens(self, grammar_output):
         assert grammar_output == "grammar"
@@ -49,18 +48,18 @@ def test_a_step_that_rests_has_no_speculator_and_gets_it_back():
     speculator = made.speculator
     assert step(made) == (None, 0)
     assert (made.speculator, made.num_speculative_steps) == (speculator, 4)
-    told = made.draft_tokens_handler.get_draft_tokens()
-    assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[], [], []])
+    found = made.draft_tokens_handler.get_draft_tokens()
+    assert (found.req_ids, found.draft_token_ids) == (["a", "b", "c"], [[], [], []])
 
 
-def test_the_speculators_clock_is_told_when_the_forward_pass_was_launched():
+def test_the_speculators_clock_is_found_when_the_forward_pass_was_launched():
     made = runner(speculator=SimpleNamespace(clock=SimpleNamespace(launched=0.0)))
     step(made)
     assert made.speculator.clock.launched > 0
 
 
 def test_a_step_that_fails_gives_the_speculator_back():
-    from selfspec_cli.vllm_plugin.v2.resting import leave_out_drafting
+    from selfspec_cli.vllm_plugin.v2.drafting_disabled import leave_out_drafting
 
     made = runner()
     kept = made.speculator
@@ -76,7 +75,7 @@ def test_a_step_that_fails_gives_the_speculator_back():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculator__resting": False},  # takes in what was accepted
+        {"speculator__drafting_disabled": False},  # takes in what was accepted
         {"speculator": SimpleNamespace()},  # one of vLLM's
         {"speculator": None},
         {"execute_model_state": None},
@@ -84,7 +83,6 @@ def test_a_step_that_fails_gives_the_speculator_back():
         {"execute_model_state__input_batch__num_draft_tokens": 3},
         {"execute_model_state__input_batch__has_structured_output_reqs": True},
         {"pp_handler": object()},
-        {"adaptive_verification": object()},
     ],
     ids=lambda changes: next(iter(changes)),
 )

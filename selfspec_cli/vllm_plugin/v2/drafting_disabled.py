@@ -15,15 +15,15 @@ import torch
 
 
 def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for `GPUModelRunner.sample_tokens`: a step that rests is that of a runner without a speculator."""
+    """Replacement for `GPUModelRunner.sample_tokens`: a step with drafting disabled runs without a speculator."""
 
     @functools.wraps(original)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, clock = self.execute_model_state, getattr(self.speculator, "clock", None)
         if clock is not None:
-            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; reading.py goes by both times
+            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; step_order.py reads both times
         try:
-            if step is None or not rests(self, step):
+            if step is None or not drafting_is_disabled(self, step):
                 return original(self, *args, **kwargs)
             return _without_drafting(self, step, original, *args, **kwargs)
         finally:
@@ -34,7 +34,7 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_drafting(runner: Any, step: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What a scheduler that asks for drafts is told: none, of these requests.
+    # What a scheduler that asks for drafts gets: none, of these requests.
     runner.draft_tokens_handler.set_draft_tokens(step.input_batch, torch.empty(0, 0))
     kept = runner.speculator, runner.num_speculative_steps
     runner.speculator, runner.num_speculative_steps = None, 0
@@ -44,17 +44,16 @@ def _without_drafting(runner: Any, step: Any, original: Callable[..., Any], *arg
         runner.speculator, runner.num_speculative_steps = kept
 
 
-def rests(runner: Any, step: Any) -> bool:
+def drafting_is_disabled(runner: Any, step: Any) -> bool:
     """Whether a step (vLLM's ExecuteModelState) verifies no drafts and makes none, and the last one made none either.
 
     The first step that makes none is the speculator's, which takes in what was accepted. Requests with a grammar wait
-    for drafts to check, ranks of a pipeline for a message with drafts, and adaptive verification for each step.
+    for drafts to check, and ranks of a pipeline for a message with drafts.
     """
     return (
-        getattr(runner.speculator, "resting", False)  # vLLM's own speculators never rest
+        getattr(runner.speculator, "drafting_disabled", False)  # vLLM's own have no such word
         and step.num_spec_tokens_to_schedule == 0
         and step.input_batch.num_draft_tokens == 0
         and not step.input_batch.has_structured_output_reqs
         and runner.pp_handler is None
-        and runner.adaptive_verification is None
     )

@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""How many GPUs a day of requests needs, with plain servers and with servers that draft. docs/scale.md has the answers.
+
+    PYTHONPATH=. python experiments/scale/fleet.py check          # the simulation beside measured open loops
+    PYTHONPATH=. python experiments/scale/fleet.py day            # GPUs for a day, by server and by policy
+
+A server is described by two curves over the number of requests that it runs, both measured in closed loops
+(`results/published/serving.jsonl.xz`, the widened reference model on one H200): the median time to the first token, and
+the median time of each further token. Between two levels they are interpolated in log-log; beyond the last one, where
+the server is saturated, the time grows in proportion. A request waits for its first token as long as the curve says for
+the load that it finds. Then all running requests advance at the rate of the load at that moment (processor sharing).
+
+A step in which a prefill takes part holds up all others. In a closed loop of equal requests all join at once, so the
+curves hardly show that: how long it is, one number a server, is fitted to the lightest open loop. The heavier ones were
+used for nothing and are the check. Not modelled: preemption, lengths of prompts, the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+import statistics
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+
+TOKENS = 128  # of an answer, in the measured loops and here
+RUN = "serving/load_h200_rust_long.json"
+SIDES = ("plain", "early exit")
+OPEN = ("poisson 30%", "poisson 60%", "poisson 90%")
+TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class Server:
+    """Curves of one kind of server. points: (requests running, ms to the first token, ms a further token), ascending.
+    stall: ms by which a step with a prefill holds up those that run."""
+
+    name: str
+    points: tuple[tuple[float, float, float], ...]
+    stall: float = 0.0
+
+    def _at(self, running: float, column: int) -> float:
+        levels = [point[0] for point in self.points]
+        running = max(running, levels[0])
+        if running >= levels[-1]:
+            return self.points[-1][column] * running / levels[-1]
+        place = bisect_right(levels, running)
+        (low, *_), (high, *_) = self.points[place - 1], self.points[place]
+        share = math.log(running / low) / math.log(high / low)
+        return float(self.points[place - 1][column] ** (1 - share) * self.points[place][column] ** share)
+
+    def first(self, running: float) -> float:
+        """Seconds until the first token of a request that finds `running` others."""
+        return self._at(running + 1, 1) / 1000
+
+    def token(self, running: float) -> float:
+        """Seconds of each further token while `running` requests run."""
+        return self._at(running, 2) / 1000
+
+
+@dataclass
+class Served:
+    """What became of a request, in seconds. first: until its first token. ended: until its last one."""
+
+    first: float
+    ended: float
+
+    @property
+    def token(self) -> float:
+        """Seconds of a further token."""
+        return (self.ended - self.first) / (TOKENS - 1)
+
+
+class Replica:
+    """One server under processor sharing: `work` is what a request that had run since the start would have done."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.now, self.work, self.joined = server, 0.0, 0.0, -1.0
+        self.prefilling: list[tuple[float, int]] = []  # (when the first token comes, request)
+        self.decoding: list[tuple[float, int]] = []  # (work at which it ends, request)
+
+    @property
+    def running(self) -> int:
+        """Requests that it has."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def begin(self, request: int) -> float:
+        """Take a request now; seconds until its first token."""
+        wait = self.server.first(self.running)
+        step = self.server.token(max(self.running, 1))
+        if self.now - self.joined > step:  # else it shares the prefill's step with the one before
+            self.joined = self.now
+            self.work -= self.server.stall / 1000 / step
+        heapq.heappush(self.prefilling, (self.now + wait, request))
+        return wait
+
+    def until(self, time: float) -> Iterator[tuple[float, int]]:
+        """Advance to `time`; (when, request) of all that end on the way."""
+        while True:
+            rate = 1 / self.server.token(max(self.running, 1))
+            joins = self.prefilling[0][0] if self.prefilling else math.inf
+            ends = self.now + (self.decoding[0][0] - self.work) / rate if self.decoding else math.inf
+            following = min(joins, ends, time)
+            self.work += (following - self.now) * rate
+            self.now = following
+            if following == time and time < min(joins, ends):
+                return
+            if joins <= ends:
+                _, request = heapq.heappop(self.prefilling)
+                heapq.heappush(self.decoding, (self.work + TOKENS - 1, request))
+            else:
+                yield self.now, heapq.heappop(self.decoding)[1]
+
+
+Choose = Callable[[Sequence[Replica], random.Random], int]
+
+
+def round_robin() -> Choose:
+    """Replicas in turn."""
+    turn = iter(range(sys.maxsize))
+    return lambda replicas, draw: next(turn) % len(replicas)
+
+
+def least_time() -> Choose:
+    """The replica on which the request would end soonest, by its curves and its load: the gateway's policy."""
+
+    def choose(replicas: Sequence[Replica], draw: random.Random) -> int:
+        costs = [one.server.first(one.running) + (TOKENS - 1) * one.server.token(one.running + 1) for one in replicas]
+        return min(range(len(replicas)), key=costs.__getitem__)
+
+    return choose
+
+
+def simulate(servers: Sequence[Server], arrivals: Sequence[float], choose: Choose, seed: int = 0) -> list[Served]:
+    """Serve requests that arrive at these seconds on replicas; what became of each."""
+    replicas, draw = [Replica(server) for server in servers], random.Random(seed)
+    first, ended = [0.0] * len(arrivals), [0.0] * len(arrivals)
+    for request, time in enumerate(arrivals):
+        for replica in replicas:
+            for when, other in replica.until(time):
+                ended[other] = when
+        first[request] = replicas[choose(replicas, draw)].begin(request)
+    for replica in replicas:
+        while replica.running:
+            for when, other in replica.until(replica.now + 60):
+                ended[other] = when
+    return [Served(wait, end - time) for wait, end, time in zip(first, ended, arrivals, strict=True)]
+
+
+def poisson(rate: Callable[[float], float], most: float, seconds: float, seed: int) -> list[float]:
+    """Arrival times of a Poisson process whose rate (requests a second, at most `most`) depends on the time."""
+    draw, now, found = random.Random(seed), 0.0, []
+    while True:
+        now += draw.expovariate(most)
+        if now > seconds:
+            return found
+        if draw.random() < rate(now) / most:
+            found.append(now)
+
+
+def measured(run: dict[str, Any], side: str) -> Server:
+    """The curves of one side of a published load test, from its closed loops."""
+    points = []
+    for level, sides in run["rows"].items():
+        words = level.split()
+        if len(words) == 2 and words[0] == "closed" and words[1].isdigit() and side in sides:
+            row = sides[side]["settled"]
+            points.append((float(words[1]), row["ttft_ms"], row["tpot_ms"]))
+    return Server(side, tuple(sorted(points)))
+
+
+def fitted(server: Server, row: dict[str, Any]) -> Server:
+    """The server with the stall under which the simulation has an open loop's measured median."""
+    low, high = 0.0, 20.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if median_ms(replace(server, stall=middle), row) < row["e2e_ms"] else (low, middle)
+    return replace(server, stall=(low + high) / 2)
+
+
+def median_ms(server: Server, row: dict[str, Any], seeds: int = 3) -> float:
+    """Simulated median end-to-end time (ms) of an open loop with the rate of a measured one."""
+    rate = row["requests"] / row["load_seconds"]
+    runs = [simulate([server], poisson(lambda time: rate, rate, 120.0, seed), round_robin()) for seed in range(seeds)]
+    return 1000 * statistics.median(statistics.median(one.ended for one in run) for run in runs)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """A percentile by the nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def check(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Simulated and measured medians of the open loops of a run; the first one of each side was fitted."""
+    rows = []
+    for side in SIDES:
+        levels = [(level, run["rows"][level][side]) for level in OPEN if side in run["rows"].get(level, {})]
+        server = fitted(measured(run, side), levels[0][1])
+        for level, row in levels:
+            told = median_ms(server, row)
+            rows.append({"side": side, "load": level, "fitted": level == levels[0][0], "stall_ms": server.stall,
+                         "requests_s": row["requests"] / row["load_seconds"], "measured_ms": row["e2e_ms"],
+                         "simulated_ms": told, "difference": told / row["e2e_ms"] - 1})  # fmt: skip
+    return rows
+
+
+def day_rate(hour: float, peak: float) -> float:
+    """Requests a second at an hour of the day: a quarter of the peak at 4 in the morning, the peak at 16."""
+    return peak * (0.25 + 0.75 * ((1 - math.cos(2 * math.pi * (hour - 4) / 24)) / 2) ** 1.5)
+
+
+def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float], choose: Choose, seed: int = 0) -> bool:
+    """Whether these replicas keep p99 of the time a token and of the first token (s) below the limits at a rate."""
+    served = simulate(servers, poisson(lambda time: rate, rate, SECONDS, seed), choose, seed)
+    settled = served[len(served) // 5 :]
+    return (percentile([one.token for one in settled], 0.99) <= limits["token"]
+            and percentile([one.first for one in settled], 0.99) <= limits["first"])  # fmt: skip
+
+
+def needed(server: Server, rate: float, limits: dict[str, float]) -> int:
+    """The fewest replicas that keep the limits at a rate, found by doubling and bisection."""
+    high = 1
+    while not keeps([server] * high, rate, limits, least_time()):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if keeps([server] * middle, rate, limits, least_time()) else (middle, high)
+    return high
+
+
+def day(run: dict[str, Any], peak: float, limits: dict[str, float]) -> list[dict[str, Any]]:
+    """GPUs for each third hour of a day, by kind of server."""
+    servers = [fitted(measured(run, side), run["rows"][OPEN[0]][side]) for side in SIDES]
+    rows = []
+    for hour in range(1, 24, 3):
+        rate = day_rate(hour, peak)
+        rows.append({"hour": hour, "requests_s": rate} | {one.name: needed(one, rate, limits) for one in servers})
+    return rows
+
+
+def mixed(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Median and p99 end to end (ms) of two plain and two drafting replicas under a rising load, by policy."""
+    plain, drafting = (fitted(measured(run, side), run["rows"][OPEN[0]][side]) for side in SIDES)
+    rows = []
+    for rate in (50.0, 150.0, 300.0, 450.0):
+        row: dict[str, Any] = {"requests_s": rate}
+        for policy in (round_robin, least_time):
+            arrivals = poisson(lambda time, rate=rate: rate, rate, SECONDS, 0)
+            times = [1000 * one.ended for one in simulate([plain] * 2 + [drafting] * 2, arrivals, policy())]
+            row |= {
+                f"{policy.__name__} p50": statistics.median(times),
+                f"{policy.__name__} p99": percentile(times, 0.99),
+            }
+        rows.append(row)
+    return rows
+
+
+SECONDS = 60.0  # simulated for each answer
+
+
+def main() -> None:
+    """Print the rows that were asked for."""
+    from figure_cells import data_of
+
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("what", choices=("check", "day", "policies"))
+    words.add_argument("--run", default=RUN, help="published load test that the curves come from")
+    words.add_argument("--peak", type=float, default=400.0, help="requests a second at the busiest hour")
+    words.add_argument("--token", type=float, default=8.0, help="limit of p99 time a token, ms")
+    words.add_argument("--first", type=float, default=300.0, help="limit of p99 time to the first token, ms")
+    words.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = words.parse_args()
+    run = data_of(asked.run)
+    if asked.what == "check":
+        rows = check(run)
+    elif asked.what == "day":
+        rows = day(run, asked.peak, {"token": asked.token / 1000, "first": asked.first / 1000})
+    else:
+        rows = mixed(run)
+    for row in rows:
+        print(
+            "  ".join(
+                f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+            )
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

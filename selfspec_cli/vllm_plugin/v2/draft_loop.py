@@ -1,0 +1,245 @@
+"""The draft loop of the V2 model runner, on the device: one step of it, all steps of a round, and the CUDA graphs that
+they are captured into. When it runs and what it starts from is in speculator.py.
+
+A step is slot mapping, attention metadata, first E layers, exit head, gate and the next step's inputs. Captured, the
+loop ends on the device (device_loop.py) as soon as every gate is closed. Where that cannot be had, k steps are captured
+one after the other, and closed requests do no attention work in them; where an attention backend cannot update its
+metadata in place, each step is a graph of its own. Without graphs the host launches each step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.v2 import device_loop
+from selfspec_cli.vllm_plugin.v2.sizes import widths
+from selfspec_cli.vllm_plugin.vllm_names import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    SpeculatorBatchDescriptor,
+    SpeculatorCudaGraphManager,
+    TargetDependentARSpeculator,
+    build_slot_mappings_by_layer,
+    gumbel_sample,
+    init_logger,
+    set_forward_context,
+)
+
+if TYPE_CHECKING:
+    from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor
+
+logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users configure
+
+
+class DraftLoop(TargetDependentARSpeculator):
+    """The part of the speculator that runs on the device, captured or launched step by step.
+
+    settings, state, model (the first E layers), head and end_step are set by `EarlyExitSpeculator`.
+    """
+
+    settings: ResolvedSettings
+    state: DraftState
+    head: Any
+    end_step: EndStep
+    _loop: device_loop.DeviceLoop | None = None
+    _capturing = False
+
+    def _configure_decode_metadata_update(self) -> None:
+        # The base class gives up at k = 1, where it has no draft decode step; here every step is one.
+        super(TargetDependentARSpeculator, self)._configure_decode_metadata_update()
+
+    # ---- CUDA graphs --------------------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Draft steps replay as full graphs or run eagerly; there is no prefill to capture."""
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        self.decode_cudagraph_manager = SpeculatorCudaGraphManager(
+            self.vllm_config, self.device, mode, decode_query_len=1
+        )
+
+    def capture(self) -> None:
+        """Record the whole draft loop (or one step of it) for each batch size."""
+        assert self.decode_cudagraph_manager is not None
+        began = time.perf_counter()
+        self._prepare_loop()
+        self._capturing = True
+        if self._length_is_captured:
+            manager = self.decode_cudagraph_manager
+            manager._capture_descs = {
+                mode: [SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
+                       for one in descriptors for width in widths(self.settings) if width]
+                for mode, descriptors in manager._capture_descs.items()
+            }  # fmt: skip
+        self.decode_cudagraph_manager.capture(
+            self._recorded,
+            self.model_state,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            progress_bar_desc="Capturing the draft loop",
+        )
+        self._capturing = False
+        graphs = len(self.decode_cudagraph_manager.graphs)
+        seconds = time.perf_counter() - began
+        logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
+
+    @property
+    def _length_is_captured(self) -> bool:
+        """Whether a graph is for one draft length, so that each width of a verify pass needs one.
+
+        A loop that ends on the device reads the round's length there, and a graph of one step is replayed that often.
+        """
+        several = len(widths(self.settings)) > 2  # more than k and 0
+        return several and self._loop is None and self.supports_decode_metadata_update
+
+    def _recorded(self, *arguments: Any, **more: Any) -> None:
+        """What a graph records. It also runs once before, and drafts nothing then, whatever rounds before left."""
+        if not torch.cuda.is_current_stream_capturing():
+            self.state.forget()
+        (self._all_steps if self.supports_decode_metadata_update else self._one_step)(*arguments, **more)
+
+    def _prepare_loop(self) -> None:
+        """Find out, once, whether a captured loop can end on the device."""
+        if self._loop is not None or not self.supports_decode_metadata_update:
+            return
+        reason = device_loop.unavailable()
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            reason = "ranks exchange activations in each step, and have to take the same ones"
+        if reason is None:
+            self._loop = device_loop.DeviceLoop(self.device)
+        else:
+            logger.warning("drafting always takes all k steps on this device: %s", reason)
+
+    # ---- a round -----------------------------------------------------------------------------------------------------
+
+    def _run_all_steps(
+        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+    ) -> None:
+        if batch.cg_mode == CUDAGraphMode.FULL:
+            assert self.decode_cudagraph_manager is not None
+            for groups in self.attn_groups:
+                for group in groups:
+                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
+            self.decode_cudagraph_manager.run_fullgraph(batch)
+            return
+        metadata, slots = self._metadata(num_reqs, batch, upper_bound, 1, skip_attention)
+        self._all_steps(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
+
+    def _run_step_by_step(
+        self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
+    ) -> None:
+        for step in range(steps):
+            metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
+            if batch.cg_mode == CUDAGraphMode.FULL:
+                assert self.decode_cudagraph_manager is not None
+                self.decode_cudagraph_manager.run_fullgraph(batch)
+            else:
+                self._one_step(num_reqs, batch.num_tokens, metadata, slots, None, batch.cg_mode, steps)
+
+    def _metadata(
+        self, num_reqs: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, step: int, skip_attention: bool
+    ) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
+        """Attention metadata and slots of one draft step, built on the host from device tensors."""
+        if skip_attention:
+            return None, None
+        slots = self._slot_mappings(num_reqs, batch.num_tokens)
+        metadata = self._build_uniform_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=batch,
+            num_query_per_req=1,
+            seq_lens_cpu_upper_bound=upper_bound,
+            step=step,
+        )
+        return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
+
+    def _slot_mappings(self, num_reqs: int, num_tokens_padded: int) -> Tensor:
+        """KV slots [groups, tokens] for the current positions, into the persistent buffer that graphs read."""
+        return self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:num_reqs],
+            self.input_buffers.query_start_loc[: num_reqs + 1],
+            self.input_buffers.positions[:num_reqs],
+            num_tokens_padded,
+        )
+
+    def _all_steps(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        num_tokens_across_dp: Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """The draft loop; everything in here is captured."""
+
+        def step() -> None:
+            if attn_metadata is not None:
+                self._slot_mappings(num_reqs, num_tokens_padded)
+                self._update_draft_decode_metadata(attn_metadata, num_reqs)
+            self._one_step(
+                num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
+                cudagraph_runtime_mode, num_speculative_steps,
+            )  # fmt: skip
+
+        if self._loop is not None and torch.cuda.is_current_stream_capturing():
+            self._loop.capture(self.state.active, step)
+            return
+        if self._loop is not None and self._capturing:  # the pass before a capture
+            self._loop.warm_up(step)
+            self.state.forget()
+        for _ in range(num_speculative_steps):
+            step()
+
+    def _one_step(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        num_tokens_across_dp: Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int,
+    ) -> None:
+        """First E layers, exit head, gate, and the inputs of the step after."""
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens_padded,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
+        ):
+            hidden = self._forward(num_tokens_padded)
+        logits = self.head.logits(hidden[:num_reqs])
+        drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
+        self.end_step(self.state, logits, drawn)
+
+    def _forward(self, num_tokens: int) -> Tensor:
+        """The first E layers on the persistent inputs -> normed hidden states [num_tokens, hidden]."""
+        return self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
+
+    def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
+        """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""
+        return gumbel_sample(
+            logits,
+            self.idx_mapping[:num_reqs],
+            self.temperature,
+            self.seeds,
+            self.sample_src_positions[:num_reqs],
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=self.draft_logits,
+            logits_cache_col=self.current_draft_step,
+            use_fp64=self.use_fp64_gumbel,
+        )

@@ -1,0 +1,241 @@
+"""How a round of the V2 draft loop begins on the device: what the verify pass left becomes the first draft step's
+inputs, and each row gets its draft budget. `take_in` writes what is known of a request when it arrives; `begin_round`
+reads it. Kernels take named tuples of tensors (state.py, draft_budget.py), which Triton passes field by field."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selfspec_cli.early_exit import acceptance, estimate
+from selfspec_cli.early_exit.length_table import LARGEST
+from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
+from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import InputBatch
+
+
+class Verdict(NamedTuple):
+    """What a verify pass left on the device: tokens of each row with keys and values (before any is rejected), tokens
+    that each row gained and places without one, int32 [rows]; the newest token, [requests]."""
+
+    seq_lens: Tensor
+    num_sampled: Tensor
+    num_rejected: Tensor
+    last_sampled: Tensor
+
+
+@triton.jit
+def _take_in(arrivals, lengths, budget, acceptance, WORDS: tl.constexpr, LEVELS: tl.constexpr):
+    """One program for each new request, by its line of `arrivals`."""
+    line = arrivals + WORDS * tl.program_id(0)
+    request = tl.load(line)
+    tl.store(budget.ends + request, tl.load(line + 1))
+    tl.store(budget.stops + request, tl.load(line + 2))
+    tl.store(budget.own_lengths + request, tl.load(line + 3))
+    tl.store(budget.own_limits + request, tl.load(line + 4).to(tl.float32, bitcast=True))
+    tl.store(lengths + request, 0)
+    if LEVELS > 0:
+        tl.store(acceptance.rates + request, tl.load(acceptance.usual))
+        tl.store(acceptance.levels + request, LEVELS)
+
+
+def take_in(
+    state: DraftState,
+    slots: Sequence[int],
+    own: Sequence[RequestSettings],
+    limits: Sequence[float],
+    ends: Sequence[Ending],
+) -> None:
+    """New requests in `slots`. limits: what the gate compares with for each, NaN for the gate's own.
+
+    Under load most steps bring new requests, and the host launches this while others wait for their tokens. So all of
+    it is one copy and one kernel.
+    """
+    budget = state.budget
+    lines = [
+        (slot, end.length, end.stop, LARGEST if one.k is None else one.k, *struct.unpack("i", struct.pack("f", limit)))
+        for slot, one, limit, end in zip(slots, own, limits, ends, strict=True)
+    ]
+    _take_in[(len(lines),)](
+        budget.arrivals[: len(lines)].copy_(budget.staged(lines, torch.int32), non_blocking=True),
+        state.lengths,
+        budget.limits(),
+        budget.acceptance(),
+        WORDS=budget.arrivals.shape[1],
+        LEVELS=len(budget.ladder),
+    )
+
+
+def _on_device(function: Any) -> Any:
+    """A plain function of arithmetic as device code. Triton wants its own language among what the function can see."""
+    return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
+
+
+_trials, _updated = _on_device(estimate.trials), _on_device(estimate.updated)
+_reached, _clamped = _on_device(estimate.reached), _on_device(estimate.clamped)
+
+
+@triton.jit
+def _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS: tl.constexpr):
+    """Every row's estimate after the verdict on its last draft, and the length that it leads to."""
+    judged = real & (sampled > 0) & (drafted > 0)
+    accepted = tl.where(judged, tl.minimum(sampled - 1, drafted), 0)
+    tried = tl.where(judged, _trials(accepted, drafted), 0)
+    rate = _updated(tl.load(acceptance.rates + request, mask=real, other=0.0), accepted, tried, weight)
+    level = tl.load(acceptance.levels + request, mask=real, other=1)
+    low, high = tl.full(level.shape, 0, tl.int32), tl.full(level.shape, 0, tl.int32)
+    for step in tl.static_range(LEVELS):
+        low = _reached(low, rate, tl.load(acceptance.rises + step))
+        high = _reached(high, rate, tl.load(acceptance.falls + step))
+    level = tl.maximum(_clamped(level, low, high), 1)
+    tl.store(acceptance.rates + request, rate, mask=judged)
+    tl.store(acceptance.levels + request, level, mask=judged)
+    all_accepted, all_tried = tl.sum(accepted, axis=0), tl.sum(tried, axis=0)
+    usual = tl.load(acceptance.usual)
+    tl.store(acceptance.usual, _updated(usual, all_accepted, all_tried, usual_weight))
+    return tl.load(acceptance.ladder + level - 1, mask=real, other=0)
+
+
+@triton.jit
+def _by_table(
+    row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS: tl.constexpr,
+    LIMITS: tl.constexpr,
+):  # fmt: skip
+    """The length that the table and the request itself allow each row; stores what the row's gate compares with."""
+    allowed, own = tl.full((ROWS,), 0, tl.int32), tl.full((ROWS,), float("nan"), tl.float32)
+    for cell in range(number_of_cells):  # the last one that is reached is in force
+        there = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (known >= tl.load(budget.cells + 3 * cell + 1))
+        allowed = tl.where(there, tl.load(budget.cells + 3 * cell + 2), allowed)
+        own = tl.where(there, tl.load(budget.cell_limits + cell), own)
+    if LIMITS:
+        asked = tl.load(budget.own_limits + request, mask=real, other=float("nan"))
+        tl.store(inputs.row_limits + row, tl.where(asked == asked, asked, own), mask=inside)
+    else:
+        tl.store(inputs.row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
+    return tl.minimum(allowed, tl.load(budget.own_lengths + request, mask=real, other=0))
+
+
+@triton.jit
+def _store_first_inputs(
+    row, request, inside, drafts, token, known, inputs, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The first draft step's inputs. A row that does not draft gets the request -1: no slot, no attention, no
+    sampling."""
+    token, position = tl.where(drafts, token, 0), tl.where(drafts, known, 0)
+    tl.store(inputs.input_ids + row, token, mask=inside)
+    tl.store(inputs.positions + row, position.to(tl.int64), mask=inside)
+    tl.store(inputs.sample_positions + row, position.to(tl.int64), mask=inside)
+    tl.store(inputs.seq_lens + row, tl.where(drafts, known + 1, 0), mask=inside)
+    tl.store(inputs.requests + row, tl.where(drafts, request, -1), mask=inside)
+    tl.store(inputs.idx_mapping + row, tl.where(drafts, request, -1), mask=inside)
+    for place in tl.static_range(K):
+        tl.store(inputs.draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells"])
+def _begin_round(
+    inputs,
+    progress,
+    lengths,
+    budget,
+    acceptance,
+    verdict,
+    num_reqs,
+    max_num_reqs,
+    max_model_len,
+    steps,
+    number_of_cells,
+    weight,
+    usual_weight,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    LIMITS: tl.constexpr,
+):
+    """One program for all rows; those past the batch are padding that does no attention work."""
+    row = tl.arange(0, ROWS)
+    inside, real = row < max_num_reqs, row < num_reqs
+    tl.store(inputs.query_start_loc + row, tl.minimum(row, num_reqs), mask=row <= max_num_reqs)
+    request = tl.load(inputs.idx_mapping + row, mask=real, other=-1)
+    real = real & (request >= 0)
+    sampled = tl.load(verdict.num_sampled + row, mask=real, other=0)
+    # Tokens that the target has keys and values for: also the position of the token sampled after them.
+    known = tl.load(verdict.seq_lens + row, mask=real, other=0)
+    known -= tl.load(verdict.num_rejected + row, mask=real, other=0)
+    # ---- how much each row may draft
+    allowed = _by_table(
+        row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
+    )  # fmt: skip
+    allowed = tl.minimum(allowed, tl.minimum(tl.load(progress.limit), steps))
+    if LEVELS > 0:
+        drafted = tl.load(lengths + request, mask=real, other=0)
+        by_acceptance = _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS)
+        allowed = tl.minimum(allowed, by_acceptance)
+    # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
+    end = tl.minimum(tl.load(budget.ends + request, mask=real, other=0), max_model_len)
+    allowed = tl.minimum(allowed, end - known - 2)
+    token = tl.load(verdict.last_sampled + request, mask=real, other=0).to(tl.int32)
+    ended = token == tl.load(budget.stops + request, mask=real, other=-1)
+    # A request inside its prefill sampled nothing.
+    drafts = real & (sampled > 0) & (allowed > 0) & ~ended
+    allowed = tl.where(drafts, allowed, 0)
+    tl.store(inputs.row_steps + row, allowed, mask=inside)
+    _store_first_inputs(row, request, inside, drafts, token, known, inputs, K, ROWS)
+    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+    count = tl.sum(drafts.to(tl.int32), axis=0)
+    tl.store(progress.step, 0)
+    tl.store(progress.round_limit, tl.max(allowed, axis=0))
+    tl.store(progress.active, count)
+    tl.store(progress.going, 0)
+    if count > 0:
+        tl.store(progress.counts + ROUNDS, tl.load(progress.counts + ROUNDS) + 1)
+        _count_step(progress.counts, count, 0, K)
+
+
+def begin_round(
+    state: DraftState,
+    batch: InputBatch,
+    steps: int,
+    verdict: tuple[Tensor, Tensor, Tensor],
+    own_limits: bool = True,
+) -> None:
+    """Inputs of the first draft step, from what the verify pass left on the device.
+
+    verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
+    own_limits: whether thresholds of the table and of requests count, which are for the gate that they were given for.
+    Rows that do not draft get the request -1. Every row starts without a drafted token.
+    """
+    rows, k = state.draft_tokens.shape
+    budget = state.budget
+    _begin_round[(1,)](
+        state.inputs(),
+        state.progress(),
+        state.lengths,
+        budget.limits(),
+        budget.acceptance(),
+        Verdict(batch.seq_lens, *verdict),
+        num_reqs=batch.num_reqs,
+        max_num_reqs=rows,
+        max_model_len=state.max_model_len,
+        steps=steps,
+        number_of_cells=len(budget.cells),
+        weight=acceptance.WEIGHT,
+        usual_weight=acceptance.USUAL_WEIGHT,
+        K=k,
+        ROWS=triton.next_power_of_2(rows + 1),
+        LEVELS=len(budget.ladder),
+        LIMITS=own_limits,
+    )

@@ -1,0 +1,100 @@
+"""Every name of vLLM that the plugin imports, and the module that the oldest supported release has it in.
+
+The plugin imports these names from here and nowhere else, so that a name that moves is one line in that release's file
+(releases/), and the contract tests read from here what has to be there. Nothing of vLLM is imported before a name is
+asked for. Names that are replaced are in patches.py; names of modules that are only compared, or looked up in
+`sys.modules`, stay where they are used (worker.WORKERS, described.RUNNERS).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from selfspec_cli.vllm_plugin import versions
+
+MODULES = {
+    # The engine's configuration, and both runners.
+    "vllm": "_custom_ops envs",
+    "vllm.config": "CompilationConfig ModelConfig ParallelConfig SpeculativeConfig VllmConfig "
+    "get_current_vllm_config_or_none set_current_vllm_config",
+    "vllm.config.compilation": "CUDAGraphMode",
+    "vllm.distributed": "tensor_model_parallel_all_gather",
+    "vllm.engine.arg_utils": "EngineArgs",
+    "vllm.exceptions": "VLLMValidationError",
+    "vllm.forward_context": "BatchDescriptor set_forward_context",
+    "vllm.logger": "init_logger",
+    "vllm.platforms": "current_platform",
+    "vllm.third_party": "pynvml",
+    "vllm.triton_utils": "dispatcher",
+    "vllm.utils": "torch_utils",
+    "vllm.utils.torch_utils": "_USE_LAYERNAME",
+    "vllm.v1.attention.backend": "AttentionCGSupport CommonAttentionMetadata",
+    "vllm.v1.core.sched.scheduler": "Scheduler",
+    "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig",
+    "vllm.v1.worker.utils": "AttentionGroup",
+    # Metrics.
+    "vllm.v1.metrics.loggers": "AggregateStatLoggerBase PrometheusStatLogger StatLoggerManager",
+    "vllm.v1.metrics.stats": "IterationStats MultiModalCacheStats SchedulerStats",
+    "vllm.v1.metrics.utils": "create_metric_per_engine",
+    # The V1 model runner, which is the CPU's.
+    "vllm.v1.sample.logits_processor.builtin": "MinTokensLogitsProcessor",
+    "vllm.v1.sample.metadata": "SamplingMetadata",
+    "vllm.v1.spec_decode.draft_model": "DraftModelProposer",
+    "vllm.v1.spec_decode.llm_base_proposer": "compute_probs_and_sample_next_token",
+    # The V2 model runner, which is CUDA's.
+    "vllm.v1.worker.gpu.attn_utils": "build_slot_mappings_by_layer get_attn_cg_support init_attn_backend",
+    "vllm.v1.worker.gpu.block_table": "BlockTables",
+    "vllm.v1.worker.gpu.cudagraph_utils": "BatchExecutionDescriptor ModelCudaGraphManager",
+    "vllm.v1.worker.gpu.dp_utils": "dispatch_cg_and_sync_dp",
+    "vllm.v1.worker.gpu.input_batch": "InputBatch InputBuffers",
+    "vllm.v1.worker.gpu.model_states.interface": "ModelState",
+    "vllm.v1.worker.gpu.sample.gumbel": "gumbel_sample",
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler": "RejectionSampler",
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils": "SpeculatorBatchDescriptor "
+    "SpeculatorCudaGraphManager",
+    "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator": "TargetDependentARSpeculator",
+    "vllm.v1.worker.gpu.states": "RequestState",
+    # Layers, and kernels for copies of their weights.
+    "vllm._custom_ops": "cpu_prepack_moe_weight",
+    "vllm.lora.layers": "BaseLayerWithLoRA",
+    "vllm.model_executor.layers.activation": "SiluAndMul",
+    "vllm.model_executor.layers.attention": "Attention",
+    "vllm.model_executor.layers.attention.attention": "get_attention_context",
+    "vllm.model_executor.layers.fused_moe": "MoERunner",
+    "vllm.model_executor.layers.fused_moe.config": "fp8_w8a8_moe_quant_config",
+    "vllm.model_executor.layers.fused_moe.experts.triton_moe": "TritonExperts TritonWNA16Experts",
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": "FusedMoEMethodBase",
+    "vllm.model_executor.layers.fused_moe.oracle.fp8": "Fp8MoeBackend make_fp8_moe_kernel",
+    "vllm.model_executor.layers.fused_moe.oracle.int_wna16": "WNA16MoEBackend make_wna16_moe_kernel "
+    "make_wna16_moe_quant_config",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": "UnquantizedFusedMoEMethod",
+    "vllm.model_executor.layers.linear": "LinearBase UnquantizedLinearMethod",
+    "vllm.model_executor.layers.logits_processor": "LogitsProcessor",
+    "vllm.model_executor.layers.quantization.utils": "marlin_utils",
+    "vllm.model_executor.layers.quantization.utils.marlin_utils": "marlin_permute_scales",
+    "vllm.model_executor.layers.utils": "default_unquantized_gemm",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
+    "vllm.scalar_type": "scalar_types",
+    # Compilation.
+    "vllm.compilation.backends": "set_model_tag",
+    "vllm.compilation.passes.inductor_pass": "CallableInductorPass InductorPass",
+    "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",
+}
+"""Module -> names, separated by spaces."""
+
+PLACES = {name: f"{module}:{name}" for module, names in MODULES.items() for name in names.split()}
+"""Name -> "module:name"."""
+
+
+def __getattr__(name: str) -> Any:
+    """`from selfspec_cli.vllm_plugin.vllm_names import NAME`: vLLM's object, as the installed release has it."""
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    release = versions.here()
+    module, _, attribute = release.place_of(PLACES[name]).partition(":")
+    owner = importlib.import_module(module)
+    found = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(f"{module}.{attribute}")
+    adapter = release.adapters.get(PLACES[name])
+    return found if adapter is None else pkgutil.resolve_name(adapter)(found)

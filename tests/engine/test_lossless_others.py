@@ -1,0 +1,15 @@
+"""Greedy drafting changes no token of other architectures than Llama: two exits and lengths on an engine each."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import FULL
+from grid import FEW, LENGTHS, OTHERS, check_engine
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_greedy(expected, report, name):
+    layer, k = FEW[0]
+    check_engine(expected(name), name, (layer, max(LENGTHS) if FULL else k), report, OTHERS.index(name))

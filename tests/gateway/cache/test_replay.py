@@ -1,0 +1,86 @@
+"""Answers as documents and as streams: what was streamed comes out whole, and goes in again as the same document."""
+
+import json
+
+import pytest
+
+from selfspec_cli.gateway.cache import replay
+
+CHAT = {
+    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
+    "choices": [
+        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Hello you"},
+         "logprobs": {"content": [{"token": "Hello", "logprob": -0.1, "top_logprobs": []},
+                                   {"token": " you", "logprob": -0.2, "top_logprobs": []}]}},
+        {"index": 1, "finish_reason": "length", "message": {"role": "assistant", "content": "Hé"}},
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+}  # fmt: skip
+CALL = {
+    "id": "chatcmpl-2", "object": "chat.completion", "created": 1, "model": "m",
+    "choices": [{"index": 0, "finish_reason": "tool_calls", "message": {"role": "assistant", "content": "",
+        "tool_calls": [ {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}}],
+}  # fmt: skip
+TEXT = {
+    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m",
+    "choices": [{"index": 0, "text": "a\n\nb", "finish_reason": "stop", "stop_reason": 7}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [CHAT, CALL, TEXT])
+def test_a_document_survives_its_stream(answer):
+    again = replay.document(list(replay.stream(answer, include_usage=True)))
+    for choice in again["choices"]:
+        if choice.get("logprobs") is None:
+            choice.pop("logprobs", None)
+    assert again == answer
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_a_stream_may_be_cut_anywhere(size):
+    raw = b"".join(replay.stream(CHAT, include_usage=False))
+    chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
+    assert replay.text_of(replay.document(chunks)) == "Hello you\nHé"
+
+
+def test_the_usage_is_sent_only_where_it_was_asked_for():
+    events = [json.loads(event[6:]) for event in list(replay.stream(TEXT, include_usage=False))[:-1]]
+    assert all("usage" not in event for event in events)
+    *parts, last = [json.loads(event[6:]) for event in list(replay.stream(TEXT, include_usage=True))[:-1]]
+    assert all(part["usage"] is None for part in parts)
+    assert (last["choices"], last["usage"]) == ([], TEXT["usage"])
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [b"nonsense"],
+        [b'{"error": {"message": "no"}}'],
+        [b'{"choices": []}'],
+        [b'{"choices": [{"index": 0, "text": "half", "finish_reason": null}]}'],
+        list(replay.stream(CHAT, include_usage=False))[:-1],  # no [DONE]
+        [next(replay.stream(CHAT, include_usage=False)), b"data: [DONE]\n\n"],  # no finish_reason
+        [b'data: {"error": {"message": "the backend died"}}\n\ndata: [DONE]\n\n'],
+        [b"data: {broken\n\ndata: [DONE]\n\n"],
+    ],
+)
+def test_what_is_no_whole_answer_is_refused(chunks):
+    with pytest.raises(replay.Incomplete):
+        replay.document(chunks)
+
+
+def test_a_renewed_answer_has_an_id_of_its_own():
+    one, other = replay.renewed(CHAT, now=5), replay.renewed(CHAT, now=5)
+    assert one["id"] != other["id"] != CHAT["id"]
+    assert one["id"].startswith("chatcmpl-") and one["created"] == 5
+
+
+def test_the_openai_client_reads_a_replayed_stream():
+    types = pytest.importorskip("openai.types.chat")
+    accumulated = ""
+    for event in list(replay.stream(CHAT, include_usage=True))[:-1]:
+        chunk = types.ChatCompletionChunk.model_validate(json.loads(event[6:]))
+        accumulated += "".join(choice.delta.content or "" for choice in chunk.choices if choice.index == 0)
+    assert accumulated == "Hello you"

@@ -58,7 +58,7 @@ quick-tests: $(INSTALLED)
 test: $(INSTALLED) programs
 	$(begin)
 	@$(side_by_side) part-lint part-contract part-gpu part-browser
-	$(call tests,unit,tests/unit $(SIDE_BY_SIDE) --durations=10)
+	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 

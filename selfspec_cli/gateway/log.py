@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class RequestLog:
         self.file, self.text = file, text
         self._rows: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -50,14 +52,15 @@ class RequestLog:
 
     def write(self) -> None:
         """Append what was collected, in one write: lines of several processes do not mix."""
-        rows, self._rows = self._rows, []
-        if not rows or self.file is None:
-            return
-        handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(handle, b"\n".join(rows) + b"\n")
-        finally:
-            os.close(handle)
+        with self._lock:  # whoever comes second finds all lines of the first in the file
+            rows, self._rows = self._rows, []
+            if not rows or self.file is None:
+                return
+            handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(handle, b"\n".join(rows) + b"\n")
+            finally:
+                os.close(handle)
 
     async def _write_on(self) -> None:
         while True:

@@ -44,7 +44,7 @@ class Running:
 
     async def settled(self) -> None:
         """Wait until what was asked is counted too, which is after its answer was sent."""
-        for _ in range(200):
+        for _ in range(4000):
             if self.gateway.inside == 0:
                 return
             await asyncio.sleep(0.005)

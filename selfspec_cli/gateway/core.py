@@ -192,7 +192,7 @@ class Gateway:
         expected = choice.expected or choice.order[0].predict(asked)
         if expected is not None:
             out.expected_ttft, out.expected_tpot = expected.ttft, expected.tpot
-        relay = Relay(self, asked, out, client)
+        relay = Relay(self, asked, out, client, sure=choice.sure)
         if asked.stream and self.settings.survive:
             relay.way = continuation.way(asked, choice.order[0].vllm)
             relay.kept.ids = relay.way == continuation.IDS

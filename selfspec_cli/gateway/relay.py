@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from selfspec_cli.gateway import continuation, events
-from selfspec_cli.gateway.asked import EMBEDDINGS, Asked
+from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
 from selfspec_cli.gateway.client import Client
 from selfspec_cli.gateway.errors import GatewayError, of_backend
 from selfspec_cli.gateway.events import END, BrokenStream, Frames, Kept
 from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.upstream import BackendFailed, Refused, outgoing, prepared
 
@@ -44,6 +45,8 @@ class Relay:
     rest: continuation.Rest | None = None
     headers: dict[str, str] = field(default_factory=dict)
     tokens_before: int = 0
+    sure: float | None = None
+    spare: tuple[Replica, bytes] | None = None
 
     async def run(self, order: Iterable[Replica]) -> None:
         """Answer the request by the first of these backends that can.
@@ -52,7 +55,10 @@ class Relay:
             GatewayError: nobody could; the client has not been told.
         """
         limits, failure = self.gateway.settings.limits, None
-        for replica in list(order)[: limits.attempts]:
+        tried = list(order)[: limits.attempts]
+        for replica in tried:
+            if replica is tried[-1]:
+                self.sure = None  # nobody is left to ask: its answer is taken
             try:
                 await self._leg(replica)
                 return
@@ -66,6 +72,11 @@ class Relay:
                 self._failed(replica, error)
                 if self.client.begun:
                     return await self._continue(replica, error)
+        if self.spare is not None:  # nobody else could answer: the answer of which its backend was not sure is one
+            known, raw = self.spare
+            self.out.route, self.finished = known.name, True
+            self.client.headers["x-selfspec-backend"] = known.name
+            return await self.client.whole(200, raw)
         if failure is None:
             raise GatewayError("no backend takes requests for this model now", 503, "service_unavailable",
                                headers={"retry-after": "1"})  # fmt: skip
@@ -137,6 +148,8 @@ class Relay:
         try:
             ids = self.way == continuation.IDS
             sent = outgoing(self.asked, replica, body, ids=ids, plain=self.out.plain)
+            if self.sure is not None:
+                sent["logprobs"] = sent.get("logprobs") or (True if self.asked.endpoint == CHAT else 1)
             sent = await prepared(self.gateway.upstream, replica, path, sent)
             async with self.gateway.upstream.post(replica, path, sent, self.headers) as response:
                 self.out.route = replica.name
@@ -144,7 +157,7 @@ class Relay:
                 if self.asked.stream and self.asked.endpoint != EMBEDDINGS:
                     await self._stream(replica, number, began, response)
                 else:
-                    await self._whole(response)
+                    await self._whole(replica, response)
             replica.succeeded()
         except BrokenStream as error:
             raise BackendFailed(str(error)) from error
@@ -169,7 +182,7 @@ class Relay:
 
     # ---- an answer in one piece --------------------------------------------------------------------------------------
 
-    async def _whole(self, response: Any) -> None:
+    async def _whole(self, replica: Replica, response: Any) -> None:
         parts = [part async for part in self.gateway.upstream.parts(response)]
         raw = b"".join(parts)
         try:
@@ -179,6 +192,16 @@ class Relay:
         if not isinstance(found, dict) or ("choices" not in found and "data" not in found):
             raise BrokenStream(f"what came is no answer: {raw[:80]!r}")
         self.out.usage(found.get("usage"))
+        if self.sure is not None:
+            sure = sureness(found)
+            if self.asked.body.get("logprobs") in (None, False):
+                for choice in found["choices"]:
+                    choice["logprobs"] = None  # the client has not asked for them
+                raw = orjson.dumps(found)
+            if sure is not None and sure < self.sure:
+                self.out.reason += "_unsure"
+                self.spare = (replica, raw)
+                raise BackendFailed(f"its answer is sure to {sure:.2f} alone", counts=False)
         self.finished = True
         await self.client.whole(200, raw)
 

@@ -47,7 +47,8 @@ class Fake:
     """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
     nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so many
     requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is
-    asked for. dead: closes every connection at once. step: seconds between two tokens; first: before the first."""
+    asked for. unsure: logprob of its tokens for prompts with the word hard. dead: closes every connection at once.
+    step: seconds between two tokens; first: before the first."""
 
     name: str = "fake"
     model: str = "toy"
@@ -60,6 +61,7 @@ class Fake:
     times: int = 10**9
     refuse: int | None = None
     whole_garbage: bytes | None = None
+    unsure: float = -0.01
     dead: bool = False
     vllm: bool = True
     metrics: str = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
@@ -130,7 +132,12 @@ class Fake:
         await asyncio.sleep(self.first + self.step * len(tokens))
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
         inner = {"text": text_of(tokens)} if "prompt" in body else {"message": {"content": text_of(tokens)}}
-        choice = {"index": 0, "finish_reason": "length", **inner}
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **inner}
+        if body.get("logprobs"):
+            prompt = str(body.get("prompt") or body["messages"])
+            logs = [self.unsure if "hard" in prompt else -0.01 for _ in tokens]
+            chat = {"content": [{"token": "x", "logprob": one} for one in logs]}
+            choice["logprobs"] = {"token_logprobs": logs} if "prompt" in body else chat
         return web.json_response({"id": "x", "model": self.model, "choices": [choice], "usage": usage})
 
     async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

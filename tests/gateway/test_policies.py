@@ -8,6 +8,7 @@ from simulated import Request, Server, asked_of, poisson, simulate
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
 
 
@@ -145,6 +146,44 @@ def test_quality_loses_where_nobody_judges():
     ours, turn = both("quality", servers, requests)
     assert ours.routes["large"] == 0
     assert ours.mean() > turn.mean()
+
+
+def cascaded(sure_of_hard, right_of_hard):
+    """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
+    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
+    chooser, both_ways = POLICIES["cascade"].chooser({}, SloSettings()), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
+    for number in range(100):
+        hard = number % 4 < 2
+        choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
+        assert [one.name for one in choice.order] == ["small", "large"]
+        sure = sure_of_hard if hard else 0.95
+        again = sure < choice.sure
+        right = 1.0 if again or not hard else right_of_hard
+        turn = (1.0, 10.0) if number % 2 else (right_of_hard if hard else 1.0, 1.0)
+        for way, (quality, cost) in {"ours": (right, 11.0 if again else 1.0), "turn": turn}.items():
+            both_ways[way][0] += quality / 100
+            both_ways[way][1] += cost
+    return both_ways["ours"], both_ways["turn"]
+
+
+def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know():
+    ours, turn = cascaded(sure_of_hard=0.3, right_of_hard=0.0)
+    assert ours[0] == pytest.approx(1.0) and turn[0] == pytest.approx(0.75)
+    assert ours[1] < 1.1 * turn[1]
+
+
+def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
+    ours, turn = cascaded(sure_of_hard=0.9, right_of_hard=0.0)
+    assert ours[0] < turn[0]
+
+
+def test_how_sure_an_answer_is():
+    assert sureness({"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}]}) == pytest.approx(
+        0.3679, abs=1e-3
+    )
+    assert sureness({"choices": [{"logprobs": {"content": [{"logprob": 0.0}]}}]}) == 1.0
+    for strange in ({}, {"choices": []}, {"choices": [{}]}, {"choices": [{"logprobs": {"content": [{}]}}]}, [], None):
+        assert sureness(strange) is None
 
 
 def test_fixed_and_round_robin():

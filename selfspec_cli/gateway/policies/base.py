@@ -16,11 +16,15 @@ from selfspec_cli.gateway.timing import Prediction
 
 @dataclass(frozen=True)
 class Choice:
-    """Backends in the order in which they are tried, and why the first one is first, in few fixed words (a label)."""
+    """Backends in the order in which they are tried, and why the first one is first, in few fixed words (a label).
+
+    sure: an answer of which its backend is less sure (`cascade.sureness`) is asked of the next one; None takes any.
+    """
 
     order: tuple[Replica, ...]
     reason: str
     expected: Prediction | None = None
+    sure: float | None = None
 
 
 @dataclass(frozen=True)

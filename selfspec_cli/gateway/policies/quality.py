@@ -54,7 +54,9 @@ class _Quality(Chooser):
     def expected(self, vector: Vector, replica: Replica) -> float:
         """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
-        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[: self.neighbours]
+        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
+            : self.neighbours
+        ]
         weight = sum(alike for alike, _ in near)
         return (self.trust * self.prior + sum(alike * quality for alike, quality in near)) / (self.trust + weight)
 

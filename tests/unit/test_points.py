@@ -139,6 +139,8 @@ def test_a_point_has_a_line_only_in_tables_of_which_it_has_a_value():
     assert held == ["summary.csv", "details.csv", "quality.csv"]
     assert columns.line(columns.Quality, row).startswith(f"{row.key},lossless,,")
     assert columns.text(columns.Loads, [row]).count("\n") == 1
+    loaded = tables.row(point(arm=ARM | {"arrivals": "poisson", "rate": 2.5, "frontend": "rust"}))
+    assert f"\n{loaded.key},poisson,,,,2.5,,,rust," in columns.text(columns.Loads, [row, loaded])
     assert columns.plain(row)["verdict"] == "lossless"
     assert "clients" not in columns.plain(row) and columns.plain(row)["threshold"] is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -143,6 +144,8 @@ def serve(settings: GatewaySettings, say: Say) -> None:
     async def run() -> None:
         gateway = made(settings)
         async with opened(gateway, say):
+            gc.collect()
+            gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
             say(f"listening on http://{settings.host}:{settings.port}/v1")
             await server(gateway).serve()
 

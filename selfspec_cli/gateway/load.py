@@ -8,9 +8,7 @@ from dataclasses import dataclass
 _NAMES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_used",
     "vllm:prefix_cache_queries_total": "prefix_queries",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:spec_decode_num_drafts_total": "drafts",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
     "vllm:selfspec_draft_rounds_total": "draft_rounds",
@@ -26,9 +24,7 @@ class Counts:
 
     running: float | None = None
     waiting: float | None = None
-    kv_used: float | None = None
     prefix_queries: float | None = None
-    prefix_hits: float | None = None
     drafts: float | None = None
     accepted: float | None = None
     draft_rounds: float | None = None
@@ -54,7 +50,6 @@ class Load:
 
     running: float = 0.0
     waiting: float = 0.0
-    kv_used: float | None = None
     work: float = 1.0
     tokens: float = 1.0
     drafts: bool = False
@@ -72,7 +67,7 @@ def between(before: Counts | None, now: Counts, last: Load) -> Load:
         if ours and steps is not None and now.draft_cost is not None:
             work = 1.0 + now.draft_cost * steps / ours
     caches = now.prefix_queries is None or now.prefix_queries > 0
-    return Load(now.running or 0.0, now.waiting or 0.0, now.kv_used, work, tokens,
+    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens,
                 now.drafts is not None, caches, now.running is not None)  # fmt: skip
 
 

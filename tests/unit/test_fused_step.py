@@ -142,6 +142,12 @@ def test_a_build_without_room_for_weights_is_refused():
         built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 6, 65536)
 
 
+def test_a_build_for_more_heads_than_blocks_is_refused():
+    heads = dataclasses.replace(LLAMA, heads=32)
+    with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
+        built(heads, planned(heads, 114, 12, 0.5), 4, 6, SHARED)
+
+
 def test_the_kernel_travels_with_the_package():
     from importlib.resources import files
 

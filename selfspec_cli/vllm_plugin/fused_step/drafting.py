@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST = 4  # tokens
 AT_ONCE, EVENLY = 6, 0.5
 """Records of a copy; see `layout.planned`."""
-FEWEST_SLOTS = 3  # chunks of a warp's ring
+UNKNOWN = "draft step: kernels for single products, because the KV cache or its tables are laid out otherwise"
 LOG2_E = 1.4426950408889634
 
 
@@ -118,8 +118,15 @@ class FusedStep:
     def _fits(self, metadata: Any, cache: Tensor, slots: Tensor, tokens: int) -> bool:
         from selfspec_cli.vllm_plugin.attention.one_query import fits
 
-        rooms = (len(metadata.seq_lens), len(metadata.block_table), len(slots))
-        return fits(cache, self.shape.heads, self.shape.dim) and cache.dtype is torch.bfloat16 and min(rooms) >= tokens
+        found = (cache, metadata.seq_lens, metadata.block_table, slots)
+        types = (torch.bfloat16, torch.int32, torch.int32, torch.int64)
+        known = fits(cache, self.shape.heads, self.shape.dim) and tuple(one.dtype for one in found) == types
+        if not known or min(map(len, found[1:])) < tokens:
+            from selfspec_cli.vllm_plugin.vllm_names import init_logger
+
+            init_logger("vllm.selfspec").warning_once(UNKNOWN)
+            return False
+        return True
 
     def _kernel(self, tokens: int, page: int) -> Any:
         """The kernel for a number of tokens; None where it would be slow, or cannot be compiled now."""
@@ -133,18 +140,16 @@ class FusedStep:
 
         properties: Any = torch.cuda.get_device_properties(self._device)
         shared = int(properties.shared_memory_per_block_optin)
-        build = built(replace(self.shape, page=page), self.plan, tokens, AT_ONCE, shared)
-        reason = None
-        if tokens * self.shape.heads > len(self.plan.blocks):
-            reason = "more heads than multiprocessors"
-        elif build.slots < FEWEST_SLOTS:
-            reason = "too little shared memory"
-        else:
+        try:
+            build = built(replace(self.shape, page=page), self.plan, tokens, AT_ONCE, shared)
             kernel = Kernel(build, self._device, Path(envs.VLLM_CACHE_ROOT) / "selfspec")
             if not kernel.spilled:
                 return kernel
-            reason = "too few registers"
-        init_logger("vllm.selfspec").info("draft step: kernels for single products at %d tokens: %s", tokens, reason)
+            reason = f"a thread has {kernel.spilled} bytes more than registers"
+        except (ValueError, RuntimeError) as error:
+            reason = str(error)
+        logger = init_logger("vllm.selfspec")
+        logger.warning("draft step: kernels for single products at %d tokens, because %s", tokens, reason)
         return None
 
     def _addresses(self) -> Tensor | None:
@@ -157,9 +162,9 @@ class FusedStep:
         context = get_forward_context()
         caches = [context.no_compile_layers[name].kv_cache for name in self._names]
         found = context.attn_metadata
-        alike = all(one.stride() == caches[0].stride() for one in caches)
+        alike = isinstance(found, dict) and all(one.stride() == caches[0].stride() for one in caches)
         if not alike or not all(found[name] is found[self._names[0]] for name in self._names):
-            return None
+            return None  # layers of several kinds of cache
         addresses = tuple(one.data_ptr() for one in caches)
         if addresses not in self._caches and not torch.cuda.is_current_stream_capturing():
             self._caches[addresses] = torch.tensor(addresses, device=self._device)  # graphs go on reading it

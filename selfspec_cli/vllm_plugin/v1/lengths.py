@@ -88,7 +88,9 @@ class DraftLengths:
         k = cell.k if own.k is None else min(cell.k, own.k)
         if k and self._ladder is not None:
             if name not in self._estimates:
-                self._estimates[name] = RequestEstimate.beginning(self._ladder, self._usual)
+                # A seed gives the same sample again, whatever other requests had accepted before.
+                first = self._usual if parameters.seed is None else 1.0
+                self._estimates[name] = RequestEstimate.beginning(self._ladder, first)
             k = min(k, self._estimates[name].length())
         threshold = cell.threshold if own.threshold is None else own.threshold
         if self._arm is not None:

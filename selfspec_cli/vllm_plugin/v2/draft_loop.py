@@ -233,7 +233,8 @@ class DraftLoop(TargetDependentARSpeculator):
             hidden = self.fused_step(num_tokens, self.input_buffers)
             if hidden is not None:
                 return hidden
-        return self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
+        ids, positions = self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens]
+        return self.model(ids, positions, intermediate_tensors=None)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

@@ -32,7 +32,6 @@ class Feedback(BaseModel):
 def control(gateway: Gateway) -> FastAPI:
     """The application for everything that is no answer of a model."""
     app = FastAPI(title="selfspec gateway", version=__version__)
-    told_at = [0.0]  # when /metrics was told the gains
 
     @app.exception_handler(GatewayError)
     async def told(request: Request, error: GatewayError) -> Response:
@@ -51,6 +50,15 @@ def control(gateway: Gateway) -> FastAPI:
             except GatewayError as error:
                 return Response(error.body(), error.status, error.headers, "application/json")
         return await call_next(request)
+
+    _views(app, gateway)
+    _actions(app, gateway)
+    return app
+
+
+def _views(app: FastAPI, gateway: Gateway) -> None:
+    """What is looked at."""
+    told_at = [0.0]  # when /metrics was told the gains
 
     @app.get("/health")
     async def health() -> Response:
@@ -89,6 +97,10 @@ def control(gateway: Gateway) -> FastAPI:
         """The settings. Keys are not in them: settings name the variables that hold them."""
         return plain(gateway.settings)
 
+
+def _actions(app: FastAPI, gateway: Gateway) -> None:
+    """What changes something."""
+
     @app.post("/gateway/feedback")
     async def feedback(given: Feedback) -> dict[str, Any]:
         """An answer was judged: the policy `quality` and the cache learn from it."""
@@ -117,8 +129,6 @@ def control(gateway: Gateway) -> FastAPI:
             raise GatewayError(told, 404, "invalid_request_error")
         found[0].draining = what == "drain"
         return _shown(found[0])
-
-    return app
 
 
 def _shown(one: Any) -> dict[str, Any]:

@@ -44,9 +44,12 @@ def control(gateway: Gateway) -> FastAPI:
 
     @app.middleware("http")
     async def with_key(request: Request, call_next: Any) -> Any:
-        if request.url.path not in ("/health", "/metrics"):
+        path = request.url.path
+        if path not in ("/health", "/metrics"):
             try:
-                gateway.keys.tenant(request.headers.get("authorization", ""))
+                who = gateway.keys.tenant(request.headers.get("authorization", ""))
+                if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
+                    raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
             except GatewayError as error:
                 return Response(error.body(), error.status, error.headers, "application/json")
         return await call_next(request)

@@ -32,7 +32,6 @@ class Feedback(BaseModel):
 def control(gateway: Gateway) -> FastAPI:
     """The application for everything that is no answer of a model."""
     app = FastAPI(title="selfspec gateway", version=__version__)
-    told_at = [0.0]  # when /metrics was told the gains
 
     @app.exception_handler(GatewayError)
     async def told(request: Request, error: GatewayError) -> Response:
@@ -45,12 +44,24 @@ def control(gateway: Gateway) -> FastAPI:
 
     @app.middleware("http")
     async def with_key(request: Request, call_next: Any) -> Any:
-        if request.url.path not in ("/health", "/metrics"):
+        path = request.url.path
+        if path not in ("/health", "/metrics"):
             try:
-                gateway.keys.tenant(request.headers.get("authorization", ""))
+                who = gateway.keys.tenant(request.headers.get("authorization", ""))
+                if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
+                    raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
             except GatewayError as error:
                 return Response(error.body(), error.status, error.headers, "application/json")
         return await call_next(request)
+
+    _views(app, gateway)
+    _actions(app, gateway)
+    return app
+
+
+def _views(app: FastAPI, gateway: Gateway) -> None:
+    """What is looked at."""
+    told_at = [0.0]  # when /metrics was told the gains
 
     @app.get("/health")
     async def health() -> Response:
@@ -89,6 +100,10 @@ def control(gateway: Gateway) -> FastAPI:
         """The settings. Keys are not in them: settings name the variables that hold them."""
         return plain(gateway.settings)
 
+
+def _actions(app: FastAPI, gateway: Gateway) -> None:
+    """What changes something."""
+
     @app.post("/gateway/feedback")
     async def feedback(given: Feedback) -> dict[str, Any]:
         """An answer was judged: the policy `quality` and the cache learn from it."""
@@ -117,8 +132,6 @@ def control(gateway: Gateway) -> FastAPI:
             raise GatewayError(told, 404, "invalid_request_error")
         found[0].draining = what == "drain"
         return _shown(found[0])
-
-    return app
 
 
 def _shown(one: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Tenant:
     """One client's limits, and what it has in the gateway."""
 
     def __init__(self, settings: KeySettings, now: Callable[[], float] = time.monotonic) -> None:
-        self.name = settings.name
+        self.name, self.admin = settings.name, settings.admin
         self.most = settings.at_once
         self.inside = 0
         self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
@@ -70,7 +70,7 @@ class Keys:
     """Who asks, by the key that is sent; without any configured key everybody may ask, without limits."""
 
     def __init__(self, settings: Sequence[KeySettings], now: Callable[[], float] = time.monotonic) -> None:
-        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY), now)
+        self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), now)
         self.known: dict[str, Tenant] = {}
         for one in settings:
             digest = (one.sha256 or _digest(os.environ[str(one.env)])).lower()

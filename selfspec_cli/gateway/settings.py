@@ -62,6 +62,7 @@ class KeySettings:
         None, help="most tokens a minute, prompts and answers", unit="tokens", low=1, unset="no limit"
     )
     at_once: int | None = knob(None, help="most requests at once", unit="requests", low=1, unset="no limit")
+    admin: bool = knob(False, help="may look at routes and settings, drain backends, and evict cached answers")
 
 
 @dataclass

@@ -86,7 +86,7 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
 async def test_keys_and_their_limits(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY_OF_ANN", "ann's")
     keys = [
-        KeySettings(name="ann", env="KEY_OF_ANN", requests_per_minute=3),
+        KeySettings(name="ann", env="KEY_OF_ANN", requests_per_minute=3, admin=True),
         KeySettings(name="bob", sha256=hashlib.sha256(b"bob's").hexdigest(), tokens_per_minute=10),
     ]
     async with running([Fake("a")], tmp_path, keys=keys) as on:
@@ -96,6 +96,8 @@ async def test_keys_and_their_limits(tmp_path, monkeypatch):
         assert (await on.get("/gateway/routes"))[0] == 401
         assert (await on.get("/health"))[0] == 200
         ann, bob = {"Authorization": "Bearer ann's"}, {"Authorization": "Bearer bob's"}
+        looks = [(await on.get(path, **bob))[0] for path in ("/v1/models", "/gateway/routes", "/gateway/config")]
+        assert looks == [200, 403, 403]
         statuses = [(await on.post(PROMPT, **ann))[0] for _ in range(4)]
         assert statuses == [200, 200, 200, 429]
         statuses = [(await on.post(PROMPT, **bob))[0] for _ in range(2)]

@@ -16,7 +16,7 @@ The rooms, in the order in which imports may run:
     load_patterns/ how requests arrive in a load test: one file a pattern
     early_exit/    the method itself: settings, gates, heads, cost model; needs torch alone
 
-progress.py, interrupts.py, children.py and extras.py serve all of them: progress bars, Ctrl-C, child processes, and what
+progress.py, interrupts.py, children.py and extras.py serve all of them: progress bars, Ctrl-C, child processes, what
 to install for a module.
 """
 

@@ -99,7 +99,7 @@ def test_a_planted_fault_is_named(documents, kind, report):
 def test_a_head_of_another_model(folder, tmp_path):
     """Refused by the fingerprint where its file has one; named where it has none and drafts badly."""
     cfg = config(folder, tmp_path)
-    found = run.run(cfg, Wanted(SMALL, only=("gate",), plant=arm.FOREIGN_HEAD), open_engine=open_engine)
+    found = run.run(cfg, run.telling(Wanted(SMALL), arm.FOREIGN_HEAD), open_engine=open_engine)
     assert (found["verdict"], found["suspect"]) == ("fault", arm.FOREIGN_HEAD), found
     assert (found["arm"]["arm"], found["arm"]["E"], found["arm"]["k"]) == ("layer_skip", LAYERS // 2, 4)
     assert {row["verdict"] for row in found["cases"]} == {"lossless"}
@@ -119,7 +119,7 @@ def test_only_verify_asks_for_a_worker_that_can_be_made_faulty():
 def test_a_small_vocabulary_is_compared_with_the_exact_distribution(model_dir, tmp_path, report):
     """With no tokenizer, and with drafts that are drawn."""
     cfg = config(model_dir("llama_small_vocab"), tmp_path, "engine.extra.skip_tokenizer_init=true")
-    asked = Wanted(replace(SMALL, samples=1024), only=("company",), probabilistic=True)
+    asked = Wanted(replace(SMALL, samples=1024, sampled_tokens=3), only=("company",), probabilistic=True)
     found = run.run(cfg, asked, open_engine=open_engine)
     rows = [row for row in found["sampling"] if "p_exact" in row]
     report(", ".join(f"{row['name']}: p = {row['p_exact']:.3f} (plain {row['p_exact_plain']:.3f})" for row in rows))

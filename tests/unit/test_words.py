@@ -38,14 +38,17 @@ EXEMPT = ("CHANGELOG.md", "results/LOG.md", "results/published/", "tests/unit/te
 LEFT = (
     "docs/",
     "experiments/",
+    "selfspec_cli/children.py",
     "selfspec_cli/commands/",
     "selfspec_cli/config/",
     "selfspec_cli/early_exit/",
     "selfspec_cli/engine/",
+    "selfspec_cli/gateway/",
     "selfspec_cli/record/",
     "selfspec_cli/report/",
     "selfspec_cli/stages/",
     "selfspec_cli/texts/",
+    "tests/gateway/",
     "tests/unit/",
 )
 """Files and folders in which some are still to be replaced. An entry goes as soon as its place is clean."""

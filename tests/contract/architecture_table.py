@@ -15,10 +15,10 @@ RAN = ("works", "refused", "wrong", "fails")
 HEAD = """
 ## Architectures
 
-Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {asked} of
-{known} were asked, {made} of them can be made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the {ran} early exit works: greedy
-output is the plain engine's, drafts were made and some were accepted. `python tests/engine/architectures.py --out
-tests/engine/architectures.jsonl` asks them all.
+Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {asked} of {known} were
+asked, {made} of them can be made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the
+{ran} early exit works: greedy output is the plain engine's, drafts were made and some were accepted. `python
+tests/engine/architectures.py --out tests/engine/architectures.jsonl` asks all that were not asked yet.
 
 | architecture | vLLM's class | its layers | accepted of drafted |
 |---|---|---|---|

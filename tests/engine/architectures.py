@@ -8,8 +8,8 @@ architecture that is in FILE already is left out. docs/compatibility.md has a ta
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
-  `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine cannot run it here, with
-  `reason`), "no model" (transformers has no such class, so no tiny model can be made), "not asked" (yet).
+  `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine did not run the model here,
+  with `reason`), "no model" (transformers has no such class, so no tiny model can be made), "not asked" (yet).
 - `drafted`, `accepted`: tokens.
 """
 

@@ -39,6 +39,7 @@ def refuse_runner() -> None:
 NO_TARGETS = {
     "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
     "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
+    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
     "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
     "is_diffusion": "it makes several tokens at once, and none of them after the other",
 }
@@ -60,18 +61,6 @@ def refuse_model(target: ModelConfig) -> None:
                 "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
                 "method 'ngram'"
             )
-
-
-def refuse_mrope(target: ModelConfig, device: str | None = None) -> None:
-    """Positions of several dimensions (M-RoPE), on CUDA. device: where vLLM runs; None asks it."""
-    from selfspec_cli.vllm_plugin.vllm_names import current_platform
-
-    if target.uses_mrope and (device or current_platform.device_type) == "cuda":
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit on CUDA: its positions have several dimensions "
-            "(M-RoPE), and drafts are made at plain positions there; serve it without a speculative_config, or with "
-            "vLLM's method 'ngram'"
-        )
 
 
 def refuse_latents(target: ModelConfig, device: str | None = None) -> None:

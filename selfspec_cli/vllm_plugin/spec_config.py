@@ -80,7 +80,6 @@ def understand_layer_skip(original: Original) -> Original:
         if settings.verify:
             refusals.refuse_runner()
             refusals.refuse_model(target_model_config)
-            refusals.refuse_mrope(target_model_config)
             refusals.refuse_latents(target_model_config)
             refusals.refuse_adapters(self, target_model_config)
             refusals.refuse_gate(settings)

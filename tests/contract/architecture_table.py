@@ -15,10 +15,10 @@ RAN = ("works", "refused", "wrong", "fails")
 HEAD = """
 ## Architectures
 
-Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {made} of {known} can be
-made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the {ran} early exit works: greedy
-output is the plain engine's, drafts were made and some were accepted. `python tests/engine/architectures.py --out
-tests/engine/architectures.jsonl` asks them all.
+Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {asked} of {known} were
+asked, {made} of them can be made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the
+{ran} early exit works: greedy output is the plain engine's, drafts were made and some were accepted. `python
+tests/engine/architectures.py --out tests/engine/architectures.jsonl` asks all that were not asked yet.
 
 | architecture | vLLM's class | its layers | accepted of drafted |
 |---|---|---|---|
@@ -35,30 +35,34 @@ WORDS = {
     "refused": "refused",
     "wrong": "another output than the plain engine's",
     "fails": "fails",
-    "vllm": "a plain vLLM cannot run it on a CPU",
-    "no model": "not tried",
+    "vllm": "a plain vLLM did not run this tiny model here",
 }
 
 
 def lines(file: Path = FILE) -> list[dict[str, Any]]:
-    """What was found, by name."""
-    return sorted(
-        (json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()), key=lambda one: one["name"]
-    )
+    """What was found, by name; of two lines with one name the later one."""
+    found = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+    return sorted({one["name"]: one for one in found}.values(), key=lambda one: one["name"])
 
 
 def section(found: Sequence[dict[str, Any]]) -> str:
     """The part of the page."""
-    works = [one for one in found if one["verdict"] == "works"]
-    ran = [one for one in found if one["verdict"] in RAN]
-    made = [one for one in found if one["verdict"] != "no model"]
-    parts = [HEAD.format(known=len(found), made=len(made), ran=len(ran), works=len(works))]
-    parts += [f"| {one['name']} | {one['served_by']} | {one['layers']} | {one['accepted']} of {one['drafted']} |\n"
-              for one in works]  # fmt: skip
-    rest = [one for one in found if one["verdict"] not in ("works", "no model")]
+    asked = [one for one in found if one["verdict"] != "not asked"]
+    works = [one for one in asked if one["verdict"] == "works"]
+    ran = [one for one in asked if one["verdict"] in RAN]
+    made = [one for one in asked if one["verdict"] != "no model"]
+    counts = {"known": found, "asked": asked, "made": made, "ran": ran, "works": works}
+    parts = [HEAD.format(**{name: len(ones) for name, ones in counts.items()})]
+    parts += [
+        f"| {one['name']} | {one['served_by']} | {one['layers']} | {one['accepted']} of {one['drafted']} |\n"
+        for one in works
+    ]
+    rest = [one for one in made if one["verdict"] != "works"]
     parts += [REST, *(f"| {one['name']} | {WORDS[one['verdict']]} | {_why(one)} |\n" for one in rest)]
-    absent = [one["name"] for one in found if one["verdict"] == "no model"]
-    return "".join([*parts, f"\nNo tiny model of these could be made with transformers: {', '.join(absent)}.\n"])
+    absent = ", ".join(one["name"] for one in asked if one["verdict"] == "no model")
+    parts.append(f"\nNo tiny model of these could be made with transformers: {absent}.\n")
+    later = ", ".join(one["name"] for one in found if one["verdict"] == "not asked")
+    return "".join([*parts, f"\nNot asked yet: {later}.\n" if later else ""])
 
 
 def _why(one: dict[str, Any]) -> str:

@@ -62,10 +62,6 @@ def latents_on_a_cpu() -> Any:
     refusals.refuse_latents(SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True), "cpu")
 
 
-def mrope_on_cuda() -> Any:
-    refusals.refuse_mrope(SimpleNamespace(model="m", uses_mrope=True), "cuda")
-
-
 def adapters_of_experts() -> Any:
     refusals.refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
 
@@ -125,10 +121,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
-        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "on a CPU: text goes on at one position in "
-            "all dimensions", ARCHITECTURES, "refused, next row"),
-        Row("positions of several dimensions (M-RoPE) on CUDA", REFUSED, "drafts are made at plain positions there",
-            refusal=mrope_on_cuda, instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
+            refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",

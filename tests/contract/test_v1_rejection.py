@@ -22,8 +22,8 @@ def kernels():
     current_platform.register_triton_kernel_overrides()
 
 
-def told(**changes):
-    """What vLLM's sampler is told of sampled requests without any parameter but a temperature."""
+def metadata_of(**changes):
+    """What vLLM's sampler is given of sampled requests without any parameter but a temperature."""
     from vllm.v1.sample.logits_processor.state import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -71,7 +71,7 @@ def step(drafts, logits, metadata, mended=True):
 @pytest.mark.parametrize("top", ["top_k", "top_p", "both", "none"])
 def test_a_step_without_drafts_is_sampled_as_without_speculation(top):
     values = {"top_k": torch.tensor([1, 1], dtype=torch.int32), "top_p": torch.tensor([1e-6, 1e-6])}
-    metadata = told(**{name: value for name, value in values.items() if top in (name, "both")})
+    metadata = metadata_of(**{name: value for name, value in values.items() if top in (name, "both")})
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     sampled = step([[], []], logits, metadata).sampled_token_ids
     assert sampled.shape == (2, 1)
@@ -90,8 +90,8 @@ def test_chosen_tokens_have_their_log_probabilities_beside_requests_with_the_lik
 
     rows = sum(map(len, drafts)) + 2
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
-    metadata = told(logprob_token_ids={0: [9, 11]}, max_num_logprobs=likeliest, all_greedy=True, all_random=False,
-                    temperature=None, spec_token_ids=drafts)  # fmt: skip
+    greedy = {"all_greedy": True, "all_random": False, "temperature": None}
+    metadata = metadata_of(logprob_token_ids={0: [9, 11]}, max_num_logprobs=likeliest, spec_token_ids=drafts, **greedy)
     from vllm.v1.sample.sampler import Sampler
 
     with pytest.MonkeyPatch.context() as patches:

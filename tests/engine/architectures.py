@@ -8,8 +8,8 @@ architecture that is in FILE already is left out. docs/compatibility.md has a ta
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
-  `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine cannot run it here, with
-  `reason`), "no model" (transformers has no such class, so no tiny model can be made).
+  `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine did not run the model here,
+  with `reason`), "no model" (transformers has no such class, so no tiny model can be made), "not asked" (yet).
 - `drafted`, `accepted`: tokens.
 """
 
@@ -64,7 +64,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1},
-    "AfmoeForCausalLM": {"score_func": "sigmoid"},
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True},
+    "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
 }
 """What vLLM asks of a checkpoint's config.json that the class of transformers 5 does not write."""
 
@@ -287,13 +289,19 @@ def _in_a_fork(name: str, seconds: int, changes: dict[str, Any]) -> dict[str, An
     )
 
 
+def asked(file: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a file by their names; of two with one name the later one, and none that says "not asked"."""
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ())
+    return {one["name"]: one for one in lines if one["verdict"] != "not asked"}
+
+
 def _wanted(out: Path, chosen: list[str]) -> Iterator[str]:
     """What the file does not have yet, nor has got meanwhile from another run of this script."""
     known = names()
     for name in chosen or known:
         if name not in known:
             raise SystemExit(f"{name}: vLLM's registry has no such decoder")
-        if not out.exists() or name not in {json.loads(text)["name"] for text in out.read_text().splitlines()}:
+        if name not in asked(out):
             yield name
 
 

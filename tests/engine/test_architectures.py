@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from architectures import EXIT, PROMPTS, TOKENS, VOCAB, K, line, prepare, save
+from architectures import EXIT, PROMPTS, TOKENS, VOCAB, K, asked, line, prepare, save
 from harness import greedy, layer_skip, live, ragged_prompts
 
 pytestmark = pytest.mark.engine
@@ -73,5 +72,5 @@ def test_compiled_and_on_copies(name, changes):
 def test_every_architecture_is_as_the_page_says(tmp_path):
     out = tmp_path / "found.jsonl"
     subprocess.run([sys.executable, str(Path(__file__).with_name("architectures.py")), "--out", str(out)], check=True)
-    said = {one["name"]: one["verdict"] for one in map(json.loads, FILE.read_text().splitlines())}
-    assert {one["name"]: one["verdict"] for one in map(json.loads, out.read_text().splitlines())} == said
+    said, found = asked(FILE), asked(out)
+    assert {name: found[name]["verdict"] for name in said} == {name: one["verdict"] for name, one in said.items()}

@@ -152,7 +152,7 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Warm-up and profiling: compiles the trunk together with the target."""
-        positions = self._rotated(torch.zeros(num_tokens, dtype=torch.int64), None)
+        positions = self.positions[:num_tokens]
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
@@ -301,22 +301,7 @@ class _EarlyExit(DraftModelProposer):
             state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, self._context)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
-            positions = self._rotated(state.positions, state.rows)
-            return self.model(state.tokens, positions, intermediate_tensors=None)
-
-    def _rotated(self, positions: Tensor, rows: Tensor | None) -> Tensor:
-        """Positions [n] as the model's rotary embedding takes them: [dimensions, n] with M-RoPE.
-
-        Behind a picture, which has fewer positions than tokens, a request's text goes on at a shift of its own, alike
-        in all dimensions. rows: of the batch, whose requests have these positions; None: of no requests.
-        """
-        if not self.uses_mrope:
-            return positions
-        if rows is not None:
-            names, requests = self.runner.input_batch.req_ids, self.runner.requests
-            shifts = [requests[names[row]].mrope_position_delta or 0 for row in rows.tolist()]
-            positions = positions + torch.tensor(shifts)
-        return positions.repeat(len(self.mrope_positions), 1)
+            return self.model(state.tokens, state.positions, intermediate_tensors=None)
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from drafting import Answer, Drafting, accepted, answers, chat_prompts, library_
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.layers import skipped_layers
 
-KINDS = "fp8,int8,int6,int5,int4"
+KINDS = "fp8,int8,int4"
 COLUMNS = (
     "model", "view", "temperature", "drafts", "answers", "rounds", "k", "position", "given_before", "low", "high",
     "all_so_far", "tokens_a_round",

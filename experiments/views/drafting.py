@@ -31,23 +31,18 @@ Kept = dict[int, list[tuple[Tensor, Tensor]]]
 
 
 class DraftLinear(nn.Module):
-    """A linear layer that multiplies by its copy, and adds its correction, while its `Drafting` drafts."""
+    """A linear layer that multiplies by its copy while its `Drafting` drafts."""
 
     def __init__(self, linear: nn.Linear, owner: Drafting) -> None:
         super().__init__()
         self.linear, self._owner = linear, [owner]  # in a list: no submodule
         self.copy: Tensor | None = None  # [out, in]
-        self.down: nn.Parameter | None = None  # [rank, in], one for all parts of a fused layer
-        self.up: nn.Parameter | None = None  # [out, rank]
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._owner[0].position or self.copy is None:
             out: Tensor = self.linear(x)
             return out
-        out = F.linear(x, self.copy, self.linear.bias)
-        if self.up is None or self.down is None:
-            return out
-        return out + F.linear(F.linear(x.float(), self.down), self.up).to(out.dtype)
+        return F.linear(x, self.copy, self.linear.bias)
 
 
 class Drafting:
@@ -101,31 +96,9 @@ class Drafting:
                 if tensors is None
                 else weights.dequantise({k: t.to(own.device) for k, t in tensors.items()}, own.dtype)
             )
-            pair = fitted.corrections.get(name) if fitted is not None else None
             sizes = [len(part.linear.weight) for part in parts]
-            down = None if pair is None else nn.Parameter(pair[0].to(own.device, torch.float32))
             for number, part in enumerate(parts):
                 part.copy = None if copy is None else copy.split(sizes)[number]
-                part.down = down
-                part.up = (
-                    None if pair is None else nn.Parameter(pair[1].split(sizes)[number].to(own.device, torch.float32))
-                )
-
-    def corrections(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(down, up) of each layer that has one, as `FittedWeights` holds them."""
-        found = {}
-        for name, parts in self.linears.items():
-            if parts[0].down is not None:
-                ups = [part.up for part in parts if part.up is not None]
-                found[name] = (parts[0].down.detach().cpu(), torch.cat(ups).detach().cpu())
-        return found
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What training changes."""
-        found = {
-            id(p): p for parts in self.linears.values() for part in parts for p in (part.down, part.up) if p is not None
-        }
-        return list(found.values())
 
     def teacher(self, ids: Tensor) -> Tensor:
         """Logits [b, n, V] of the full model; its keys and values are kept for the drafts."""

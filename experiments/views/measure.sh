@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 smollm2=$1 out=$2 engine=${3:-h100}
 heads=$out/fitted
-kinds="int8;int6;int5;int4;fp8"
+kinds="int8;int4;fp8"
 python3=${PYTHON:-python3}
 mkdir -p "$out"
 accept() { $python3 "$here/acceptance.py" "$@"; }
@@ -20,26 +20,14 @@ accept --model "$smollm2" --name smollm2_135m --answers 16 --out "$out/smollm2_v
 accept --model "$here/../reference_model/model" --name reference --prompts library --answers 32 \
     --out "$out/reference_views.csv" --views "$kinds;12-17;12-13;int4@12-13;shared@3-23;shared@6-23"
 
-# 2. The same widths rounded with data, and with corrections of rank 16, 32 and 64: one engine.
+# 2. 4-bit copies rounded with data.
 dtype=$([ "$engine" = cpu ] && echo float32 || echo bfloat16)
 $python3 -m selfspec_cli fit-weights model="$smollm2" model.name=smollm2_135m model.dtype=$dtype model.max_model_len=1024 \
-    engine="$engine" engine.kv_cache_gib=2 engine.max_num_seqs=32 workload=chat draft_weights=int4,int5,int6 \
-    head_dir="$heads" results_dir="$out/runs" --prompts 32 --rank 0 --rank 16 --rank 32 --rank 64
-fitted=
-for kind in int4 int5 int6; do
-    for rank in "" -r16 -r32 -r64; do fitted="$fitted;$kind=$(file $kind$rank)"; done
-done
-accept --model "$smollm2" --name smollm2_135m --answers 16 --out "$out/smollm2_fitted.csv" --views "${fitted#;}"
+    engine="$engine" engine.kv_cache_gib=2 engine.max_num_seqs=32 workload=chat draft_weights=int4 head_dir="$heads" \
+    results_dir="$out/runs" --prompts 32
+accept --model "$smollm2" --name smollm2_135m --answers 16 --out "$out/smollm2_fitted.csv" --views "int4=$(file int4)"
 
-# 3. Corrections of rank 32 trained by KL on the model's own answers.
-for kind in int4 int5; do
-    $python3 "$here/train_corrections.py" --model "$smollm2" --weights "$(file $kind-r32)" \
-        --out "$heads/$kind-r32-kl.safetensors" --steps 300
-done
-accept --model "$smollm2" --name smollm2_135m --answers 16 --out "$out/smollm2_trained.csv" \
-    --views "int4=$heads/int4-r32-kl.safetensors;int5=$heads/int5-r32-kl.safetensors"
-
-# 4. The engine's own count for some of them, and the search for layers.
+# 3. The engine's own count for some of them, and the search for layers.
 $python3 -m selfspec_cli views model="$smollm2" model.name=smollm2_135m model.dtype=$dtype model.max_model_len=1024 \
     engine="$engine" engine.kv_cache_gib=2 engine.max_num_seqs=32 workload=chat k=4 perplexity_tokens=0 layer=30 \
-    draft_weights=int8,int6,int5,int4 results_dir="$out/engine" --drop 6
+    draft_weights=int8,int4 results_dir="$out/engine" --drop 6

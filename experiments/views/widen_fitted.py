@@ -1,11 +1,9 @@
 """Fitted copies of a small model as those of the widened one (experiments/reference_model/widen.py).
 
-    python experiments/views/widen_fitted.py --weights int4-r32.safetensors --source smollm2 --model smollm2_widened \
-        --out int4-r32-widened.safetensors
+    python experiments/views/widen_fitted.py --weights int4.safetensors --source smollm2 --model smollm2_widened \
+        --out int4-widened.safetensors
 
-They draft the same tokens at the cost of the wider model. The copies are fitted on the small model because a correction
-of low rank fitted on the wide one would spend its rank on the noise that nothing reads. New columns have the scale 0,
-new rows are noise, and corrections are padded with zeros.
+They draft the same tokens at the cost of the wider model. New columns have the scale 0, and new rows are noise.
 """
 
 from __future__ import annotations
@@ -70,14 +68,9 @@ def widened_copy(copy: dict[str, Tensor], name: str, old: dict[str, Any], new: d
 
 
 def widened_fitted(fitted: FittedWeights, old: dict[str, Any], new: dict[str, Any], fingerprint: str) -> FittedWeights:
-    """Every copy and correction for a model of the config `new`, which has the fingerprint."""
+    """Every copy for a model of the config `new`, which has the fingerprint."""
     copies = {name: widened_copy(copy, name, old, new) for name, copy in fitted.copies.items()}
-    corrections = {}
-    for name, (down, up) in fitted.corrections.items():
-        (old_rows, old_columns), (rows, columns) = parts(name, old), parts(name, new)
-        wide_down = torch.nn.functional.pad(down, (0, columns - old_columns))
-        corrections[name] = wide_down, spread(up, old_rows, rows, up.new_zeros(sum(rows), up.shape[1]))
-    return FittedWeights(replace(fitted.about, fingerprint=fingerprint), copies, corrections)
+    return FittedWeights(replace(fitted.about, fingerprint=fingerprint), copies)
 
 
 def fingerprint_of(model: Path, config: dict[str, Any]) -> str:
@@ -92,7 +85,7 @@ def fingerprint_of(model: Path, config: dict[str, Any]) -> str:
 def main() -> None:
     """Read the file, write the wider one."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--weights", type=Path, required=True, help="of selfspec fit-weights or train_corrections.py")
+    options.add_argument("--weights", type=Path, required=True, help="of selfspec fit-weights")
     options.add_argument("--source", type=Path, required=True, help="the small model that they were fitted on")
     options.add_argument("--model", type=Path, required=True, help="the widened model")
     options.add_argument("--out", type=Path, required=True)

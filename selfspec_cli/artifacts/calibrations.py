@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts.whole import written
-from selfspec_cli.config.keys import draft_options
+from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
 from selfspec_cli.early_exit.calibration import Calibration
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
+from selfspec_cli.early_exit.view import DraftView
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,11 @@ def exit_name(cfg: RunConfig) -> str:
     elif cfg.vocab != "full":
         file = Path(cfg.vocab)
         parts += [file.stem, _digest(file.read_bytes())]
-    parts += [_named(name, value) for name, value in draft_options(cfg).items()]
+    view = DraftView.of(cfg)
+    options = replace(view, context=Context()).options()
+    weights = {name: options.pop(name) for name in ("draft_weights",) if name in options}
+    parts += [_named(name, str(value)) for name, value in (weights | step_options(cfg) | options).items()]
+    parts += [] if view.context.is_full else [str(view.context).replace(":", "")]
     parts += [cfg.runner.value] if cfg.runner is not Runner.auto else []
     parts += [f"accept{cfg.acceptance_length:g}"] if cfg.acceptance_length is not None else []
     return "-".join(parts)

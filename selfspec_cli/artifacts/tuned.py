@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from selfspec_cli.artifacts.whole import written
-from selfspec_cli.config.keys import draft_options
+from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
-from selfspec_cli.config.schema import GateConfig, HeadConfig, RunConfig, gate_threshold, to_plain
+from selfspec_cli.config.schema import GateConfig, RunConfig, gate_threshold
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.early_exit.view import DraftView
 
 _BY_LOAD = ("length_table", "adaptive_length", "bandit", "draft_cost")
-_MORE = ("head_dir", "runner", "draft_window", "read_first")
+_MORE = ("head_dir", "runner", "read_first")
 """Written down only if not the default, as those by load are."""
 
 
@@ -27,8 +28,9 @@ def apply(cfg: RunConfig, setting: Setting) -> RunConfig:
 def overrides(cfg: RunConfig) -> list[str]:
     """What a user would write for the drafting of `cfg`; model and workload are theirs to name."""
     threshold, default = gate_threshold(cfg), RunConfig()
-    words = [f"layer={cfg.layer}", f"k={cfg.k}", *_head(cfg.head), f"vocab={cfg.vocab}"]
-    words += [f"{name}={value}" for name, value in draft_options(cfg).items()]
+    layer, *view = DraftView.of(cfg).overrides()
+    words = [layer, f"k={cfg.k}", *view]
+    words += [f"{name}={value}" for name, value in step_options(cfg).items()]
     words += [f"{name}={value}" for name in _MORE if (value := getattr(cfg, name)) != getattr(default, name)]
     words += [f"{name}={value}" for name in _BY_LOAD if (value := getattr(cfg, name)) != getattr(default, name)]
     words += [f"gate={cfg.gate.kind}"] + ([f"threshold={threshold:g}"] if threshold is not None else [])
@@ -49,10 +51,3 @@ def write(conf: Path, cfg: RunConfig, words: list[str], title: str) -> Path:
     with written(file) as part:
         part.write_text(header + yaml.safe_dump(document, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return file
-
-
-def _head(head: HeadConfig) -> list[str]:
-    """The kind, and every field in which the head is not that kind's own."""
-    own = to_plain(HeadConfig(head.kind))
-    more = [f"head.{name}={value}" for name, value in to_plain(head).items() if value != own[name]]
-    return [f"head={head.kind}", *more]

@@ -270,35 +270,32 @@ def fit_heads(
 
 @app.command(
     "fit-weights",
-    epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4,int5 --rank 32",
+    epilog="Example: selfspec fit-weights model=smollm2_135m workload=chat draft_weights=int4,int8",
     cls=TakesSettings,
 )
 def fit_draft_weights(
     overrides: Overrides = None,
-    rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Rank of low-rank corrections; 0 makes none; repeatable.")
-    ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Answers of the model to fit on.")] = 32,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; one beside the model's heads.")] = None,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Make copies of the weights for drafting from what the model sees (GPTQ, low-rank corrections);
-    draft_weights_path=FILE uses them."""
+    """Make copies of the weights for drafting from what the model sees (GPTQ); draft_weights_path=FILE uses
+    them."""
     with guard(as_json, debug):
         from selfspec_cli.stages import fit_weights
 
-        cfgs, ranks = configs.several(overrides), rank or [0]
+        cfgs = configs.several(overrides)
         preflight.check_all(cfgs)
-        fit_weights.check(cfgs, ranks, out)
+        fit_weights.check(cfgs, out)
         if dry_run:
-            files = [str(out or fit_weights.path_for(cfg, each)) for cfg in cfgs for each in ranks]
+            files = [str(out or fit_weights.path_for(cfg)) for cfg in cfgs]
             plan = {"model": cfgs[0].model.path, "prompts": prompts, "files": files}
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         with at_work("fit-weights", cfgs[0].results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
-            made = fit_weights.run(cfgs, ranks=ranks, prompts=prompts, out=out, **more)
+            made = fit_weights.run(cfgs, prompts=prompts, out=out, **more)
         if as_json:
             return emit({"files": [{**asdict(one), "medians": one.medians} for one in made]})
         screen.show_fitted_weights(made)

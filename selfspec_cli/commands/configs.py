@@ -8,6 +8,7 @@ from pathlib import Path
 
 from selfspec_cli.commands.screen import warn
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.stages import preflight
 
 NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
@@ -41,10 +42,11 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
         from selfspec_cli.config.compose import compose_runs
         from selfspec_cli.stages.exits import candidate_layers
 
-        views = {(cfg.draft_weights, cfg.skip_layers): cfg for cfg in compose_runs(None, overrides)}
-        plain = [word for word in overrides if word.partition("=")[0] not in ("draft_weights", "skip_layers")]
-        each = [[*plain, f"layer={','.join(map(str, candidate_layers(cfg, parts)))}", *_view_words(*view)]
-                for view, cfg in views.items()]  # fmt: skip
+        views = {repr(DraftView.of(cfg).options()): cfg for cfg in compose_runs(None, overrides)}
+        plain = [word for word in overrides if word.partition("=")[0] not in own_settings()]
+        each = [[*plain, f"layer={','.join(map(str, candidate_layers(cfg, parts)))}",
+                 *(f"{name}={value!r}" for name, value in DraftView.of(cfg).options().items())]
+                for cfg in views.values()]  # fmt: skip
     else:
         each = [overrides]
     cfgs = [cfg for words in each for cfg in several(words)]
@@ -52,12 +54,6 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
     found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
     return found
-
-
-def _view_words(draft_weights: str, skip_layers: str | None) -> list[str]:
-    """The words that name one view, as far as it is not the default."""
-    words = [f"draft_weights={draft_weights}"] if draft_weights != RunConfig.draft_weights else []
-    return words + ([f"skip_layers='{skip_layers}'"] if skip_layers else [])
 
 
 def known_heads() -> list[HeadConfig]:

@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.options import Choice, Row
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
 from selfspec_cli.record.columns import Record, plain
@@ -33,23 +35,13 @@ if TYPE_CHECKING:
 POINT = (
     "arm",
     "model",
-    "E",
     "k",
-    "head",
-    "vocab",
-    "draft_weights",
-    "skip_layers",
+    *view.all_columns(),
     "draft_sample_method",
     "gate",
     "threshold",
     "batch",
-    "clients",
-    "low_clients",
-    "period",
-    "rate",
-    "load_share",
-    "burst",
-    "frontend",
+    *load_patterns.COLUMNS,
     "input_len",
     "output_len",
     "seed",
@@ -260,7 +252,7 @@ def show_fitted_weights(made: list[Fitted]) -> None:
     """What each file loses of a product's mean square, and how to use it."""
     for one in made:
         shares = ", ".join(f"{name} {share:.5f}" for name, share in one.medians.items())
-        say(f"{one.kind} rank {one.rank}: {shares} of a product's mean square is lost (medians over the layers)")
+        say(f"{one.kind}: {shares} of a product's mean square is lost (medians over the layers)")
         say(f"    draft_weights={one.kind} draft_weights_path={one.path}")
     say(f"{made[0].tokens} tokens, {made[-1].seconds:.0f} s", "bold")
 

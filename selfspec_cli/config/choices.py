@@ -43,7 +43,7 @@ def choices(group: str) -> list[str]:
 
 
 def of_registry(group: str, word: str) -> Any:
-    """The setting that a word of a registry means: a gate's name, or a head's such as translator_r15_kl.
+    """The setting that a word of a registry means: a gate's name, or a head's such as translator_r15.
 
     Raises:
         ConfigError: there is none of that name, naming the nearest.
@@ -56,7 +56,7 @@ def of_registry(group: str, word: str) -> Any:
         files = file_choices(group)
         own = f"; of ./conf/{group}: {', '.join(files)}" if files else ""
         raise ConfigError(f"{error}{own}") from error
-    given = HeadConfig(kind=spec.kind, rank=spec.rank, bias=spec.bias, kl=spec.kl)
+    given = HeadConfig(kind=spec.kind, rank=spec.rank, bias=spec.bias)
     return given if head_spec(given) == spec else replace(given, target=spec.target)
 
 

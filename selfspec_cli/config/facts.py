@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
-from selfspec_cli.early_exit.settings import default_exit_layer
+from selfspec_cli.early_exit.view import DraftView
 
 Device = Literal["cpu", "cuda"]
 
@@ -100,7 +100,7 @@ def exit_layer(cfg: RunConfig) -> int | None:
     if cfg.layer is not None:
         return cfg.layer
     layers = model_facts(cfg).layers
-    return default_exit_layer(layers, cfg.draft_weights, cfg.skip_layers) if layers else None
+    return DraftView.of(cfg).default_layer(layers) if layers else None
 
 
 def longest_request(cfg: RunConfig) -> int | None:

@@ -147,6 +147,19 @@ def _schemas() -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
 
 
+RETIRED: dict[str, Any] = {"head.kl": False, "verification": "full", "verification_from": None}
+"""Settings that there were before, by dotted key, with the value at which they asked for nothing."""
+
+
+def _drop(given: Any, key: str, idle: Any) -> None:
+    """Take a retired setting out of a dumped config; raises ValueError where it asks for something."""
+    *above, name = key.split(".")
+    for part in above:
+        given = given.get(part) if isinstance(given, dict) else None
+    if isinstance(given, dict) and given.pop(name, idle) != idle:
+        raise ValueError(f"{key} asks for what there is no longer")
+
+
 def load_config(path: str | Path) -> RunConfig:
     """Read a config dumped as YAML, or that of a measured point (.json); the result equals the dumped one.
 
@@ -155,10 +168,12 @@ def load_config(path: str | Path) -> RunConfig:
     """
     try:
         if Path(path).suffix == ".json":
-            given = OmegaConf.create(json.loads(Path(path).read_text(encoding="utf-8"))["config"])
+            given = json.loads(Path(path).read_text(encoding="utf-8"))["config"]
         else:
-            given = OmegaConf.load(path)
-        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), given))
+            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        for key, idle in RETIRED.items():
+            _drop(given, key, idle)
+        loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # YAML's errors and OmegaConf's have no common base

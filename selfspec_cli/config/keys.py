@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config import digests as files
 from selfspec_cli.config import machine, speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import (
     EARLY_EXIT,
     SPECULATIVE,
-    HeadConfig,
     LoadConfig,
     Method,
     RunConfig,
@@ -23,9 +23,9 @@ from selfspec_cli.config.schema import (
     to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.layers import as_text, skipped_layers
 from selfspec_cli.early_exit.length_table import KEY
 from selfspec_cli.early_exit.settings import OPTIONS, DraftSettings
+from selfspec_cli.early_exit.view import DraftView
 
 KEY_LENGTH = 12  # hex digits of a run key; 48 bits are far more than any results folder needs
 MEASURING = ("seed", "repeats", "warmup", "perplexity_tokens")
@@ -44,15 +44,10 @@ def baseline_of(cfg: RunConfig) -> RunConfig:
     return replace(cfg, **drafting | others)
 
 
-def draft_options(cfg: RunConfig) -> dict[str, str]:
-    """What of the weights and the layers that draft, and of how tokens are taken, is not the default."""
-    known = ("draft_weights", "draft_sample_method")
-    names = [name for name in known if getattr(cfg, name) != getattr(_DEFAULT, name)]
-    found = {name: str(getattr(cfg, name)) for name in names}
-    if cfg.draft_weights_path:
-        found["draft_weights_path"] = cfg.draft_weights_path
-    skipped = as_text(skipped_layers(cfg.skip_layers))  # 10,11 and 10-11 are one setting
-    return found | ({"skip_layers": skipped} if skipped else {})
+def step_options(cfg: RunConfig) -> dict[str, str]:
+    """How tokens are taken, as far as it is not the default."""
+    known = ("draft_sample_method",)
+    return {name: str(value) for name in known if (value := getattr(cfg, name)) != getattr(_DEFAULT, name)}
 
 
 def method_settings(cfg: RunConfig) -> dict[str, Any]:
@@ -65,15 +60,14 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
     else:
         settings |= {"layer": files.layer_in_force(cfg)}
     if cfg.method in EARLY_EXIT:
-        settings |= {"head": _head_facts(cfg.head), "vocab": cfg.vocab}
+        settings |= DraftView.of(cfg).facts()
         if not cfg.head.path:
             settings["head_dir"] = cfg.head_dir if cfg.head.kind != "lens" else None
     if cfg.method is Method.layer_skip:
-        settings |= draft_options(cfg)
+        settings |= step_options(cfg)
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
-        settings |= {"draft_window": cfg.draft_window} if cfg.draft_window is not None else {}
         settings |= {} if cfg.read_first else {"read_first": False}
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
@@ -116,8 +110,7 @@ def _gate_facts(cfg: RunConfig) -> dict[str, Any]:
 
 def _unused(load: LoadConfig) -> Iterator[str]:
     """Settings that came later, where a load test does not use them: its key is what it was before there were any."""
-    if load.low_clients is None:
-        yield from ("low_clients", "period")
+    yield from load_patterns.unused_settings(load)
     if load.frontend == "python":
         yield "frontend"
 
@@ -125,11 +118,6 @@ def _unused(load: LoadConfig) -> Iterator[str]:
 def _load(cfg: RunConfig) -> tuple[str, ...]:
     """The group of settings that only a load test looks at."""
     return ("load",) if cfg.load.kind else ()
-
-
-def _head_facts(head: HeadConfig) -> dict[str, Any]:
-    """A head's fields that are not left at their default."""
-    return {name: value for name, value in vars(head).items() if value != getattr(_DEFAULT.head, name)}
 
 
 def engine_key(cfg: RunConfig) -> str:
@@ -150,7 +138,7 @@ def run_key(cfg: RunConfig) -> str:
 class Keys:
     """The keys of many configs of one command. What they share (a model, a workload, files) is read and hashed once.
 
-    So one object stands for one moment: a file that changes later has the digest that it had.
+    One object is of one moment: a file that changes later has the digest that it had.
     """
 
     def __init__(self) -> None:

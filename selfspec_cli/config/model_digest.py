@@ -35,11 +35,9 @@ Files = tuple[tuple[str, int, int], ...]
 def model_fingerprint(cfg: RunConfig) -> str:
     """Sixteen hex digits that name the weights of `cfg`; equal for equal content wherever it is stored.
 
-    A folder is read again only when a file's time or size has changed. Weights are sampled: a change that leaves every
-    sampled block of a tensor larger than 64 KiB as it was is not seen; no fine-tuning does that.
-
-    Raises:
-        ConfigError: the model's folder is not there or cannot be read.
+    A folder is read a second time only when a file's time or size has changed. Weights are sampled: a change that
+    leaves every sampled block of a tensor larger than 64 KiB as it was is not seen; no fine-tuning does that. Raises:
+    ConfigError: the model's folder is not there or cannot be read.
     """
     model = cfg.model
     place = paths.model_path(model)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs, settings
+from selfspec_cli.early_exit.contexts import CONTEXTS
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
@@ -53,6 +54,7 @@ def choices(word: str = "") -> list[Choice]:
     ]
     made += [Choice("head", kind.name, "", kind.help) for kind in HEADS.values()]
     made += [Choice("draft_weights", kind.name, "", kind.help) for kind in DRAFT_WEIGHTS.values()]
+    made += [Choice("draft_context", kind.name, "", f"{kind.form()}: {kind.help}") for kind in CONTEXTS.values()]
     return [one for one in made if word.lower() in f"{one.key} {one.name} {one.help}".lower()]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError, ModelConfig
 
-REFERENCE = "reference"  # the model path that stands for the embedded model
+REFERENCE = "reference"  # the model path of the embedded model
 PLAIN = "reference_plain"  # and for its control, which is in the repository and not in the installed package
 SHAPE = "shape:"  # begins the path of a packaged config without weights: experiments/shapes/NAME
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.early_exit.head_metadata import spec_of
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.knobs import knob
@@ -21,6 +22,9 @@ from selfspec_cli.early_exit.settings import DRAFT_LENGTH, METHODS, SPECULATIVE_
 from selfspec_cli.early_exit.settings import GateConfig as GateConfig
 from selfspec_cli.early_exit.settings import HeadConfig as HeadConfig
 from selfspec_cli.early_exit.thresholds import gate_threshold as gate_threshold
+from selfspec_cli.early_exit.view import canonical
+from selfspec_cli.load_patterns import PatternSettings
+from selfspec_cli.load_patterns.base import LoadPattern
 
 
 class ConfigError(ValueError):
@@ -160,44 +164,10 @@ FRONTENDS = ("python", "rust")
 
 
 @dataclass
-class LoadConfig:
-    """What `selfspec load` asks of a server. It is a load test where `kind` is not empty; other commands take none."""
+class LoadConfig(PatternSettings):
+    """What `selfspec load` asks of a server: the settings of every load pattern, and those of all of them. It is a load
+    test where `kind` is not empty; other commands take none."""
 
-    clients: int | None = knob(
-        None,
-        help="clients of a closed loop, each of which asks again when its request has ended; with share, those that "
-        "find the saturation",
-        unit="clients",
-        low=1,
-        unset="8, where nothing else says how much to ask",
-    )
-    low_clients: int | None = knob(
-        None,
-        help="so many clients of a closed loop ask all the time, the others only in the first half of each period",
-        unit="clients",
-        low=1,
-        unset="all clients ask all the time",
-    )
-    period: float = knob(10.0, help="of a closed loop with low_clients: all clients ask anew after so long", unit="s",
-                         above=0)  # fmt: skip
-    rate: float | None = knob(
-        None,
-        help="requests that arrive, whether or not others have ended (open loop)",
-        unit="requests/s",
-        above=0,
-        unset="a closed loop",
-    )
-    share: float | None = knob(
-        None,
-        help="the rate as a share of the requests that the baseline completes in a closed loop",
-        unit="fraction",
-        above=0,
-        high=4,
-        unset="a closed loop, or a rate",
-    )
-    burst: int = knob(
-        1, help="requests that arrive together; 1 is a Poisson process, more are Poisson bursts", unit="requests", low=1
-    )
     requests: int | None = knob(
         None, help="a run ends after so many", unit="requests", low=1, unset="as many as begin within seconds"
     )
@@ -222,11 +192,17 @@ class LoadConfig:
     )
 
     @property
+    def pattern(self) -> LoadPattern:
+        """How requests arrive; it must be a load test."""
+        found = load_patterns.chosen(self)
+        assert found is not None
+        return found
+
+    @property
     def kind(self) -> str:
-        """How requests arrive: closed, poisson or bursty; empty where this is no load test."""
-        if self.rate is not None or self.share is not None:
-            return "poisson" if self.burst == 1 else "bursty"
-        return "closed" if self.clients is not None else ""
+        """The name of the pattern; empty where this is no load test."""
+        found = load_patterns.chosen(self)
+        return "" if found is None else found.name
 
 
 @dataclass
@@ -316,13 +292,19 @@ GROUPS: dict[str, str] = {
 
 
 def resolved(cfg: RunConfig) -> RunConfig:
-    """`cfg` with its own `layer` and `k` in place of those that its model brings along."""
+    """`cfg` with its own `layer` and `k` in place of those that its model brings along, and its context as it is kept.
+
+    Raises:
+        SettingsError: what names no context, or two of them.
+    """
     own = None if cfg.skip_layers else cfg.model.exit_layer  # of all layers some are skipped, unless `layer` says so
     layer = own if cfg.layer is None else cfg.layer
     k = cfg.k
     if k is None:
         k = cfg.speculative.get(SPECULATIVE_LENGTH) or cfg.model.draft_length or DRAFT_LENGTH
-    return replace(cfg, layer=layer, k=k)
+    found = replace(cfg, layer=layer, k=k)
+    canonical(found)
+    return found
 
 
 def vocab_size(cfg: RunConfig) -> int | None:
@@ -336,7 +318,7 @@ def head_spec(head: HeadConfig, layer: int | None = None) -> HeadSpec:
     Raises:
         SettingsError: a combination that there is not, such as a lens of rank 15.
     """
-    asked = HeadSpec(head.kind, head.target, head.rank, head.bias, head.kl)
+    asked = HeadSpec(head.kind, head.target, head.rank, head.bias)
     if head.path is None:
         return asked
     return spec_of(Path(head.path).expanduser(), layer) or asked

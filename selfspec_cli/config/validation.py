@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
@@ -30,10 +31,11 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
 from selfspec_cli.early_exit.knobs import Option, admits, out_of_range
-from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
+from selfspec_cli.early_exit.layers import skipped_layers
 from selfspec_cli.early_exit.resolved import checked_table
 from selfspec_cli.early_exit.settings import DRAFT_LENGTH, SPECULATIVE_LENGTH
 from selfspec_cli.early_exit.thresholds import check_threshold
+from selfspec_cli.early_exit.view import DraftView
 
 
 def validate(cfg: RunConfig) -> None:
@@ -52,8 +54,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_threshold(cfg)
     _validate_engine(cfg)
     _validate_method(cfg)
-    _validate_draft_weights(cfg)
-    _validate_skip_layers(cfg)
+    _validate_view(cfg)
     _validate_draft_sample_method(cfg)
     _validate_bandit(cfg)
     _validate_read_first(cfg)
@@ -174,39 +175,26 @@ def _validate_method(cfg: RunConfig) -> None:
         )
 
 
-def _validate_draft_weights(cfg: RunConfig) -> None:
+def _validate_view(cfg: RunConfig) -> None:
     """What a config alone tells; `spec_config` asks vLLM again once it has read the model's own."""
     weights, method = cfg.draft_weights, cfg.method
     if cfg.draft_weights_path is not None and method is Method.layer_skip:
         path = Path(cfg.draft_weights_path).expanduser()
         if not path.is_file():
             raise ConfigError(f"draft_weights_path={path}: there is no such file; make it with: selfspec fit-weights")
-        if not DRAFT_WEIGHTS[weights].copies:
-            raise ConfigError(f"draft_weights_path={path} with draft_weights={weights}: name the kind of copies that "
-                              "it holds, such as draft_weights=int4")  # fmt: skip
-    if weights == "shared" or method is Method.baseline:
+    if method is Method.baseline:
         return
     if method is not Method.layer_skip:
-        raise ConfigError(
-            f"draft_weights={weights} with method={method}: it has no early-exit draft; use method=layer_skip, or "
-            "draft_weights=shared"
-        )
+        skipped = bool(skipped_layers(cfg.skip_layers))
+        for name, given in (("draft_weights", weights != "shared"), ("skip_layers", skipped)):
+            if given:
+                raise ConfigError(f"{name}={getattr(cfg, name)} with method={method}: it has no "
+                                  "early-exit draft; use method=layer_skip, or leave it out")  # fmt: skip
+        return
+    DraftView.of(cfg).check()
     reason = DRAFT_WEIGHTS[weights].reason_against(WeightFacts(device_of(cfg), quantization=cfg.model.quantization))
     if reason is not None:
         raise ConfigError(f"draft_weights={weights}: {reason}; use draft_weights=shared")
-
-
-def _validate_skip_layers(cfg: RunConfig) -> None:
-    skipped = skipped_layers(cfg.skip_layers)
-    if not skipped or cfg.method is Method.baseline:
-        return
-    if cfg.method is not Method.layer_skip:
-        raise ConfigError(
-            f"skip_layers={cfg.skip_layers} with method={cfg.method}: it has no early-exit draft; use "
-            "method=layer_skip, or leave it out"
-        )
-    if cfg.layer is not None:
-        check_skipped(skipped, cfg.layer)
 
 
 def _validate_draft_sample_method(cfg: RunConfig) -> None:
@@ -301,20 +289,8 @@ def _validate_engine(cfg: RunConfig) -> None:
 
 def _validate_load(cfg: RunConfig) -> None:
     load = cfg.load
-    if load.rate is not None and (load.clients is not None or load.share is not None):
-        other = "clients" if load.clients is not None else "share"
-        raise ConfigError(f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; "
-                          "requests arrive at a rate, or each client sends its own when the last one has ended"
-                          )  # fmt: skip
-    if load.burst > 1 and load.kind == "closed":
-        raise ConfigError(f"load.burst={load.burst} with load.clients={load.clients}: bursts arrive at a rate; give "
-                          "load.rate or load.share")  # fmt: skip
-    if load.low_clients is not None and (load.kind != "closed" or load.low_clients >= (load.clients or 0)):
-        raise ConfigError(f"load.low_clients={load.low_clients} with load.clients={load.clients}: of a closed loop "
-                          "(load.clients) it is the smaller number of clients, which ask all the time")  # fmt: skip
-    if load.requests is not None and load.clients is not None and load.requests < load.clients and load.share is None:
-        raise ConfigError(f"load.requests={load.requests} with load.clients={load.clients}: fewer requests than "
-                          f"clients; use load.requests={load.clients} or more")  # fmt: skip
+    if (reason := load_patterns.problem(load)) is not None:
+        raise ConfigError(reason)
     if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
         raise ConfigError(f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
                           f"a {', '.join(PROMPT_TABLES)} file have columns")  # fmt: skip

@@ -32,7 +32,7 @@ _RANGES = re.compile(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*")
 
 @dataclass(frozen=True)
 class Word:
-    """One override: what was typed, its key, its values in Python, and each as Hydra would read it again."""
+    """One override: what was typed, its key, its values in Python, and each as Hydra reads it."""
 
     typed: str
     key: str

@@ -16,8 +16,10 @@ One line per room:
     head_metadata.py what a head's file says of it, checked without its tensors; no torch
     head_module.py   a head that runs; draft vocabularies
     draft_weights/   the kinds of weights that a draft runs on, one object in one module each; no torch
+    contexts/        what a draft attends to, one object in one module each; no torch
+    view.py          what drafts, as one object: layers, weights, context, head, vocabulary; no torch
     layers.py        which layers draft, as users write them; no torch
-    data_aware.py    copies of a weight made for the data that it meets: GPTQ's rounding, corrections of low rank
+    data_aware.py    copies of a weight made for the data that it meets: GPTQ's rounding
     fitted_weights.py  such copies on disk, tied to the model that they were made of
     draft_vocab.py   which tokens a draft may be: the most frequent ones, or a list
     artifact.py      heads on disk: saved and loaded whole
@@ -25,7 +27,6 @@ One line per room:
     fingerprint.py   a short stable name for a model
     fitting.py       streaming least squares for heads, in closed form
     evaluation.py    agreement with the full model on held-out data; choice of the ridge
-    training.py      an optional epoch of KL training for a translator
     cost_model.py    what a round costs and what it returns: counted in bytes, or fitted to what was timed
 
 Nothing is imported here, so that `settings` stays importable without paying for torch.

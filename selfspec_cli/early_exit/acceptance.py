@@ -129,7 +129,7 @@ class RequestEstimate:
 class BatchSwitch:
     """Whether a batch is drafted for at all, where all of its requests are verified at as many places (the V2 runner).
 
-    It goes by the tokens that drafts gained lately, a request and a round, and knows nothing of how many were drafted:
+    It uses the tokens that drafts gained lately, a request and a round, and knows nothing of how many were drafted:
     that happened on the device. A request that was never seen counts as what is usual.
     """
 

@@ -14,13 +14,13 @@ for each draft step.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.gates import GATES
+from selfspec_cli.early_exit.thresholds import stricter_than
 
 MEMORY = 400.0
 """Rounds after which what a round told counts for 1/e."""
@@ -87,15 +87,6 @@ def arms(gate: str, threshold: float | None, k: int) -> tuple[Arm, ...]:
     stricter = stricter_than(gate, rule.default if threshold is None else threshold)
     found = [Arm(None, 0), *(Arm(None, length) for length in lengths)]
     return (*found, *(Arm(stricter, length) for length in lengths if stricter is not None and length > 1))
-
-
-def stricter_than(gate: str, threshold: float | None) -> float | None:
-    """A threshold that stops drafts sooner: halfway to where the gate always closes; None where there is none."""
-    rule = GATES[gate]
-    if threshold is None:
-        return None
-    found = (threshold + rule.high) / 2 if rule.direction == "at_least" else threshold / 2
-    return round(found, 4) if math.isfinite(found) else None
 
 
 class Bandit:

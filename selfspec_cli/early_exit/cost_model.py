@@ -44,14 +44,16 @@ class Costs:
             raise ValueError(f"costs must be positive; given {self}")
 
     @classmethod
-    def from_bytes(cls, read: Mapping[str, float], context: float) -> Costs:
+    def from_bytes(cls, read: Mapping[str, float], context: float, attended: float | None = None) -> Costs:
         """Bytes that each step reads, for batches small enough that memory traffic is what takes the time.
 
         read: what `EarlyExitWorker.early_exit_step_bytes` answers: `full` and `draft` (bytes of weights a step), and
         `full_kv_token` and `draft_kv_token` (bytes of KV cache for each token of context). context: tokens of context
-        that a step reads, all requests of the batch together, on average.
+        that a step reads, all requests of the batch together, on average. attended: those that a draft step reads
+            (`contexts.Context.attended`); None: all of them.
         """
-        full, draft = (read[step] + context * read[f"{step}_kv_token"] for step in ("full", "draft"))
+        full = read["full"] + context * read["full_kv_token"]
+        draft = read["draft"] + (context if attended is None else attended) * read["draft_kv_token"]
         return cls(plain=full, draft=draft, verify=full)
 
     def at(self, layers: int, head: float) -> Costs:

@@ -1,12 +1,9 @@
-"""Copies of a weight that are made for the data that it meets: rounding by GPTQ's method, and low-rank corrections.
+"""Copies of a weight that are made for the data that it meets: rounding by GPTQ's method.
 
 What a linear layer sees enters as the second moment of its inputs, M = X^T X / n [in, in] over n tokens, for the error
 that counts is that of the product: E|(W - Q) x|^2 = tr((W - Q) M (W - Q)^T).
-
-- `rounded_in_order`: column by column, each column's rounding error is made up for in the columns that are still to be
-  rounded (Frantar et al., GPTQ, arXiv:2210.17323, in the Cholesky form of its section 3.3).
-- `low_rank`: the correction up @ down of a given rank that leaves the least such error, by the SVD of the weighted
-  error (as LQER, arXiv:2402.02446, and QERA, arXiv:2410.06040, weight it; here with all of M).
+Column by column, each column's rounding error is made up for in the columns that are still to be rounded (Frantar et
+al., GPTQ, arXiv:2210.17323, in the Cholesky form of its section 3.3).
 """
 
 from __future__ import annotations
@@ -47,19 +44,6 @@ def rounded_in_order(
         work[:, start + group :] -= errors @ inverse[start : start + group, start + group :]
         chosen.append(scale)
     return integers.unflatten(1, (-1, group)), torch.stack(chosen, dim=1)
-
-
-def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(down [rank, in], up [out, rank]) such that x -> (x @ down^T) @ up^T is closest to x -> x @ error^T on the data.
-
-    error: what is to be made up for, [out, in]; a rank above what it has is cut to it. moment: M [in, in].
-    """
-    root = torch.linalg.cholesky(_damped(moment))  # M = root root^T
-    left, values, right = torch.linalg.svd(error.float() @ root, full_matrices=False)
-    rank = min(rank, len(values))
-    up = left[:, :rank] * values[:rank].sqrt()
-    down = values[:rank].sqrt().unsqueeze(1) * right[:rank]
-    return torch.linalg.solve_triangular(root, down, upper=False, left=False), up
 
 
 def weighted_error(error: Tensor, moment: Tensor) -> float:

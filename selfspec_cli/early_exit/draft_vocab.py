@@ -55,6 +55,22 @@ def read_ids(path: str | os.PathLike[str], vocab_size: int) -> Tensor:
         raise HeadError(f"{path}: a token id is out of range; allowed: 0 to {vocab_size - 1}") from error
 
 
+def ids_of(vocab: str, vocab_size: int) -> Tensor | None:
+    """Token ids that a plain speculative_config's `vocab` names, int64 [V'] ascending; None for "full".
+
+    A number V' means the first V' ids. Vocabularies made by byte pair encoding number their tokens in the order in
+    which they were merged, the most frequent pair first, so these are about the most frequent tokens, and no text has
+    to be counted. Raises HeadError for a number outside 1..vocab_size, and as `read_ids` for a file.
+    """
+    if vocab == "full":
+        return None
+    if not vocab.isdigit():
+        return read_ids(vocab, vocab_size)
+    if not 1 <= int(vocab) <= vocab_size:
+        raise HeadError(f"vocab = {vocab} is out of range; allowed: 1 to {vocab_size}, the vocabulary, or 'full'")
+    return torch.arange(int(vocab))
+
+
 def spread_ids(size: int, vocab_size: int) -> Tensor:
     """`size` ids at even spacing, int64 ascending: for a model that speaks no language (dummy weights).
 

@@ -1,8 +1,8 @@
 """Copies of a model's weights that were made from data, on disk: what `selfspec fit-weights` writes and drafts read.
 
 One safetensors file: for each linear layer NAME (as vLLM calls it below the decoder, such as layers.3.mlp.down_proj, or
-lm_head) the tensors of its copy, "NAME.copy.TENSOR", and of its low-rank correction, "NAME.down" [rank, in] and
-"NAME.up" [out, rank], where it has one. The metadata name the kind of copies and the model; another model refuses it.
+lm_head) the tensors of its copy, "NAME.copy.TENSOR". The metadata name the kind of copies and the model; another model
+refuses it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ LM_HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class About:
-    """kind: of draft_weights. fingerprint: of the model (`fingerprint.py`). rank: of the corrections, 0 for none.
-    tokens: that the second moments are of. method: how copies were rounded. more: for people."""
+    """kind: of draft_weights. fingerprint: of the model (`fingerprint.py`). tokens: that the second moments are of.
+    method: how copies were rounded. more: for people."""
 
     kind: str
     fingerprint: str
-    rank: int = 0
     tokens: int = 0
     method: str = "gptq"
     more: dict[str, Any] = field(default_factory=dict)
@@ -42,11 +41,10 @@ class About:
 
 @dataclass
 class FittedWeights:
-    """copies: by linear layer, the tensors of its copy. corrections: by linear layer, (down, up)."""
+    """copies: by linear layer, the tensors of its copy."""
 
     about: About
     copies: dict[str, dict[str, Tensor]]
-    corrections: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def kind_of(self, name: str, rows: Tensor | None = None) -> StoredCopy:
         """Stands in for the kind of draft weights where the layer `name` is copied; rows: of these rows only."""
@@ -80,8 +78,6 @@ def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
     if target.suffix != SUFFIX:
         raise SettingsError(f"draft_weights_path = {str(target)!r}: fitted copies are saved as {SUFFIX}")
     tensors = {f"{name}.copy.{key}": t for name, copy in fitted.copies.items() for key, t in copy.items()}
-    for name, pair in fitted.corrections.items():
-        tensors |= dict(zip((f"{name}.down", f"{name}.up"), pair, strict=True))
     header = {"format": FORMAT, **{key: json.dumps(value) for key, value in asdict(fitted.about).items()}}
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -112,7 +108,7 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None
     """Read a file, tensors on the CPU.
 
     kind: the draft_weights asked for. fingerprint: of the model at hand; None is not checked. Raises SettingsError for
-    another kind or model, and as `read_about`.
+    another kind or model, for a file with corrections of low rank, which there were before, and as `read_about`.
     """
     about = read_about(path)
     if about.kind != kind:
@@ -122,12 +118,11 @@ def load(path: str | os.PathLike[str], kind: str, fingerprint: str | None = None
         raise SettingsError(f"draft_weights_path = {str(path)!r} was made of another model: its fingerprint is "
                             f"{about.fingerprint}, this model's is {fingerprint}")  # fmt: skip
     copies: dict[str, dict[str, Tensor]] = {}
-    pairs: dict[str, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (no mapping)
             name, _, last = key.rpartition(".")
-            if name.endswith(".copy"):
-                copies.setdefault(name.removesuffix(".copy"), {})[last] = opened.get_tensor(key)
-            else:
-                pairs.setdefault(name, {})[last] = opened.get_tensor(key)
-    return FittedWeights(about, copies, {name: (pair["down"], pair["up"]) for name, pair in pairs.items()})
+            if not name.endswith(".copy"):
+                raise SettingsError(f"draft_weights_path = {str(path)!r} holds corrections of low rank, which are no "
+                                    "longer read; make it again with: selfspec fit-weights")  # fmt: skip
+            copies.setdefault(name.removesuffix(".copy"), {})[last] = opened.get_tensor(key)
+    return FittedWeights(about, copies)

@@ -34,7 +34,7 @@ class HeadMetadata:
     """What is known about a fitted head; a missing value is None, never 0.
 
     kind: a name of HEADS. layer: exit layer E. hidden, vocab_size: of the model. rank: of a low-rank
-    translator. bias: fitted with one. kl: trained after its closed form. draft_vocab: tag of its draft vocabulary
+    translator. bias: fitted with one. draft_vocab: tag of its draft vocabulary
     (`draft_vocab.tag_of`), None for the full one. fingerprint: of the model (`model_fingerprint`). target: what was
     fitted to (next_token, argmax, final_hidden). corpus, pairs, ridge: the data, how many (x, target) pairs, the
     relative ridge. fit: fit statistics. versions: of torch, vllm and so on.
@@ -46,7 +46,6 @@ class HeadMetadata:
     vocab_size: int
     rank: int | None = None
     bias: bool = False
-    kl: bool = False
     draft_vocab: str | None = None
     fingerprint: str | None = None
     target: str | None = None
@@ -59,7 +58,7 @@ class HeadMetadata:
     @property
     def spec(self) -> HeadSpec:
         """Which head this is, apart from model, layer and draft vocabulary."""
-        return HeadSpec(self.kind, self.target, self.rank, self.bias, self.kl)
+        return HeadSpec(self.kind, self.target, self.rank, self.bias)
 
 
 def head_filename(spec: HeadSpec, layer: int, draft_vocab: str | None = None) -> str:

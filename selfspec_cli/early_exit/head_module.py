@@ -1,6 +1,6 @@
 """An exit head that runs: its kind, its tensors and an optional draft vocabulary as a module of PyTorch.
 
-A draft vocabulary is `vocab_ids`, int64 [V'] ascending: draft id i stands for token vocab_ids[i].
+A draft vocabulary is `vocab_ids`, int64 [V'] ascending: draft id i is token vocab_ids[i].
 Heads hold fp32 weights as fitted; call `head.to(device, dtype)` before use, so that weights and x agree.
 """
 
@@ -42,7 +42,7 @@ class ExitHead(nn.Module):
         sizes = check_shapes(self.kind, shapes, {} if vocab_ids is None else {"rows": len(vocab_ids)})
         self.rank = sizes.get("rank")
         for name, tensor in given.items():
-            # A Parameter so that .to() and training find it; frozen because only training.py turns gradients on.
+            # A Parameter, so that .to() finds it; frozen, because nothing trains it.
             self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
 
     @property

@@ -6,7 +6,6 @@ lens                  the model's own lm_head
 lsq, lsq_argmax       another target than the kind's first
 translator_r15        of rank 15
 ..._bias              fitted with a constant term
-..._kl                after its closed form trained for an epoch by KL divergence
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ class HeadSpec:
     """A head apart from model, layer and draft vocabulary.
 
     kind: a name of HEADS. target: what it is fitted to; None becomes the kind's first, and stays None for a kind that
-    is not fitted. rank: None is full. bias: with a constant term. kl: trained by KL divergence after its closed form.
-    Raises SettingsError for a combination that there is not.
+    is not fitted. rank: None is full. bias: with a constant term. Raises SettingsError for a combination that there is
+    not.
     """
 
     kind: str = "lens"
     target: str | None = None
     rank: int | None = None
     bias: bool = False
-    kl: bool = False
 
     def __post_init__(self) -> None:
         kind = HEADS[self.kind]
@@ -49,7 +47,6 @@ class HeadSpec:
         for what, given, trait in (
             (f"rank {self.rank}", self.rank is not None, "ranks"),
             ("bias", self.bias, "biases"),
-            ("KL training", self.kl, "trains"),
         ):
             if given and not getattr(kind, trait):
                 able = [name for name, other in HEADS.items() if getattr(other, trait)]
@@ -57,11 +54,10 @@ class HeadSpec:
 
     @property
     def name(self) -> str:
-        """The short name, such as translator_r15_kl; `from_name` is its inverse."""
+        """The short name, such as translator_r15; `from_name` is its inverse."""
         targets = HEADS[self.kind].targets
         parts = [self.kind, self.target if targets and self.target != targets[0] else None,
-                 f"r{self.rank}" if self.rank else None, "bias" if self.bias else None,
-                 "kl" if self.kl else None]  # fmt: skip
+                 f"r{self.rank}" if self.rank else None, "bias" if self.bias else None]  # fmt: skip
         return "_".join(part for part in parts if part)
 
     @classmethod
@@ -69,10 +65,10 @@ class HeadSpec:
         """The spec of a short name. Raises SettingsError, naming the nearest, for anything else."""
         for kind in sorted(HEADS, key=len, reverse=True):  # one kind's name may begin with another's
             targets = "|".join(map(re.escape, HEADS[kind].targets[1:])) or "(?!)"
-            match = re.fullmatch(rf"{re.escape(kind)}(?:_({targets}))?(?:_r(\d+))?(_bias)?(_kl)?", name)
+            match = re.fullmatch(rf"{re.escape(kind)}(?:_({targets}))?(?:_r(\d+))?(_bias)?", name)
             if match is not None:
-                target, rank, bias, kl = match.groups()
-                return cls(kind, target, None if rank is None else int(rank), bool(bias), bool(kl))
+                target, rank, bias = match.groups()
+                return cls(kind, target, None if rank is None else int(rank), bool(bias))
         if name in HEADS.broken:
             raise SettingsError(HEADS.broken[name])
         raise SettingsError(closest(name, examples(), "head"))

@@ -24,7 +24,7 @@ class Knob:
 
     help: one line. unit: of a number. low, high: least and greatest value allowed; above: values must be greater.
     because: why, for messages. limits: the range in words where it depends on something else; other code checks it.
-    choices: the words allowed, such as a registry. unset: what None stands for. spec_keys: its keys in a
+    choices: the words allowed, such as a registry. unset: what None means. spec_keys: its keys in a
     speculative_config, the first being the one that selfspec writes. of_vllm: those keys are vLLM's own, and are handed
     on to it. methods: the methods that use it; empty where all do.
     """

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from numbers import Integral
 from typing import Any, get_args
 
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
-from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.contexts import Context, context_of
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
+from selfspec_cli.early_exit.head_metadata import spec_of
+from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.knobs import Option
-from selfspec_cli.early_exit.layers import as_text, check_skipped, drafting_layers, skipped_layers
+from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
 from selfspec_cli.early_exit.length_table import KEY, VLLM_KEY, LengthTable
 from selfspec_cli.early_exit.settings import (
     DRAFT_LENGTH,
@@ -23,10 +25,9 @@ from selfspec_cli.early_exit.settings import (
     USER_KEYS,
     DraftSettings,
     GateConfig,
-    deepest_exit_layer,
-    default_exit_layer,
 )
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
+from selfspec_cli.early_exit.view import DraftView, canonical
 
 
 class ResolvedSettings(DraftSettings):
@@ -42,6 +43,16 @@ class ResolvedSettings(DraftSettings):
     def verify(self) -> bool:
         """Whether drafts are verified; False is method "skip"."""
         return self.method == "layer_skip"
+
+    @property
+    def view(self) -> DraftView:
+        """What drafts."""
+        return DraftView.of(self)
+
+    @property
+    def context(self) -> Context:
+        """What a draft step attends to."""
+        return context_of(self)
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -114,11 +125,25 @@ class ResolvedSettings(DraftSettings):
         for key in ("layer", "k", *(("draft_cost",) if settings.adaptive_length or settings.bandit else ())):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
-        check_skipped(settings.skipped, settings.layer)
+        canonical(settings)
+        settings.view.check()
         settings.threshold = check_threshold(settings.gate.kind, settings.threshold)
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
         settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
         return settings
+
+    def _check_head(self) -> None:
+        """Raises SettingsError for a kind of head that has to be fitted and has no file, and for one that its file does
+        not hold."""
+        kind, path = self.head.kind, self.head.path
+        if path is None and HEADS[kind].targets:
+            raise SettingsError(
+                f"head = {kind!r} is fitted to a model, and no head_path names its file; make it with `selfspec fit "
+                f"model=MODEL head={kind} layer={self.layer}` and give head_path = the file that it writes"
+            )
+        held = None if path is None or kind == type(self.head).kind else spec_of(path, self.layer)
+        if held is not None and held.kind != kind:
+            raise SettingsError(f"head = {kind!r} and head_path = {path!r}, which holds {held.name}: leave head out")
 
     def _resolve(self, spec: Mapping[str, Any], num_layers: int) -> None:
         """Fill in what was left open, and refuse what does not go together."""
@@ -131,17 +156,19 @@ class ResolvedSettings(DraftSettings):
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
                 ("bandit", self.bandit, False),
+                ("draft_context", self.draft_context, "full"),
                 ("draft_window", self.draft_window, None),
                 ("read_first", self.read_first, True),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "
                                         f"allowed: {idle}")  # fmt: skip
-        if self.draft_weights_path is not None and not DRAFT_WEIGHTS[self.draft_weights].copies:
-            raise SettingsError(f"draft_weights_path = {self.draft_weights_path!r} holds copies, and draft_weights is "
-                                f"{self.draft_weights!r}; name the kind of copies that it holds")  # fmt: skip
-        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, self.draft_weights, self.skip_layers)
-        check_skipped(self.skipped, self.layer)
+        canonical(self)
+        view = replace(self.view, layer=None)
+        view.check()
+        self.layer = _exit_layer(spec.get("layer_skip"), num_layers, view)
+        self.view.check()
+        self._check_head()
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.bandit:
             raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
@@ -155,6 +182,15 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(f"{KEY} and {VLLM_KEY} mean the same setting; give one")
             self.length_table = str(LengthTable.from_vllm(spec[VLLM_KEY], self.k))
         self.length_table = checked_table(self.length_table, self.k, self.gate.kind)
+
+
+def _vocabulary(value: object, key: str) -> str:
+    """A draft vocabulary in its own spelling: full, a number of tokens, or a path."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return str(value)
+    if isinstance(value, str) and value and not (value.isdigit() and int(value) < 1):
+        return value
+    raise SettingsError(f"{key} = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids")
 
 
 def checked_table(text: str | None, k: int, gate: str) -> str | None:
@@ -185,6 +221,8 @@ def _checked(option: Option, key: str, value: Any) -> Any:
     about, types = option.knob, {option.type, *get_args(option.type)}
     if option.type is Any or option.key == "layer":  # checked where the gate, or the model, is known
         return value
+    if option.key == "vocab":
+        return _vocabulary(value, key)
     if option.key == "skip_layers":
         return as_text(skipped_layers(value, key))
     words = about.words()
@@ -213,12 +251,12 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _exit_layer(value: object, num_layers: int, draft_weights: str, skip_layers: str | None) -> int:
+def _exit_layer(value: object, num_layers: int, view: DraftView) -> int:
     if num_layers < 2:
         raise SettingsError(f"a model of {num_layers} layer(s) has no exit layer; at least 2 layers are needed")
     if value is None:
-        return default_exit_layer(num_layers, draft_weights, skip_layers)
-    deepest = deepest_exit_layer(num_layers, draft_weights, skip_layers)
+        return view.default_layer(num_layers)
+    deepest = view.deepest_layer(num_layers)
     inside = f"allowed: 1 to {deepest} (the model has {num_layers} layers)"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise SettingsError(f"layer_skip = {value!r} must be an integer, not {type(value).__name__}; {inside}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.early_exit import knobs
+from selfspec_cli.early_exit.contexts import FULL
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS as THRESHOLD_KEYS
@@ -32,22 +33,6 @@ DRAFT_LENGTH = 5
 """k where nobody says: neither the user nor the model's preset."""
 
 
-def deepest_exit_layer(num_layers: int, draft_weights: str, skip_layers: str | None = None) -> int:
-    """The last exit layer that can draft: all layers where the draft is cheaper than the model anyway, because it runs
-    on copies of the weights or skips layers; all but one where it is not."""
-    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers - 1
-
-
-def default_exit_layer(num_layers: int, draft_weights: str = "shared", skip_layers: str | None = None) -> int:
-    """The exit layer where nobody says: all layers of a cheaper view, half of them otherwise."""
-    return num_layers if is_cheaper_view(draft_weights, skip_layers) else num_layers // 2
-
-
-def is_cheaper_view(draft_weights: str, skip_layers: str | None) -> bool:
-    """Whether a draft through all layers costs less than a plain step."""
-    return DRAFT_WEIGHTS[draft_weights].copies or bool(skip_layers)
-
-
 @dataclass
 class GateConfig:
     """When to stop drafting; its threshold is `tau`, `tau_v` or `threshold`."""
@@ -69,7 +54,11 @@ class HeadConfig:
     """The exit head. Without a path it is looked up in `head_dir` by model, layer and the fields here."""
 
     kind: str = knob(
-        "lens", help="what turns the exit layer's hidden state into logits", choices=HEADS, methods=METHODS
+        "lens",
+        help="what turns the exit layer's hidden state into logits",
+        choices=HEADS,
+        spec_keys=("head",),
+        methods=METHODS,
     )
     path: str | None = knob(
         None,
@@ -83,7 +72,6 @@ class HeadConfig:
     )
     rank: int | None = knob(None, help="rank of a head of low rank", low=1, unset="full", methods=METHODS)
     bias: bool = knob(False, help="fitted with a constant term", methods=METHODS)
-    kl: bool = knob(False, help="trained by KL divergence after its closed form", methods=METHODS)
 
 
 @dataclass
@@ -141,7 +129,9 @@ class DraftSettings:
     head: HeadConfig = field(default_factory=HeadConfig)
     vocab: str = knob(
         "full",
-        help="draft vocabulary: full, so many of the most frequent tokens, or a file of token ids",
+        help="draft vocabulary: full, so many of the most frequent tokens (in a speculative_config: so many of the "
+        "first ids, which byte pair encoding gives to the tokens that it found most often), or a file of token ids",
+        spec_keys=("vocab",),
         methods=METHODS,
     )
     draft_weights: str = knob(
@@ -166,10 +156,17 @@ class DraftSettings:
         spec_keys=("skip_layers",),
         methods=DRAFTING,
     )
+    draft_context: str = knob(
+        FULL,
+        help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
+        limits="full, window:TOKENS (see draft_window), or a kind that an installed package adds",
+        spec_keys=("draft_context",),
+        methods=DRAFTING,
+    )
     draft_window: int | None = knob(
         None,
         help="drafts attend to the first block of the context and to the blocks of at least so many of its last "
-        "tokens, which makes drafts in long contexts cheaper; the verify pass attends to everything",
+        "tokens, which makes drafts in long contexts cheaper: draft_context=window:TOKENS",
         unit="tokens",
         low=16,
         unset="all of the context",
@@ -246,13 +243,17 @@ USER_KEYS = tuple(key for option in OPTIONS.values() for key in option.knob.spec
 def to_spec(settings: DraftSettings) -> dict[str, Any]:
     """Settings as a user would write them in a speculative_config; `ResolvedSettings.from_user` reads them back.
 
-    The threshold in force is written as `threshold`, whatever key it was from.
+    The threshold in force is written as `threshold`, whatever key it was from; head, draft vocabulary and context
+    only where they are not the default, and the kind of a head only where no file says it.
     """
     spec: dict[str, Any] = {}
     for option in OPTIONS.values():
         about = option.knob
         if about.spec_keys and not about.of_vllm and settings.method in about.methods:
             spec[about.spec_keys[0]] = knobs.read(settings, option.key)
+    for key, value in (("head", HeadConfig.kind), ("vocab", DraftSettings.vocab), ("draft_context", FULL)):
+        if spec.get(key) == value or (key == "head" and settings.head.path is not None):
+            del spec[key]
     if settings.method == "layer_skip":
         spec = {key: value for key, value in spec.items() if key not in THRESHOLD_KEYS}
         spec["threshold"] = gate_threshold(settings)

@@ -15,7 +15,8 @@ from selfspec_cli.config.facts import config_document, config_file, longest_requ
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfig
 from selfspec_cli.config.speculative import spec_of
-from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, default_exit_layer, to_spec, vllm_keys
+from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.texts.corpora import Encode, standard_library_counts
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
@@ -60,7 +61,8 @@ def speculative_config(cfg: RunConfig, scratch: Path) -> dict[str, Any] | None:
         return None
     if cfg.method in EARLY_EXIT:
         head, gate = replace(cfg.head, path=head_path(cfg)), replace(cfg.gate, calibration=calibrations.map_of(cfg))
-        return to_spec(replace(cfg, head=head, gate=gate))
+        # The file that was found, or made, has the draft vocabulary.
+        return to_spec(replace(cfg, head=head, gate=gate, vocab=RunConfig.vocab))
     if cfg.method is Method.vllm:
         return spec_of(cfg) | vllm_keys(cfg)
     spec = {"method": cfg.method.value, SPECULATIVE_LENGTH: cfg.k, "model": str(shallow_model(cfg, scratch))}
@@ -73,7 +75,7 @@ def shallow_model(cfg: RunConfig, folder: Path) -> Path:
     Raises:
         ConfigError: the model is on the Hub, and its config cannot be had.
     """
-    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"))
+    layer = cfg.layer or DraftView().default_layer(needed(cfg, "layers"))
     file = config_file(cfg.model, fetch=True)
     assert file is not None  # fetched, or refused
     config = config_document(file)
@@ -94,7 +96,7 @@ def head_path(cfg: RunConfig) -> str | None:
     """
     if cfg.head.kind == "lens" and cfg.head.path is None and cfg.vocab == "full":
         return None
-    layer = cfg.layer or default_exit_layer(needed(cfg, "layers"), cfg.draft_weights, cfg.skip_layers)
+    layer = cfg.layer or DraftView.of(cfg).default_layer(needed(cfg, "layers"))
     size = needed(cfg, "vocab_size")
     path = head_file(cfg, layer, needed(cfg, "hidden"), size, lambda: standard_library_counts(tokenizer(cfg), size))
     return None if path is None else str(path)

@@ -44,9 +44,9 @@ class Job:
     closed loop ends after `requests`, or begins no more requests after `seconds`.
 
     prompts: for each what the body of its request says besides `body`; request n asks the prompt n modulo their number.
-    low_clients, period: where given, the others of the closed loop begin no request in the second half of each period
-    (seconds). timeout: seconds that a client waits for a part of an answer. processes: that the clients are spread
-    over, because one of them reads no more than some 20,000 outputs a second.
+    levels, period: as `load_patterns.base.Schedule` has them, for a closed loop. timeout: seconds that a client waits
+    for a part of an answer. processes: that the clients are spread over, because one of them reads no more than some
+    20,000 outputs a second.
     """
 
     url: str
@@ -57,8 +57,8 @@ class Job:
     arrivals: Sequence[float] | None = None
     requests: int | None = None
     seconds: float | None = None
-    low_clients: int | None = None
-    period: float = 10.0
+    levels: Sequence[tuple[float, int]] = ()
+    period: float | None = None
     timeout: float = 600.0
     processes: int = 1
 

@@ -24,7 +24,7 @@ from selfspec_cli.early_exit import counters, request_settings
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.settings import default_exit_layer
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
@@ -78,7 +78,7 @@ class Engine:
         if self.cfg.method in (Method.baseline, Method.vllm):
             return None
         cfg = self.cfg
-        return cfg.layer or default_exit_layer(self.num_layers, cfg.draft_weights, cfg.skip_layers)
+        return DraftView.of(cfg).layer_of(self.num_layers)
 
     @property
     def max_model_len(self) -> int:
@@ -113,9 +113,8 @@ class Engine:
         return bool(getattr(self.llm.get_tokenizer(), "chat_template", None))
 
     def set_view(self, cfg: RunConfig) -> None:
-        """Draft by the layers and the weights of another config from now on; the engine must be eager."""
-        names = ("skip_layers", "draft_weights", "draft_weights_path")
-        view = {"layer_skip": cfg.layer} | {name: getattr(cfg, name) for name in names}
+        """Draft by the layers, weights and context of another config from now on; the engine must be eager."""
+        view = {"layer_skip": cfg.layer} | DraftView.of(cfg).options()
         self.llm.collective_rpc("early_exit_set_view", args=(view,))
 
     def set_gate(self, kind: str, threshold: float | None, calibration: dict[str, Any] | None = None) -> None:

@@ -74,20 +74,15 @@ class Run:
             gevent.sleep(0.02)
         gevent.sleep(max(0.0, float(begin.read_text()) - time.monotonic()))
 
-    def rest(self, client: int) -> None:
-        """Until this client of a closed loop may ask, where some of them ask in the first half of each period only."""
-        if JOB["low_clients"] is None or client < JOB["low_clients"] or self.taken == 0:
-            return
+    def wait_for_level(self, client: int) -> None:
+        """Until this client of a closed loop may ask, where not all of them may at any time; at most to the end."""
         gone = time.monotonic() - self.began
-        into = gone % JOB["period"]
-        if into >= JOB["period"] / 2:
-            left = JOB["seconds"] - gone if JOB["requests"] is None else JOB["period"]
-            gevent.sleep(max(0.0, min(JOB["period"] - into, left)))
+        pause = _pause(client, gone)
+        if pause > 0:
+            gevent.sleep(pause if JOB["requests"] is not None else max(0.0, min(pause, JOB["seconds"] - gone)))
 
     def take(self) -> int | None:
         """The number of the next request of a closed loop; None when no more may begin."""
-        if self.taken == 0:
-            self.began, self.cpu = time.monotonic(), time.process_time()
         limit = JOB["requests"]
         if (self.taken >= limit) if limit is not None else (time.monotonic() - self.began >= JOB["seconds"]):
             return None
@@ -209,6 +204,20 @@ def _read(parts: list[Part]) -> dict[str, Any]:
     return {"events_us": moments, "digest": digest, "whole": whole, **told}
 
 
+def _pause(client: int, gone: float) -> float:
+    """Seconds that a client waits, `gone` seconds after the beginning, until so many may ask that it is among them."""
+    levels, period = JOB["levels"], JOB["period"]
+    into = gone % period if period else gone
+    for moment, clients in reversed(levels):
+        if moment <= into:
+            if client < clients:
+                return 0.0
+            break
+    later = [moment for moment, clients in levels if moment > into and client < clients]
+    later += [moment + period for moment, clients in levels if client < clients] if period else []
+    return min(later) - into if levels else 0.0
+
+
 RUN = Run()
 
 
@@ -226,10 +235,13 @@ class Client(User):
         RUN.wait()
         if JOB["arrivals"] is None:
             client = JOB["first"] + RUN.clients * JOB["step"]
+            if RUN.clients == 0:
+                RUN.began, RUN.cpu = time.monotonic(), time.process_time()
             RUN.clients += 1
+            RUN.wait_for_level(client)
             while (number := RUN.take()) is not None:
                 RUN.ask(number)
-                RUN.rest(client)
+                RUN.wait_for_level(client)
         else:
             RUN.began, RUN.cpu, sent = time.monotonic(), time.process_time(), []
             for number, moment in enumerate(JOB["arrivals"]):

@@ -80,6 +80,7 @@ class Details:
 
     seed: int | None = None
     repeats: int | None = None
+    draft_context: str | None = None  # what drafts attend to, where `draft_window` does not say it; empty: everything
     baseline_reused: bool | None = None  # whether an earlier command had measured it
     model_fingerprint: str | None = None
     efficiency: float | None = None  # speedup / predicted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.record import latency
 from selfspec_cli.record.point import Point, median
@@ -45,11 +46,8 @@ class Loads:
 
 def asked_for(load: LoadConfig) -> dict[str, Any]:
     """What a load test asks of a server."""
-    closed, varying = load.kind == "closed", load.low_clients is not None
     return {
-        "batch": None, "repeats": load.repeats, "arrivals": load.kind, "clients": load.clients if closed else None,
-        "low_clients": load.low_clients, "period": load.period if varying else None,
-        "rate": load.rate, "load_share": load.share, "burst": None if closed else load.burst,
+        "batch": None, "repeats": load.repeats, **load_patterns.columns(load),
         "frontend": None if load.frontend == "python" else load.frontend,
         "ttft_limit_ms": load.ttft_limit, "tpot_limit_ms": load.tpot_limit, "e2e_limit_ms": load.e2e_limit,
     }  # fmt: skip
@@ -83,15 +81,4 @@ def asked(row: Record) -> str:
     """How much is asked of an engine at once, in words, and of which front end."""
     if row.arrivals is None:
         return f"batch {row.batch}"
-    return _arrivals(row) + (f", front end in {row.frontend.capitalize()}" if row.frontend else "")
-
-
-def _arrivals(row: Record) -> str:
-    if row.clients is not None and row.low_clients is not None:
-        return f"{row.clients} and {row.low_clients} clients by turns of {(row.period or 0) / 2:g} s"
-    if row.clients is not None:
-        return f"{row.clients} client{'s' if row.clients > 1 else ''}"
-    rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
-    share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
-    bursts = f" in bursts of {row.burst}" if row.burst and row.burst > 1 else ""
-    return (f"{rate} ({share})" if rate and share else rate or share) + bursts
+    return load_patterns.label(row)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import load_patterns
+from selfspec_cli.early_exit import view
 from selfspec_cli.record import archive, profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
@@ -24,9 +26,8 @@ from selfspec_cli.record.point import Point
 FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
 GREEDY, SAMPLED = "greedy", "sampled"
-NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats", "arrivals", "clients",
-            "low_clients", "period", "rate", "load_share", "burst", "frontend", "ttft_limit_ms", "tpot_limit_ms",
-            "e2e_limit_ms")  # fmt: skip
+NO_NAMES = ("workload", "batch", "input_len", "output_len", "temperature", "seed", "repeats", *load_patterns.COLUMNS,
+            "ttft_limit_ms", "tpot_limit_ms", "e2e_limit_ms")  # fmt: skip
 """Columns of a row that say nothing of an arm."""
 
 
@@ -239,7 +240,7 @@ def score_in_words(score: Mapping[str, Any]) -> str:
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:
     """An arm by the settings that make it one."""
-    names = ("speculative", "E", "k", "head", "vocab", "draft_weights", "draft_sample_method", "gate", "threshold")
+    names = ("speculative", "k", *view.all_columns(), "draft_sample_method", "gate", "threshold")
     told = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
     return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in told.items())])
 

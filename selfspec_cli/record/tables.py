@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.keys import draft_options, run_key
+from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.config.speculative import in_words
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.record import latency, load_columns
 from selfspec_cli.record.columns import COUNTED, AcceptRow, Record, header
 from selfspec_cli.record.point import FAILED, OK, Point, median
@@ -42,10 +43,8 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method == "vllm":
         columns["speculative"] = in_words(cfg.speculative)
     if cfg.method == "layer_skip":
-        columns |= {"draft_weights": str(cfg.draft_weights)}
-        columns |= {"skip_layers": draft_options(cfg).get("skip_layers"), "draft_window": cfg.draft_window}
+        columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
-        columns["draft_weights_file"] = _name_of(cfg.draft_weights_path)
         columns["read_first"] = None if cfg.read_first else False
     return columns
 

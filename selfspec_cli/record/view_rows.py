@@ -38,6 +38,7 @@ class ViewRow:
     predicted: float | None = None  # speedup over plain decoding, from bytes read at batch 1
     outputs: int | None = None  # compared with those of plain decoding
     identical: int | None = None  # of them equal
+    draft_context: str | None = None  # what drafts attend to; empty: all of the context
     draft_sample_method: str | None = None  # probabilistic: drafts were drawn; empty: they were the likeliest tokens
 
     @property
@@ -56,8 +57,9 @@ class ViewRow:
         """In a few words."""
         without = f" without {self.skip_layers}" if self.skip_layers else ""
         fitted = " fitted" if self.fitted else ""
+        context = f" {self.draft_context}" if self.draft_context else ""
         drawn = f" {self.draft_sample_method}" if self.draft_sample_method else ""
-        return f"E={self.E}{without} {self.draft_weights}{fitted}{drawn}"
+        return f"E={self.E}{without} {self.draft_weights}{fitted}{context}{drawn}"
 
 
 def row(counts: VerifyCounts, **about: Any) -> ViewRow:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from selfspec_cli import load_patterns
+from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.intervals import overlap
@@ -45,13 +47,8 @@ def _arm(row: Record) -> str:
         return f"vLLM n-gram k={row.k}{runner}"
     if row.arm == "draft_model":
         return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}{drawn}"
-    cheaper = row.draft_weights not in (None, "shared") or row.skip_layers  # drafts with all layers, if nobody says
-    layer = f"E={row.E}" if row.E is not None else "E=all" if cheaper else "E=half"
-    layer += f" without {row.skip_layers}" if row.skip_layers else ""
-    head = f"{row.head}" + (f" V'={row.vocab}" if row.vocab not in (None, "full") else "")
-    head += f" · {row.draft_weights} draft" if row.draft_weights not in (None, "shared") else ""
-    head += f" of {row.draft_weights_file}" if row.draft_weights_file else ""
-    tail = f" · last {row.draft_window} tokens" if row.draft_window is not None else ""
+    layer, head, context = view.label(row)
+    tail = f" · {context}" if context else ""
     tail += " · launched first" if row.read_first is False else ""
     tail += drawn
     if row.arm == "skip":
@@ -127,8 +124,7 @@ def _told_apart(made: list[Group]) -> list[Group]:
 
 def _alike(row: Record) -> tuple[object, ...]:
     return (row.model_fingerprint or row.model, row.model, row.workload, row.batch, row.input_len, row.output_len,
-            row.temperature, row.device, row.arrivals, row.clients, row.low_clients, row.period,
-            row.load_share or row.rate, row.burst, row.frontend)  # fmt: skip
+            row.temperature, row.device, *load_patterns.comparable(row))  # fmt: skip
 
 
 def _place_failures(alike: dict[str | None, list[Record]], by_point: dict[str, Record]) -> None:

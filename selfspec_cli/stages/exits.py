@@ -23,7 +23,7 @@ from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfi
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
-from selfspec_cli.early_exit.settings import default_exit_layer, is_cheaper_view
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import measure
 from selfspec_cli.texts.prompts import workload_prompts
@@ -100,11 +100,11 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     """
     layers, wanted = model_facts(cfg).layers, {cfg.model.exit_layer}
     if layers:
-        wanted |= {default_exit_layer(layers), *(max(layers // part, 1) for part in parts)}
+        wanted |= {DraftView().default_layer(layers), *(max(layers // part, 1) for part in parts)}
     if layers and cfg.skip_layers:
         return [layers]
     found = sorted(layer for layer in wanted if layer and (layers is None or layer < layers))
-    if layers and is_cheaper_view(cfg.draft_weights, cfg.skip_layers):
+    if layers and DraftView.of(cfg).is_cheaper:
         return [layers, *found]
     if not found:
         raise ConfigError(

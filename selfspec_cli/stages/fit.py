@@ -1,7 +1,7 @@
 """Fit exit heads for one model: stream text through it, solve in closed form, test, save.
 
 The ridge is chosen on other windows of the text that is fitted, and the agreement reported is measured on text held
-out from it. One pass serves all layers and heads; only KL training reads the text a second time.
+out from it. One pass serves all layers and heads.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _engine_arguments(cfg: RunConfig, request: Request) -> dict[str, Any]:
 
 
 def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, progress: Progress) -> None:
-    wanted = {"fit": request.pairs, "train": request.pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
+    wanted = {"fit": request.pairs, "validate": HELD_OUT_PAIRS, "test": HELD_OUT_PAIRS}
     plan = {"wanted": wanted, "ridge": request.ridge, "replay_from": cfg.workload.input_len}
     engine.call("early_exit_collect", list(request.heads), plan)
     # Windows may overlap; another seed begins them elsewhere.
@@ -131,8 +131,6 @@ def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, p
     if request.ridge is None:
         _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
     _stream(engine, "test", corpus, "held_out", HELD_OUT_PAIRS, cfg.seed, progress)
-    if any(HeadSpec.from_name(name).kl for name in request.heads):
-        _stream(engine, "train", corpus, "fitting", request.pairs, cfg.seed, progress)
     if request.replay:
         _replay(cfg, engine, request, corpus, progress)
 

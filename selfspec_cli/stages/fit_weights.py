@@ -1,8 +1,7 @@
 """`selfspec fit-weights`: copies of the weights made for what the model does, instead of rounded at load.
 
 One eager engine generates answers to prompts of the workload's kind, other ones than those that are measured; what each
-linear layer sees meanwhile decides how its weight is rounded (GPTQ's method) and, with a rank, what correction of low
-rank is added to the product. The file is for this model and no other.
+linear layer sees meanwhile decides how its weight is rounded (GPTQ's method). The file is for this model and no other.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 @dataclass
 class Fitted:
     """path: of the file. tokens: looked at. errors: by layer, the share of the product's mean square that is lost by
-    rounding to nearest, by rounding with the data, and with the correction too. seconds: until it was written."""
+    rounding to nearest and by rounding with the data. seconds: until it was written."""
 
     path: str
     kind: str
-    rank: int
     tokens: int
     errors: dict[str, dict[str, float]]
     seconds: float
@@ -41,12 +39,12 @@ class Fitted:
     @property
     def medians(self) -> dict[str, float]:
         """The median over the layers of each error."""
-        names = ("nearest", "fitted", "corrected")
+        names = ("nearest", "fitted")
         found = {name: [error[name] for error in self.errors.values() if name in error] for name in names}
         return {name: statistics.median(values) for name, values in found.items() if values}
 
 
-def check(cfgs: Sequence[RunConfig], ranks: Sequence[int], out: Path | None = None) -> None:
+def check(cfgs: Sequence[RunConfig], out: Path | None = None) -> None:
     """Refuse what cannot be fitted, before an engine starts; raises ConfigError."""
     for cfg in cfgs:
         if not DRAFT_WEIGHTS[cfg.draft_weights].copies:
@@ -56,36 +54,30 @@ def check(cfgs: Sequence[RunConfig], ranks: Sequence[int], out: Path | None = No
             raise ConfigError("draft_weights_path names a file to draft with; name the one to write by --out")
         if (cfg.model, cfg.engine, cfg.workload) != (cfgs[0].model, cfgs[0].engine, cfgs[0].workload):
             raise ConfigError("copies are fitted on one engine: name one model, one engine and one workload")
-    for rank in ranks:
-        if rank < 0:
-            raise ConfigError(f"--rank {rank}: must be 0 (no correction) or more")
-    if out is not None and len(cfgs) * len(ranks) > 1:
-        raise ConfigError(f"--out {out}: it names one file, and {len(cfgs) * len(ranks)} are made; leave it out, or "
-                          "name one kind and one rank")  # fmt: skip
+    if out is not None and len(cfgs) > 1:
+        raise ConfigError(f"--out {out}: it names one file, and {len(cfgs)} are made; leave it out, or name one kind")
 
 
-def path_for(cfg: RunConfig, rank: int) -> Path:
+def path_for(cfg: RunConfig) -> Path:
     """Where the file goes that nobody named: beside the model's heads."""
-    correction = f"-r{rank}" if rank else ""
-    return head_folder(cfg) / f"weights-{cfg.draft_weights}{correction}.safetensors"
+    return head_folder(cfg) / f"weights-{cfg.draft_weights}.safetensors"
 
 
 def run(
     cfgs: Sequence[RunConfig],
     *,
     open_engine: OpenEngine,
-    ranks: Sequence[int] = (0,),
     prompts: int = PROMPTS,
     out: Path | None = None,
     progress: Progress = ignore,
 ) -> list[Fitted]:
-    """Fit copies of the kind of each of `cfgs`, with corrections of each of `ranks`, on `prompts` answers of the model;
-    one engine and one look at what its layers see. out: the file, where one is made.
+    """Fit copies of the kind of each of `cfgs` on `prompts` answers of the model; one engine and one look at what its
+    layers see. out: the file, where one is made.
 
     Raises:
         ConfigError, SettingsError: there can be no such copies, or the prompts cannot be had.
     """
-    check(cfgs, ranks, out)
+    check(cfgs, out)
     cfg, start = cfgs[0], time.perf_counter()
     work = cfg.workload
     plain = replace(
@@ -93,19 +85,18 @@ def run(
         engine=replace(cfg.engine, enforce_eager=True), workload=replace(work, num_prompts=prompts),
     )  # fmt: skip
     about = {"prompts": work.prompts, "temperature": work.temperature, "versions": machine.versions()}
-    wanted = [(one, rank) for one in cfgs for rank in dict.fromkeys(ranks)]
     made: list[Fitted] = []
     with open_engine(plain) as engine:
         engine.call("early_exit_observe")
         asked = workload_prompts(plain, engine)
         batch = min(prompts, cfg.engine.max_num_seqs)
-        progress("answers, then files", 0, 1 + len(wanted))
+        progress("answers, then files", 0, 1 + len(cfgs))
         engine.generate(asked, work.output_len, batch=batch, temperature=work.temperature, seed=plain.seed)
-        for number, (one, rank) in enumerate(wanted):
-            progress("answers, then files", 1 + number, 1 + len(wanted))
-            kind, path = one.draft_weights, path_for(one, rank) if out is None else out
-            report = engine.call("early_exit_fit_weights", str(path), kind, rank, about)
+        for number, one in enumerate(cfgs):
+            progress("answers, then files", 1 + number, 1 + len(cfgs))
+            kind, path = one.draft_weights, path_for(one) if out is None else out
+            report = engine.call("early_exit_fit_weights", str(path), kind, about)
             seconds = time.perf_counter() - start
-            made.append(Fitted(str(path), kind, rank, report["tokens"], report["layers"], seconds))
-        progress("answers, then files", 1 + len(wanted), 1 + len(wanted))
+            made.append(Fitted(str(path), kind, report["tokens"], report["layers"], seconds))
+        progress("answers, then files", 1 + len(cfgs), 1 + len(cfgs))
     return made

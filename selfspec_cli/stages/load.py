@@ -23,7 +23,6 @@ from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import latency
 from selfspec_cli.record.point import Measurement, Repeat, median
-from selfspec_cli.stages.arrivals import schedule
 from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
 
 FOLDER = "load"  # of raw samples, in the results folder
@@ -104,14 +103,11 @@ class Loader:
         load = cfg.load
         base = self._job(cfg, server, prompts)
         seconds = None if load.requests is not None else load.seconds
-        if load.kind == "closed":
-            at_once = processes_for(load.clients or 1)
-            return replace(base, clients=load.clients, requests=load.requests, seconds=seconds,
-                           low_clients=load.low_clients, period=load.period, processes=at_once)  # fmt: skip
-        assert load.rate is not None
-        moments = schedule(load.rate, 1000 * cfg.seed + number, burst=load.burst, requests=load.requests,
-                           seconds=seconds)  # fmt: skip
-        return replace(base, arrivals=moments, processes=processes_for(cfg.engine.max_num_seqs))
+        asked = load.pattern.schedule(load, 1000 * cfg.seed + number, load.requests, seconds)
+        if asked.arrivals is not None:
+            return replace(base, arrivals=asked.arrivals, processes=processes_for(cfg.engine.max_num_seqs))
+        return replace(base, clients=asked.clients, levels=asked.levels, period=asked.period, requests=load.requests,
+                       seconds=seconds, processes=processes_for(asked.clients or 1))  # fmt: skip
 
     def _job(self, cfg: RunConfig, server: Server, prompts: Prompts) -> Job:
         body: dict[str, Any] = {
@@ -128,7 +124,7 @@ class Loader:
     def _warm_up(self, cfg: RunConfig, server: Server, prompts: Prompts) -> None:
         """Each client asks once, as many of them as the load may have at once."""
         load = cfg.load
-        clients = load.clients or max(load.burst, min(FEW, cfg.engine.max_num_seqs))
+        clients = load.clients or max(load.pattern.at_once(load), min(FEW, cfg.engine.max_num_seqs))
         warm_up(self._job(cfg, server, prompts), clients, check=server.check)
 
     def _with_rate(

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.acceptance import Ladder
-from selfspec_cli.early_exit.bandit import stricter_than
 from selfspec_cli.early_exit.length_table import LARGEST, Cell, LengthTable
 from selfspec_cli.early_exit.replay import Setting
+from selfspec_cli.early_exit.thresholds import stricter_than
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import latency

@@ -1,4 +1,4 @@
-"""The measuring loop: one arm, or several settings of one live engine by turns.
+"""The measuring loop: one arm, or several settings of one live engine, alternating.
 
 By turns the arms generate prompt chunk by prompt chunk, a second or less each, so that whatever slows the machine slows
 all of them and their ratios survive. Plain decoding is an arm like the others: the same engine, drafting nothing.
@@ -146,7 +146,7 @@ def _repeat(
     number: int,
     calibration: dict[str, Any] | None,
 ) -> list[Repeat]:
-    """One repeat of every arm, by turns."""
+    """One repeat of every arm, alternating."""
     work = cfg.workload
     taken: list[Repeat] = [[] for _ in arms]
     for place, chunk in enumerate(chunks):

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from selfspec_cli import load_patterns
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.record import tables
 from selfspec_cli.record.point import Point
 
-COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats", "arrivals", "clients",
-              "low_clients", "period", "rate", "load_share", "burst", "frontend")  # fmt: skip
-"""Points that agree in these, and in the device, take about as long."""
+COMPARABLE = ("model", "workload", "batch", "input_len", "output_len", "repeats")
+"""Points that agree in these, in what a load test asks and in the device take about as long."""
 
 NOT_SHOWN = ("workload", "seed", "repeats")
 """Columns that neither a row's label nor its table's title shows."""
@@ -158,7 +158,7 @@ def expected_seconds(engines: Sequence[Sequence[Planned]], known: Sequence[Point
 
 
 def _comparable(arm: Mapping[str, Any], device: str) -> tuple[Any, ...]:
-    return (device, *(arm.get(name) for name in COMPARABLE))
+    return (device, *(arm.get(name) for name in COMPARABLE), load_patterns.comparable(arm))
 
 
 def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:

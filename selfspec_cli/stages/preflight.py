@@ -14,9 +14,8 @@ from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
-from selfspec_cli.early_exit.layers import check_skipped, skipped_layers
-from selfspec_cli.early_exit.settings import deepest_exit_layer
 from selfspec_cli.early_exit.thresholds import warnings_for
+from selfspec_cli.early_exit.view import DraftView
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
@@ -25,8 +24,8 @@ def check_all(cfgs: Iterable[RunConfig]) -> None:
     seen = set()
     for cfg in cfgs:
         parts = (id(cfg.model), id(cfg.workload), id(cfg.engine), id(cfg.head), cfg.results_dir, cfg.head_dir)
-        view = (cfg.layer, cfg.k, cfg.vocab, cfg.draft_weights, cfg.skip_layers)
-        looked_at = (*parts, *view, cfg.method, repr(cfg.speculative))
+        view = DraftView.of(cfg)
+        looked_at = (*parts, view, cfg.k, cfg.method, repr(cfg.speculative))
         if looked_at not in seen:
             seen.add(looked_at)
             check(cfg)
@@ -66,12 +65,13 @@ def check_model(cfg: RunConfig) -> None:
         speculative.check(cfg)
     if cfg.method in (Method.baseline, Method.vllm):
         return
-    deepest = None if facts.layers is None else deepest_exit_layer(facts.layers, cfg.draft_weights, cfg.skip_layers)
+    view = DraftView.of(cfg)
+    deepest = None if facts.layers is None else view.deepest_layer(facts.layers)
     if deepest is not None and cfg.layer is not None and cfg.layer > deepest:
         raise ConfigError(f"layer={cfg.layer}: {name} has {facts.layers} layers; must be in 1..{deepest}")
     layer = exit_layer(cfg)
     if cfg.method is Method.layer_skip and layer is not None:
-        check_skipped(skipped_layers(cfg.skip_layers), layer)
+        replace(view, layer=layer).check()
     if cfg.vocab.isdigit() and facts.vocab_size is not None and int(cfg.vocab) > facts.vocab_size:
         raise ConfigError(f"vocab={cfg.vocab}: larger than the vocabulary; must be in 1..{facts.vocab_size}, or full")
     if cfg.method is Method.layer_skip and facts.hybrid:

@@ -3,7 +3,7 @@
 First the cost model: each exit's real drafts are logged once, and replaying the log under every gate, threshold and
 length, with the step times measured there, says what each is worth. Then Optuna, over the exits, gates and thresholds
 that this leaves, on live engines (one for each exit and head; everything else changes between two rounds). The
-finalists run once more, longer and by turns, because the best of many noisy trials is mostly a lucky one.
+finalists run a second time, longer and alternating, because the best of many noisy trials is mostly a lucky one.
 
 Everything is kept under results/tune/<key>/: logs, costs, trials. The same command goes on from there.
 """
@@ -27,6 +27,7 @@ from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
+from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, preflight, search
@@ -39,7 +40,7 @@ LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
 NEAR = 0.95  # exits whose expected speedup is at least so much of the best one's are searched on
 ENGINES = 2  # and at most so many of them
-BATCH = 6  # trials measured by turns
+BATCH = 6  # trials that alternate
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
@@ -48,7 +49,7 @@ LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is
 
 @dataclass
 class Finalist:
-    """A setting, measured with others by turns against plain decoding on its own engine."""
+    """A setting, measured alternating with others, against plain decoding on its own engine."""
 
     cfg: RunConfig
     measured: dict[str, Any]
@@ -217,13 +218,15 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 def survey(
     cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
 ) -> list[Exit]:
-    """Log and time each exit once, in the order given (from the shallowest on). Of one kind of weights, one set of
-    layers to skip and one way to take tokens no more are looked at once two in a row expect less than the best before.
+    """Log and time each exit once, in the order given (from the shallowest on).
+
+    Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
+    than the best before.
     """
     found: list[Exit] = []
-    worse: dict[tuple[str | None, ...], int] = {}
+    worse: dict[tuple[DraftView, str], int] = {}
     for number, cfg in enumerate(cfgs):
-        view = (cfg.draft_weights, cfg.skip_layers, cfg.draft_weights_path, cfg.draft_sample_method)
+        view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) < 2:
             one = _surveyed(cfg, folder, open_engine, budget)
             best = max((known.best.speedup for known in found), default=0.0)

@@ -1,11 +1,11 @@
 """`selfspec views`: how well cheaper views of a model draft for it, one engine for all of them.
 
-A view is a depth, layers left out of it, and the weights that it runs on. An eager engine changes from one to the next
-while it lives (`Engine.set_view`), so that nothing is loaded twice. What an engine cannot change, such as whether
-drafts are drawn or the likeliest tokens, takes an engine for each value. What is measured is acceptance, per position,
-by vLLM's own counters; it is the same on every device but for rounding. Speed is not measured here: the prediction is
-of bytes read, and says what memory traffic would allow at batch 1 on a device whose kernels read copies at its full
-rate.
+A view is a depth, layers left out of it, the weights that it runs on and the context that it attends to. An eager
+engine changes from one to the next while it lives (`Engine.set_view`), so that nothing is loaded twice. What an engine
+cannot change, such as whether drafts are drawn or the likeliest tokens, takes an engine for each value. What is
+measured is acceptance, per position, by vLLM's own counters; it is the same on every device but for rounding. Speed is
+not measured here: the prediction is of bytes read, and says what memory traffic would allow at batch 1 on a device
+whose kernels read copies at its full rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfi
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.layers import as_text, drafting_layers, skipped_layers
-from selfspec_cli.early_exit.settings import default_exit_layer
+from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record.tables import identity
@@ -73,7 +73,7 @@ def plan(cfgs: Sequence[RunConfig]) -> list[RunConfig]:
             raise ConfigError(f"method={cfg.method}: views are of method=layer_skip")
         if (cfg.model, cfg.engine, cfg.head, cfg.vocab) != (cfgs[0].model, cfgs[0].engine, cfgs[0].head, cfgs[0].vocab):
             raise ConfigError("views are compared on one engine: name one model, one engine, one head, one vocabulary")
-        layer = cfg.layer or default_exit_layer(layers, cfg.draft_weights, cfg.skip_layers)
+        layer = DraftView.of(cfg).layer_of(layers)
         engine = replace(cfg.engine, enforce_eager=True, enable_prefix_caching=True)
         bare = replace(cfg, layer=layer, engine=engine, gate=GateConfig(), tau=None, tau_v=None, threshold=None)
         found.setdefault(f"{engine_key(bare)} {asdict(cfg.workload)} {cfg.seed}", bare)
@@ -115,7 +115,7 @@ def by_engine(views: Sequence[RunConfig]) -> list[list[RunConfig]]:
     """Views that one live engine can take after each other, in the order in which their engines start."""
     found: dict[str, list[RunConfig]] = {}
     for cfg in views:
-        bare = replace(cfg, layer=1, skip_layers=None, draft_weights="shared", draft_weights_path=None)
+        bare = replace(cfg, layer=1, **{name: getattr(RunConfig, name) for name in own_settings()})
         found.setdefault(engine_key(bare), []).append(cfg)
     return list(found.values())
 
@@ -162,14 +162,16 @@ def measured(engine: Engine, cfg: RunConfig, plain: dict[str, list[list[int]]]) 
     engine.set_draft_length(int(cfg.k or 0))
     result = generated()
     assert result.verified is not None  # an engine that drafts
-    file = cfg.draft_weights_path
+    view = DraftView.of(cfg)
+    columns = view.columns()
     found = row(
         result.verified,
         model=cfg.model.name,
         E=int(cfg.layer or 0),
-        draft_weights=cfg.draft_weights,
-        skip_layers=as_text(skipped_layers(cfg.skip_layers)),
-        fitted=None if file is None else Path(file).name,
+        draft_weights=columns["draft_weights"],
+        skip_layers=columns["skip_layers"],
+        fitted=columns["draft_weights_file"],
+        draft_context=None if view.context.is_full else str(view.context),
         workload=work.name,
         temperature=work.temperature,
         k=int(cfg.k or 0),
@@ -193,7 +195,8 @@ def predict(found: ViewRow, cfg: RunConfig, read: dict[str, float] | None) -> No
     kind, work = DRAFT_WEIGHTS[cfg.draft_weights], cfg.workload
     if device_of(cfg) == "cpu" and kind.bits is not None:
         read = {**read, "draft": read["draft"] * kind.bits / ITEM_BITS}
-    costs = Costs.from_bytes(read, work.input_len + work.output_len / 2)
+    tokens = work.input_len + work.output_len / 2
+    costs = Costs.from_bytes(read, tokens, DraftView.of(cfg).context.attended(tokens))
     found.cost = costs.step / costs.plain
     found.best_k, found.predicted = costs.best_k({0: 1.0, **found.tokens})
 
@@ -212,7 +215,9 @@ def facts(cfgs: Sequence[RunConfig], drop: int) -> dict[str, Any]:
 
 def _in_words(cfg: RunConfig) -> str:
     drawn = f" draft_sample_method={method}" if (method := identity(cfg)["draft_sample_method"]) else ""
-    return f"E={cfg.layer} {cfg.draft_weights} skip_layers={cfg.skip_layers or ''}".strip() + drawn
+    context = DraftView.of(cfg).context
+    attends = "" if context.is_full else f" draft_context={context}"
+    return f"E={cfg.layer} {cfg.draft_weights} skip_layers={cfg.skip_layers or ''}".strip() + attends + drawn
 
 
 def _whole(cfg: RunConfig, layers: int) -> RunConfig:

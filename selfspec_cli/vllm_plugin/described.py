@@ -20,6 +20,13 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
     """What an engine does, such as: drafting with layers 0 to 2 of 24, gate maxp at 0.35, up to 4 tokens."""
     layers = f"layers 0 to {settings.layer - 1} of {num_layers}" if settings.layer > 1 else f"layer 0 of {num_layers}"
     head = f"the head in {settings.head.path}" if settings.head.path else None
+    if settings.vocab != ResolvedSettings.vocab:
+        ids = (
+            f"the first {settings.vocab} token ids"
+            if settings.vocab.isdigit()
+            else f"the token ids in {settings.vocab}"
+        )
+        head = f"{head + ' ' if head else ''}over {ids}"
     if not settings.verify:
         parts = [f"decoding with {layers} alone", head, "without verification: the output is not the model's own"]
     else:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.artifact import load_head
+from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, DraftWeights
 from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
-from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full
+from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
 from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
@@ -132,8 +133,8 @@ def load_exit_head(
 
     fitted: copies that were made from data, to take for the lm_head's.
 
-    On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, or a
-    file that cannot be read.
+    On tensor-parallel ranks every rank must call it. Raises HeadError for a head of another model, layer or shape, a
+    file that cannot be read, or a draft vocabulary that the model or the head cannot have.
     """
     config = vllm_config.model_config
     vocab_size = int(config.get_vocab_size())
@@ -146,8 +147,9 @@ def load_exit_head(
             vocab_size=vocab_size,
             fingerprint=fingerprint(target, vllm_config),
         )
-        weight = embedding(target)
-        head = head.to(weight.device, config.dtype)
+    if (ids := ids_of(settings.vocab, vocab_size)) is not None:
+        head = with_draft_vocabulary(head, ids)
+    head = head.to(embedding(target).device, config.dtype)
     return TargetHead(head, target, vocab_size, vllm_config, settings.draft_weights, fitted)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -157,14 +158,15 @@ NARROWER = ("sliding_window", "attention_chunk_size", "rswa_window")
 """Field of vLLM's FullAttentionSpec, or of a spec made from it, that is not None for attention to less than all."""
 
 
-def refuse_window(window: int | None, groups: Iterable[AttentionGroup]) -> None:
-    """Drafts with a window read a shortened block table, which only attention to the whole context can take.
+def refuse_context(context: Context, groups: Iterable[AttentionGroup]) -> None:
+    """Drafts that attend to a part of the context read shortened block tables, which only attention to the whole
+    context can take.
 
     groups: vLLM's attention groups that draft, of which several may share a KV cache group. Raises SettingsError.
     """
     from selfspec_cli.vllm_plugin.vllm_names import FullAttentionSpec
 
-    if window is None:
+    if context.is_full:
         return
     drafting = list(groups)
     whole = all(
@@ -173,7 +175,8 @@ def refuse_window(window: int | None, groups: Iterable[AttentionGroup]) -> None:
         for group in drafting
     )
     if not whole or len({group.kv_cache_group_id for group in drafting}) > 1:
+        ((key, value),) = context.settings().items()
         raise SettingsError(
-            f"draft_window = {window} is not supported for this model: some of its layers do not attend to the whole "
-            "context, and count positions in it; leave draft_window out"
+            f"{key} = {value} is not supported for this model: some of its layers do not attend to the whole "
+            f"context, and count positions in it; leave {key} out"
         )

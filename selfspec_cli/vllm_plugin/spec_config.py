@@ -90,6 +90,10 @@ def understand_layer_skip(original: Original) -> Original:
 
             require_draft_weights(settings.draft_weights, facts_of(target_model_config, target_parallel_config))
             refusals.refuse_fitted_copies(settings.draft_weights_path, target_parallel_config.tensor_parallel_size)
+        if settings.vocab != ResolvedSettings.vocab:  # before anything is loaded
+            from selfspec_cli.early_exit.draft_vocab import ids_of  # imports torch
+
+            ids_of(settings.vocab, target_model_config.get_vocab_size())
         from selfspec_cli.vllm_plugin.described import EarlyExitConfig, in_words  # imports vLLM
 
         compile_cache.keep_on_cpu()

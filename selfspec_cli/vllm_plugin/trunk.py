@@ -58,7 +58,7 @@ def first_layers(
     chosen = drafting_layers(layers, skipped)
     if skipped:
         _refuse_experts_by_order(decoder, vllm_config)
-    tag = _tag(layers, draft_weights, skipped) + ("_corrected" if fitted is not None and fitted.corrections else "")
+    tag = _tag(layers, draft_weights, skipped)
     trunk = _view(decoder, tag)
     cut(trunk, len(chosen))
     # The view shares the dict of submodules with the target, which must keep its own layers.

@@ -104,10 +104,10 @@ class EarlyExitWorker:
         drafter.set_read_first(on)
 
     def early_exit_set_view(self, view: dict[str, Any]) -> None:
-        """Draft with other layers or on other weights from the next round on, on an eager engine.
+        """Draft with other layers, weights or context from the next round on, on an eager engine.
 
-        view: the keys layer_skip, skip_layers, draft_weights and draft_weights_path of a speculative_config; those
-        left out are at their default. Head, gate and draft length stay. Raises SettingsError for a view that there
+        view: the key layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its
+        default. Head, gate and draft length stay. Raises SettingsError for a view that there
         cannot be, and on an engine that compiles: its code and its CUDA graphs are of the view that it was started
         with.
         """
@@ -125,7 +125,7 @@ class EarlyExitWorker:
             raise SettingsError("a view can be changed on an eager engine only; allowed: enforce_eager = True")
         wanted = ResolvedSettings.from_user({"method": "layer_skip", **view}, self.early_exit_layers())
         require_draft_weights(wanted.draft_weights, facts_of(config, self.vllm_config.parallel_config))
-        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path")
+        names = ("layer", "skip_layers", "draft_weights", "draft_weights_path", "draft_context", "draft_window")
         drafter.set_view(replace(drafter.settings, **{name: getattr(wanted, name) for name in names}))
 
     def _early_exit_drafter(self) -> Any:
@@ -252,7 +252,7 @@ class EarlyExitWorker:
         chosen = range(self.early_exit_layers()) if layers is None else layers
         self._early_exit_moments = Moments(self.model_runner.get_model(), chosen, self.vllm_config)
 
-    def early_exit_fit_weights(self, path: str, kind: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
+    def early_exit_fit_weights(self, path: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
         """Make copies of the weights for what was collected, and save them; returns what is left of the error by layer.
 
         Raises SettingsError where there can be no such copies.
@@ -261,12 +261,12 @@ class EarlyExitWorker:
 
         moments = self._early_exit_moments
         moments.end()
-        fitted, report = moments.fitted(kind, rank, about)
+        fitted, report = moments.fitted(kind, about)
         fitted_weights.save(path, fitted)
         return {"layers": report, "tokens": moments.tokens}
 
     def early_exit_collect_mode(self, mode: str) -> None:
-        """What the forward passes from now on are for: fit, validate, test, train or replay."""
+        """What the forward passes from now on are for: fit, validate, test or replay."""
         self.model_runner.get_model().early_exit_tap.collector.begin(mode)
 
     def early_exit_collected(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
 from selfspec_cli.vllm_plugin import refusals, spec_config
 
@@ -182,7 +183,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("drafts with a window of the context (draft_window)", YES, "",
             "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets"),
         Row("the same for layers with a sliding window of their own", REFUSED, "they count positions in the context",
-            refusal=lambda: refusals.refuse_window(64, [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]),
+            refusal=lambda: refusals.refuse_context(
+                Context("window", (64,)), [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]
+            ),
             instead="leave draft_window out"),
         Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "
             "only if every pass runs all layers", refusal=engine(offload_group_size=4), instead="cpu_offload_gb"),

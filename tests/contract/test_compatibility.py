@@ -58,7 +58,7 @@ def test_every_refusal_of_ours_has_a_row():
     }
     # A gate without an expression for CUDA is another package's own, and its message names that gate.
     others = {"refuse_adapters", "refuse_fitted_copies", "refuse_misread", "refuse_runner", "refuse_gate",
-              "refuse_window", "refuse_latents"}  # fmt: skip
+              "refuse_context", "refuse_latents"}  # fmt: skip
     assert functions == {*covered, *others}, "a new refusal wants a row"
     said = "\n".join(_message(row) for row in OURS)
     for name in covered["refuse_engine"]:

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import spec_config, versions
-from selfspec_cli.vllm_plugin.refusals import refuse_window
+from selfspec_cli.vllm_plugin.refusals import refuse_context
 
 pytestmark = pytest.mark.contract
 
@@ -38,11 +39,11 @@ def test_a_window_is_refused_if_any_layer_of_a_kv_cache_group_has_one_of_its_own
     kind, sizes = (RSWASpec if narrow == "rswa_window" else FullAttentionSpec), {"num_kv_heads": 1, "head_size": 32}
     specs = [FullAttentionSpec(block_size=16, dtype=torch.float32, **sizes)] * 2
     groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec) for spec in specs]
-    refuse_window(64, groups)
+    refuse_context(Context("window", (64,)), groups)
     groups[place].kv_cache_spec = kind(block_size=16, dtype=torch.float32, **sizes, **{narrow: 128})
-    refuse_window(None, groups)
+    refuse_context(Context(), groups)
     with pytest.raises(SettingsError, match="draft_window = 64 is not supported for this model"):
-        refuse_window(64, groups)
+        refuse_context(Context("window", (64,)), groups)
 
 
 def config_of(length: int) -> SimpleNamespace:

@@ -167,13 +167,14 @@ def test_the_gate_is_asked_after_every_step_but_the_last(bad):
 @pytest.mark.parametrize("window", [1, 4, 6, 9, 40])
 def test_with_a_window_the_first_block_and_the_last_tokens_are_attended_to(window):
     """Read back from the block table and the lengths, token by token, as attention reads the KV cache."""
+    from selfspec_cli.vllm_plugin.contexts.window import Window
     from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 
     size, steps = 4, 6
     blocks = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(window)).int().view(3, 12)
     ends = torch.tensor([2, 17, 38])  # positions of the newest tokens
     state = Round(torch.arange(3), ends.int(), ends.clone(), room=100)
-    ahead = Ahead.of(state, steps, [table(size, blocks)], 3, window)
+    ahead = Ahead.of(state, steps, [table(size, blocks)], 3, Window(window))
     for step in range(steps):
         metadata, slots = ahead.metadata([(Group(), ["a"])], torch.arange(4).int())
         common = metadata["a"]
@@ -202,7 +203,7 @@ def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_reques
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_others(size):
     """Counted block by block, for contexts that end anywhere, in the last column of the table too."""
-    from selfspec_cli.vllm_plugin.v1.round import blocks_left_out, without_blocks
+    from selfspec_cli.vllm_plugin.contexts.window import Window
 
     columns = 7
     table = torch.randperm(columns, generator=torch.Generator().manual_seed(size)).int()
@@ -210,10 +211,9 @@ def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_o
         for tokens in range(1, columns * size + 1):
             attended = {0} | {at // size for at in range(max(tokens - window, 0), tokens)}
             in_use = range((tokens - 1) // size + 1)
-            left_out = blocks_left_out(torch.tensor([tokens, 1]), window, size)
+            found, left_out = Window(window).shortened(torch.stack([table, table]), torch.tensor([tokens, 1]), size)
             kept = [block for block in in_use if block >= min(attended - {0}, default=1) or block == 0]
-            assert left_out.tolist() == [len(in_use) - len(kept), 0]
-            found = without_blocks(torch.stack([table, table]), left_out)
+            assert left_out.tolist() == [size * (len(in_use) - len(kept)), 0]
             assert found.shape == (2, columns) and found.dtype == torch.int32
             assert found[0, : len(kept)].tolist() == table[kept].tolist()
             assert found[1].tolist() == table.tolist()

@@ -20,14 +20,13 @@ def test_fitted_copies_draft_better_and_the_output_is_the_targets(expected, tmp_
     with live(want.path) as engine:
         engine.call("early_exit_observe")
         engine.generate(want.prompts[1::2], greedy(48))
-        report = engine.call("early_exit_fit_weights", str(file), "int4", 8, {"by": "a test"})
+        report = engine.call("early_exit_fit_weights", str(file), "int4", {"by": "a test"})
         want.check(engine, [0])  # the hooks are off, and nothing of the model has changed
     assert report["tokens"] > 500 and len(report["layers"]) == 4 * LAYERS + 1
     for name, error in report["layers"].items():
         assert 0 < error["fitted"] < error["nearest"], name
-        assert name == "lm_head" or error["corrected"] < error["fitted"], name
     about = fitted_weights.read_about(file)
-    assert (about.kind, about.rank, about.tokens) == ("int4", 8, report["tokens"])
+    assert (about.kind, about.tokens) == ("int4", report["tokens"])
     for path in (None, str(file)):
         with live(want.path, layer_skip(LAYERS, K, draft_weights="int4", draft_weights_path=path)) as engine:
             want.check(engine, SOME)
@@ -45,4 +44,4 @@ def test_nothing_is_fitted_to_nothing(expected, tmp_path):
     with live(expected("llama").path) as engine:
         engine.call("early_exit_observe", [0])
         with pytest.raises(SettingsError, match="no activations were collected"):
-            engine.call("early_exit_fit_weights", str(tmp_path / "x.safetensors"), "int4", 0, {})
+            engine.call("early_exit_fit_weights", str(tmp_path / "x.safetensors"), "int4", {})

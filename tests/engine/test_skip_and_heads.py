@@ -23,6 +23,7 @@ EXIT = LAYERS // 2
 HIDDEN = 64
 SOME = range(0, 32, 4)
 RANK = 4
+PLAIN = "lens, the first half of the vocabulary, without a file"
 
 
 def from_transformers(path: Path) -> Any:
@@ -93,7 +94,7 @@ def heads(path: Path) -> dict[str, ExitHead]:
     )
     half = torch.arange(0, VOCAB, 2)
     return {
-        "lens, half the vocabulary": lens_head(half),
+        PLAIN: lens_head(torch.arange(VOCAB // 2)),
         "lsq of the lm_head itself": lsq_head(lm_head.clone()),
         "lsq": noisy,
         "lsq, half the vocabulary": with_draft_vocabulary(noisy, half),
@@ -104,7 +105,7 @@ def heads(path: Path) -> dict[str, ExitHead]:
 
 
 HEADS = (
-    "lens, half the vocabulary",
+    PLAIN,
     "lsq of the lm_head itself",
     "lsq",
     "lsq, half the vocabulary",
@@ -148,7 +149,8 @@ def test_head_drafts_losslessly_and_is_paid_for_once(expected, lens, plain_weigh
     want = expected("llama")
     head = heads(want.path)[name]
     path = save_head(tmp_path / "head.safetensors", head, about(head, want.path))
-    with live(want.path, layer_skip(EXIT, 3, head_path=str(path))) as engine:
+    spec = {"head": "lens", "vocab": VOCAB // 2} if name == PLAIN else {"head_path": str(path)}
+    with live(want.path, layer_skip(EXIT, 3, **spec)) as engine:
         want.check(engine, SOME)
         made, weights = engine.counts(), engine.call("early_exit_weights")
     made.require_both_verdicts()

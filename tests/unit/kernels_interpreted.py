@@ -17,11 +17,10 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
-from selfspec_cli.vllm_plugin.v1.round import blocks_left_out, without_blocks
+from selfspec_cli.vllm_plugin.contexts.window import Window
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round
 from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
-from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.weights import gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,12 +81,11 @@ def test_with_a_window_drafts_attend_to_what_the_plain_functions_say(window):
     table = torch.arange(5 * 16, dtype=torch.int32).view(5, 16)
     begin(state, lengths)
     own = torch.tensor([length + 1 for length in lengths] + [0])  # row 4 is padding
-    left_out = blocks_left_out(own, window, size)
-    wanted = without_blocks(table, left_out)
-    shorten(state, table, size, window)
-    attended = own - left_out * size
+    wanted, left_out = Window(window).shortened(table, own, size)
+    Window(window).shorten(state, table, size)
+    attended = own - left_out
     assert state.buffers.seq_lens.tolist() == attended.tolist()
-    assert state.left_out.tolist() == (left_out * size).tolist()
+    assert state.left_out.tolist() == left_out.tolist()
     for row, tokens in enumerate(attended.tolist()):
         used = -(-(tokens + K) // size)
         assert table[row, :used].tolist() == wanted[row, :used].tolist()

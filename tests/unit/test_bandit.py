@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec_cli.early_exit.bandit import MEMORY, Arm, Bandit, Known, arms, stricter_than
+from selfspec_cli.early_exit.bandit import MEMORY, Arm, Bandit, Known, arms
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.thresholds import stricter_than
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 
 

@@ -1,8 +1,10 @@
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands.app import app
@@ -21,6 +23,7 @@ from selfspec_cli.config.schema import (
     dump,
     head_spec,
     resolved,
+    to_plain,
 )
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.replay import Setting
@@ -75,8 +78,9 @@ def test_the_choices_of_gates_and_heads_are_the_registries():
     assert choices("gate") == list(GATES)
     assert not (paths.conf_dir() / "gate").exists() and not (paths.conf_dir() / "head").exists()
     head = one("head=translator_r7_bias").head
-    assert (head.kind, head.rank, head.bias, head.kl) == ("translator", 7, True, False)
-    assert "a head of kind lens has no KL training" in refusal("head=lens_kl")
+    assert (head.kind, head.rank, head.bias) == ("translator", 7, True)
+    assert "a head of kind lens has no bias" in refusal("head=lens_bias")
+    assert "did you mean 'translator'" in refusal("head=translator_kl")
     assert "did you mean 'translator_r15'" in refusal("head=translater_r15")
 
 
@@ -425,7 +429,7 @@ def test_tuned_goes_before_the_users_own_and_after_nothing(elsewhere):
 
 
 def test_what_tuning_writes_composes_to_what_it_measured(elsewhere):
-    for head in (HeadConfig("lsq"), HeadConfig("translator", rank=64, kl=True)):
+    for head in (HeadConfig("lsq"), HeadConfig("translator", rank=64, bias=True)):
         cfg = resolved(RunConfig(layer=6, head=head))
         chosen = tuned.apply(cfg, Setting("margin", 0.5, 2))
         tuned.write(elsewhere / "conf", cfg, tuned.overrides(chosen), "")
@@ -568,3 +572,18 @@ def test_what_is_not_read_in_conf_is_named(elsewhere):
     assert "./conf/gate/mine.yml" in mine
     assert "./conf/model.yaml" in model
     assert one("head=mine").head.kind == "lsq"
+
+
+def test_a_config_from_before_a_setting_went_is_read_where_it_asked_for_nothing(tmp_path):
+    """Points that were measured when a head could be trained by KL divergence say so, most of them with false."""
+    cfg = one("layer=6", "head=translator_r15")
+    before = to_plain(cfg)
+    before["head"]["kl"] = False
+    before |= {"verification": "full", "verification_from": None}
+    for name, text in (("point.json", json.dumps({"config": before})), ("config.yaml", yaml.safe_dump(before))):
+        (tmp_path / name).write_text(text)
+        assert load_config(tmp_path / name) == cfg
+    before["head"]["kl"] = True
+    (tmp_path / "trained.yaml").write_text(yaml.safe_dump(before))
+    with pytest.raises(ConfigError, match=r"trained.yaml: head.kl asks for what there is no longer"):
+        load_config(tmp_path / "trained.yaml")

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from selfspec_cli.early_exit.contexts import CONTEXTS
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
+from selfspec_cli.load_patterns import PATTERNS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "selfspec_cli"
 
 # Words that other files may know: what nothing is chosen by, and the one gate that maps another's statistic.
-NEUTRAL = {"none", "calibrated", "shared", "lens"}
+NEUTRAL = {"none", "calibrated", "shared", "lens", "full"}
 REGISTRIES = {
-    "gates": (GATES, "GATE", "gates/NAME.py"),
-    "heads": (HEADS, "HEAD", "heads/NAME.py"),
-    "draft_weights": (DRAFT_WEIGHTS, "WEIGHTS", "draft_weights/NAME.py"),
+    "gates": (GATES, "GATE", "early_exit/gates"),
+    "heads": (HEADS, "HEAD", "early_exit/heads"),
+    "draft_weights": (DRAFT_WEIGHTS, "WEIGHTS", "early_exit/draft_weights"),
+    "contexts": (CONTEXTS, "CONTEXT", "early_exit/contexts"),
+    "load_patterns": (PATTERNS, "PATTERN", "load_patterns"),
 }
 NAMES = [(folder, name) for folder, (registry, *_) in REGISTRIES.items() for name in registry if name not in NEUTRAL]
 
@@ -34,10 +38,14 @@ def literals(file: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "name"), NAMES)
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
-    home = PACKAGE / "early_exit" / folder
+    home = PACKAGE / REGISTRIES[folder][2]
     mentions = [file for file in PACKAGE.rglob("*.py") if name in literals(file) and home not in file.parents]
     # `fit-lsq` is a command of its own, and old .pt heads are lsq.
-    allowed = {"app.py", "fit.py", "head_metadata.py", "head_files.py"} if name == "lsq" else set()
+    others = {
+        "lsq": {"app.py", "fit.py", "head_metadata.py", "head_files.py"},
+        "window": {"ppl.py", "trace.py", "window.py"},
+    }
+    allowed = others.get(name, set())  # windows of a text that is scored, and of a profile's time
     assert {file.name for file in mentions} <= allowed
 
 
@@ -45,7 +53,7 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
 def test_the_page_names_the_file_that_an_addition_needs(folder):
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     _, attribute, file = REGISTRIES[folder]
-    assert f"selfspec_cli/early_exit/{file}" in page
+    assert f"selfspec_cli/{file}/NAME.py" in page
     assert f"`{attribute}`" in page
     assert f"`selfspec.{folder}`" in page
 

@@ -15,6 +15,7 @@ from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, head_spec
 from selfspec_cli.early_exit import draft_vocab
 from selfspec_cli.early_exit.artifact import load_head, save_head
+from selfspec_cli.early_exit.draft_vocab import ids_of
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.heads.base import HeadError
@@ -248,19 +249,19 @@ def test_a_damaged_file_is_refused_without_torch(cfg, damage):
 def test_a_file_is_called_what_it_holds(cfg, tmp_path):
     """A row of head.path=x_lsq.safetensors once said "lens"."""
     fitted(cfg, "lsq", target="argmax")
-    fitted(cfg, "translator", kl=True)
+    fitted(cfg, "translator")
     folder = head_folder(cfg)
-    for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator_kl", "translator_kl")):
+    for file, name in (("layer3_lsq_argmax", "lsq_argmax"), ("layer3_translator", "translator")):
         given = replace(cfg, head=HeadConfig(path=str(folder / f"{file}.safetensors")))
         assert head_spec(given.head, given.layer).name == name
         check(given)
     assert head_spec(HeadConfig(path=str(tmp_path / "ee_layer3_lsq.pt"))).name == "lsq"
     assert head_spec(HeadConfig(path=str(tmp_path / "gone.safetensors"))).name == "lens"
     given = replace(given, head=HeadConfig(kind="lsq", path=given.head.path))
-    with pytest.raises(ConfigError, match=r"head=lsq with head.path=.*: the file holds translator_kl"):
+    with pytest.raises(ConfigError, match=r"head=lsq with head.path=.*: the file holds translator"):
         check(given)
     (folder / "layer3_lsq_argmax.safetensors").unlink()
-    assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator_kl"
+    assert head_spec(HeadConfig(path=str(folder)), LAYER).name == "translator"
 
 
 def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
@@ -269,3 +270,18 @@ def test_a_vocabulary_of_a_vocabulary_is_refused(cfg):
     again = replace(cfg, head=HeadConfig(kind="lsq", path=str(path)), vocab="2")
     with pytest.raises(SettingsError, match="draft vocabulary of 3 already"):
         found(again)
+
+
+def test_in_a_speculative_config_a_number_means_the_first_ids(tmp_path):
+    assert ids_of("full", 9) is None
+    assert ids_of("4", 9).tolist() == [0, 1, 2, 3]
+    assert ids_of("9", 9).tolist() == list(range(9))
+    file = tmp_path / "ids.txt"
+    file.write_text("7 2")
+    assert ids_of(str(file), 9).tolist() == [2, 7]
+
+
+@pytest.mark.parametrize("size", ["0", "10"])
+def test_more_than_the_vocabulary_or_nothing_is_refused(size):
+    with pytest.raises(HeadError, match=f"vocab = {size} is out of range; allowed: 1 to 9"):
+        ids_of(size, 9)

@@ -5,14 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from exit_heads import lens_head, translator_head
+from exit_heads import lens_head
 
 from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads.base import HeadError
-from selfspec_cli.early_exit.training import KlTrainer
 
 LSQ, TRANSLATOR = HeadSpec("lsq"), HeadSpec("translator")
 N, HIDDEN, VOCAB = 300, 8, 13
@@ -285,19 +284,3 @@ def test_agreement_counts_full_ids():
     small = with_draft_vocabulary(lens_head(), ids)
     target = ids[lm_head(X)[:, ids].argmax(-1)]
     assert agreement([small], [(X, target)], lm_head) == [1.0]
-
-
-@pytest.mark.parametrize("vocab_ids", [None, torch.tensor([0, 3, 7])], ids=["full", "small"])
-def test_kl_training_improves_and_leaves_its_input_alone(vocab_ids):
-    zero = torch.zeros(2, HIDDEN)
-    start = translator_head(down=MAP[:2].float(), up=zero.T, vocab_ids=vocab_ids)
-    trainer = KlTrainer(start, lm_head, learning_rate=0.1)
-    losses = [trainer.step(X.float(), Z.float()) for _ in range(15)]
-    trained = trainer.finish()
-    assert losses[-1] < 0.7 * losses[0]
-    assert not start.up.any()
-    assert not any(p.requires_grad for p in trained.parameters())
-    with pytest.raises(FitError, match="no pairs"):
-        KlTrainer(start, lm_head).finish()
-    with pytest.raises(FitError, match="batch 0"):
-        KlTrainer(start, lm_head).step(X.float() * math.inf, Z.float())

@@ -11,13 +11,11 @@ from selfspec_cli.early_exit.settings import (
     DraftSettings,
     GateConfig,
     HeadConfig,
-    deepest_exit_layer,
-    default_exit_layer,
-    is_cheaper_view,
     to_spec,
     vllm_keys,
 )
 from selfspec_cli.early_exit.thresholds import gate_threshold
+from selfspec_cli.early_exit.view import DraftView
 
 PER_BATCH = "num_speculative_tokens_per_batch_size"
 VLLMS = ("draft_sample_method", "synthetic_acceptance_length", PER_BATCH)
@@ -58,12 +56,12 @@ def test_a_cheaper_view_goes_through_all_layers_and_another_through_half_of_them
     layers, weights, skip, default, deepest
 ):
     view = {"draft_weights": weights, "skip_layers": skip}
-    assert default_exit_layer(layers, weights, skip) == read(layers, **view).layer == default
-    assert deepest_exit_layer(layers, weights, skip) == read(layers, layer_skip=deepest, **view).layer == deepest
+    drafts = DraftView.of(DraftSettings(**view))
+    assert drafts.default_layer(layers) == read(layers, **view).layer == default
+    assert drafts.deepest_layer(layers) == read(layers, layer_skip=deepest, **view).layer == deepest
     assert f"allowed: 1 to {deepest} (" in said(read, layers=layers, layer_skip=deepest + 1, **view)
-    assert is_cheaper_view(weights, skip) == (default == layers)
-    assert default_exit_layer(layers) == layers // 2
-    assert deepest_exit_layer(layers, "int8") == layers
+    assert drafts.is_cheaper == (default == layers)
+    assert drafts.layer_of(layers) == default and DraftView(layer=2).layer_of(layers) == 2
 
 
 def test_the_layers_that_draft_and_whether_drafts_are_verified():
@@ -144,8 +142,8 @@ def test_every_key_that_a_speculative_config_gets():
     assert to_spec(settings) == {
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "length_table": None, "adaptive_length": False, "bandit": False,
-        "draft_cost": None, "read_first": True,
+        "draft_window": 64, "length_table": None, "adaptive_length": False, "bandit": False, "draft_cost": None,
+        "read_first": True,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
         "method": "skip", "layer_skip": 3, "head_path": "a"
@@ -178,7 +176,7 @@ def test_the_keys_that_are_vllms_own():
         ("length_table", "3:2", None),
         ("adaptive_length", True, False),
         ("bandit", True, False),
-        ("draft_window", 64, None),
+        ("draft_context", "window:64", "full"),
         ("read_first", False, True),
     ],
 )
@@ -242,3 +240,34 @@ def test_copies_from_a_file():
 )  # fmt: skip
 def test_of_settings_that_travelled(change, text):
     assert said(travelled, **change) == text
+
+
+# ---- a head and a draft vocabulary that no file says -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(32768, "32768"), ("32768", "32768"), ("full", "full"), ("a.txt", "a.txt")]
+)
+def test_a_draft_vocabulary_is_a_number_or_a_file(given, kept):
+    settings = read(layer_skip=3, head="lens", vocab=given)
+    assert (settings.vocab, settings.head.kind) == (kept, "lens")
+    assert to_spec(settings).get("vocab", "full") == kept
+    assert ResolvedSettings.from_dict(settings.to_dict()) == read(**to_spec(settings)) == settings
+
+
+@pytest.mark.parametrize("value", [0, "0", -3, True, 1.5, ""])
+def test_what_is_no_draft_vocabulary_is_refused(value):
+    assert said(read, vocab=value) == (
+        f"vocab = {value!r}: must be 'full', a number of tokens, 1 or more, or a file of token ids"
+    )
+
+
+def test_a_head_that_is_fitted_needs_its_file_and_the_message_says_how_to_make_it(tmp_path):
+    message = said(read, layer_skip=3, head="translator")
+    assert "selfspec fit model=MODEL head=translator layer=3" in message and "head_path" in message
+    file = tmp_path / "layer3_lsq.pt"
+    file.touch()
+    assert read(layer_skip=3, head="lsq", head_path=str(file)).head.kind == "lsq"
+    assert said(read, layer_skip=3, head="translator", head_path=str(file)) == (
+        f"head = 'translator' and head_path = {str(file)!r}, which holds lsq: leave head out"
+    )

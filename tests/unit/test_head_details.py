@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
-from torch.nn import functional as F
 
 from selfspec_cli.early_exit import artifact
 from selfspec_cli.early_exit.artifact import load_head, save_head
@@ -20,7 +19,6 @@ from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, read_
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.early_exit.heads.base import HeadError, HeadKind
-from selfspec_cli.early_exit.training import KlTrainer
 
 CONFIG = {"vocab_size": 100, "hidden_size": 80}
 
@@ -71,7 +69,6 @@ def test_the_first_target_is_a_kinds_own():
     [
         (lambda: HeadSpec("lsq", "argmin"), "target of a lsq head 'argmin'"),
         (lambda: HeadSpec("lens", "argmax"), "allowed: none"),
-        (lambda: HeadSpec("lens", kl=True), "a head of kind lens has no KL training; kinds that can: "),
         (lambda: HeadSpec("lens", bias=True), "a head of kind lens has no bias; kinds that can: lsq, translator"),
         (lambda: HeadSpec.from_name("lsq_argmix"), "head 'lsq_argmix' is not known"),
     ],
@@ -84,10 +81,10 @@ def test_what_a_head_cannot_be_is_said(make, message):
 
 def test_of_two_kinds_that_a_name_begins_with_the_longer_is_meant(monkeypatch):
     class Other(HeadKind):
-        name, help = "lens_kl", "its name is also that of a lens with training, which there is not"
+        name, help = "lens_bias", "its name is also that of a lens with a bias, which there is not"
 
-    monkeypatch.setitem(HEADS._found, "lens_kl", Other())
-    assert HeadSpec.from_name("lens_kl") == HeadSpec("lens_kl")
+    monkeypatch.setitem(HEADS._found, "lens_bias", Other())
+    assert HeadSpec.from_name("lens_bias") == HeadSpec("lens_bias")
 
 
 def test_why_another_packages_head_cannot_be_used_is_said(monkeypatch):
@@ -233,24 +230,6 @@ def test_a_ridge_that_is_lost_in_rounding_does_not_help_a_singular_matrix():
     equations.update(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(FitError, match=r"are singular at ridge 1e-300 \(condition .*\); give a larger ridge$"):
         equations.solve(1e-300)
-
-
-def test_kl_training_of_a_bfloat16_head_is_in_float32_but_for_the_models_own_part():
-    generator = torch.Generator().manual_seed(0)
-    states, final, rows = (torch.randn(size, 8, generator=generator).bfloat16() for size in (50, 50, 13))
-
-    def lm_head(hidden):
-        return F.linear(hidden, rows)  # refuses another dtype than its own
-
-    head = translator_head(torch.zeros(8, 8, dtype=torch.bfloat16))  # the lens
-    trainer = KlTrainer(head, lm_head)
-    log_q, log_p = (lm_head(hidden).float().log_softmax(-1) for hidden in (states, final))
-    wanted = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-    assert trainer.step(states, final) == pytest.approx(wanted, rel=1e-5)
-    trained = trainer.finish()
-    assert (head.weight.dtype, trained.weight.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert trained.weight.any()
-    assert not head.weight.any()
 
 
 def test_ridges_rise():

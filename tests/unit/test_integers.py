@@ -7,7 +7,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts, re
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, _packed, integers
 from selfspec_cli.early_exit.errors import SettingsError
 
-WIDTHS = (4, 5, 6, 8)
+WIDTHS = (4, 8)
 INTEGERS = [DRAFT_WEIGHTS[f"int{width}"] for width in WIDTHS]
 
 

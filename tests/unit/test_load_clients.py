@@ -74,8 +74,8 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 @needs_locust
 @pytest.mark.parametrize("processes", [1, 2])
 def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy, tmp_path, processes):
-    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=6, seconds=2.5, low_clients=2, period=1.0,
-              processes=processes)  # fmt: skip
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=6, seconds=2.5, levels=((0.0, 6), (0.5, 2)),
+              period=1.0, processes=processes)  # fmt: skip
     run = clients.run(job, tmp_path, check=nothing)
     assert not run.failed and run.seconds < 3
 

@@ -103,7 +103,7 @@ def test_a_config_is_a_load_test_only_where_something_says_how_much_to_ask():
     assert settings_key(closed) == settings_key(replace(closed, load=replace(closed.load, period=4.0)))
     columns = tables.identity(varying)
     assert [columns[name] for name in ("arrivals", "clients", "low_clients", "period")] == ["closed", 4, 1, 10.0]
-    assert asked(tables.row(replace(point(), arm=columns))) == "4 and 1 clients by turns of 5 s"
+    assert asked(tables.row(replace(point(), arm=columns))) == "4 and 1 clients, alternating every 5 s"
     assert [tables.identity(closed)[name] for name in ("low_clients", "period")] == [None, None]
     rust = replace(closed, load=replace(closed.load, frontend="rust"))
     assert settings_key(rust) != settings_key(closed)

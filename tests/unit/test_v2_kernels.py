@@ -235,7 +235,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from selfspec_cli.vllm_plugin.v2.window import _shorten
+from selfspec_cli.vllm_plugin.contexts.window import _shorten
 
 TYPES = {"table": "*i32", "columns": "i32", "seq_lens": "*i32", "left_out": "*i32", "window": "i32"}
 constants = {"BLOCK_SIZE": 16, "KEPT": 512}  # more blocks than threads

@@ -1,4 +1,4 @@
-"""experiments/views: acceptance in plain PyTorch is that of a draft loop, token by token, and corrections learn."""
+"""experiments/views: acceptance in plain PyTorch is that of a draft loop, token by token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from selfspec_cli.config import paths
-from selfspec_cli.early_exit import fitted_weights
-from selfspec_cli.early_exit.data_aware import low_rank
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.fitted_weights import About, FittedWeights
 
 LAYERS, LENGTH, PROMPT = 3, 24, 6
 
@@ -22,7 +19,7 @@ LAYERS, LENGTH, PROMPT = 3, 24, 6
 def drafting_module(monkeypatch):
     monkeypatch.syspath_prepend(str(paths.experiments_dir() / "views"))
     yield importlib.import_module("drafting")
-    for name in ("drafting", "acceptance", "train_corrections"):
+    for name in ("drafting", "acceptance"):
         sys.modules.pop(name, None)
 
 
@@ -149,30 +146,3 @@ def test_views_are_written_in_four_ways(drafting_module):
     assert acceptance.view_of("int4@1,3-4", kinds) == ("int4", (1, 3, 4), None)
     assert acceptance.view_of("14-16", kinds) == ("shared", (14, 15, 16), None)
     assert acceptance.view_of("int4=a/b.safetensors", kinds) == ("int4", (), "a/b.safetensors")
-
-
-@pytest.mark.slow
-def test_corrections_learn_and_are_saved(drafting_module, tmp_path):
-    training = importlib.import_module("train_corrections")
-    drafting = drafting_module.Drafting(tiny())
-    kind, copies, corrections = DRAFT_WEIGHTS["int4"], {}, {}
-    for name in drafting.linears:
-        weight = drafting.weight(name)
-        copies[name] = kind.quantise(weight)
-        if name != "lm_head":
-            error = weight - kind.dequantise(copies[name], torch.float32)
-            corrections[name] = low_rank(error, torch.eye(weight.shape[1]), 4)
-    drafting.set_view("int4", fitted=FittedWeights(About("int4", "f", 4), copies, corrections))
-    texts = [(torch.randint(64, (20,)).tolist(), 4) for _ in range(8)]
-    before = {name: pair[0].clone() for name, pair in drafting.corrections().items()}
-    history = training.train(drafting, texts, steps=40, batch=8, rate=3e-3)
-    assert history[-1][0] < 0.7 * history[0][0]
-    after = drafting.corrections()
-    assert after.keys() == corrections.keys()
-    assert not any(after[name][0].equal(before[name]) for name in after)
-    assert after["layers.0.self_attn.qkv_proj"][1].shape == (128, 4)
-    made = FittedWeights(About("int4", "f", 4, method="kl"), copies, after)
-    read = fitted_weights.load(fitted_weights.save(tmp_path / "w.safetensors", made), "int4", "f")
-    drafting.set_view("int4", fitted=read)
-    again, _ = training.divergence(drafting, *drafting_module.padded(texts, "cpu"))
-    assert again.item() == pytest.approx(history[-1][0], rel=0.3)

@@ -125,10 +125,23 @@ def test_drafts_that_are_drawn_take_an_engine_of_their_own(opened, tmp_path):
 
 
 def test_layers_are_looked_for_once_and_measured_on_the_first_engine(opened, tmp_path):
-    cfgs = [config(tmp_path, draft_weights="int8", layer=24, draft_window=window) for window in (None, 64)]
+    cfgs = [config(tmp_path, draft_weights="int8", layer=24, draft_sample_method=taken)
+            for taken in ("greedy", "probabilistic")]  # fmt: skip
     found = views.run(cfgs, open_engine=opened[0], drop=1)
-    assert [engine.cfg.draft_window for engine in opened[1:]] == [None, 64]
+    assert [engine.cfg.draft_sample_method for engine in opened[1:]] == ["greedy", "probabilistic"]
     assert len(found.steps) == 1 and [one.skip_layers for one in found.rows] == [None, "9", None]
+
+
+def test_contexts_share_an_engine_and_each_reads_the_keys_and_values_that_it_attends_to(opened, tmp_path, monkeypatch):
+    read = {"full": 0.0, "draft": 0.0, "full_kv_token": 2.0, "draft_kv_token": 1.0}
+    monkeypatch.setattr(FakeEngine, "call", lambda engine, *_: read)
+    work = replace(WORK, input_len=100, output_len=56)
+    cfgs = [config(tmp_path, draft_weights="shared", layer=12, workload=work, **view)
+            for view in ({}, {"draft_window": 32}, {"draft_context": "window:512"})]  # fmt: skip
+    found = views.run(cfgs, open_engine=opened[0])
+    assert len(opened) == 2
+    assert [one.cost for one in found.rows] == [1 / 2, 32 / 256, 1 / 2]
+    assert [one.label for one in found.rows] == ["E=12 shared", "E=12 shared window:32", "E=12 shared window:512"]
 
 
 def test_gates_make_no_other_view_and_a_view_goes_through_all_layers(tmp_path):
@@ -171,24 +184,22 @@ def test_the_commands_say_what_was_found(opened, tmp_path):
 
 def test_copies_are_fitted_on_answers_of_the_model_alone(opened, tmp_path):
     (made,) = fit_weights.run(
-        [config(tmp_path, draft_weights="int4")], open_engine=opened[0], ranks=[8], prompts=6,
+        [config(tmp_path, draft_weights="int4")], open_engine=opened[0], prompts=6,
         out=tmp_path / "c.safetensors",
     )  # fmt: skip
     engine = opened[1]
     assert engine.cfg.method is Method.baseline and engine.cfg.draft_weights == "shared"
     assert engine.cfg.engine.enforce_eager and engine.asked == [(3, 6, 0.0, 1)]
-    assert engine.fitted[:3] == (str(tmp_path / "c.safetensors"), "int4", 8)
+    assert engine.fitted[:2] == (str(tmp_path / "c.safetensors"), "int4")
     assert made.tokens == 123 and made.medians == pytest.approx({"nearest": 0.3, "fitted": 0.15})
     words = [f"{name}={tmp_path}" for name in ("head_dir", "results_dir")]
     words += ["draft_weights=int4", "workload.prompts=random"]
-    planned = document(
-        call("fit-weights", "draft_weights=int4,int5", "--rank", "0", "--rank", "4", "--dry-run", "--json")
-    )
+    planned = document(call("fit-weights", "draft_weights=int4,int8", "--dry-run", "--json"))
     assert [name.rpartition("/")[2] for name in planned["files"]] == [
-        f"weights-{kind}{rank}.safetensors" for kind in ("int4", "int5") for rank in ("", "-r4")
+        f"weights-{kind}.safetensors" for kind in ("int4", "int8")
     ]
-    assert call("fit-weights", "draft_weights=int4,int5", "--out", "x.safetensors").exit_code == 2
-    shown = call("fit-weights", *words, "--rank", "4")
+    assert call("fit-weights", "draft_weights=int4,int8", "--out", "x.safetensors").exit_code == 2
+    shown = call("fit-weights", *words)
     assert shown.exit_code == 0 and "draft_weights=int4 draft_weights_path=" in shown.stdout, shown.output
     refused = call("fit-weights", "workload.prompts=random")
     assert refused.exit_code == 2 and "name the kind of copies to make; allowed: fp8" in refused.output.replace(

@@ -31,30 +31,25 @@ def script():
         yield module("widen_fitted")
 
 
-@pytest.mark.parametrize("kind", ["int4", "int5", "int6", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_products_are_those_of_the_small_copy(script, kind, name):
     torch.manual_seed(0)
     rows, (narrow, wide) = LAYERS[name], COLUMNS.get(name.rpartition(".")[2], (128, 512))
     weights = DRAFT_WEIGHTS[kind]
     copy = weights.quantise(torch.randn(sum(old for old, _ in rows), narrow))
-    pair = torch.randn(8, narrow), torch.randn(sum(old for old, _ in rows), 8)
-    small = FittedWeights(About(kind, "small", rank=8), {name: copy}, {name: pair})
+    small = FittedWeights(About(kind, "small"), {name: copy})
     made = script.widened_fitted(small, OLD, NEW, "wide")
-    assert made.about == About(kind, "wide", rank=8)
+    assert made.about == About(kind, "wide")
     x = torch.randn(3, narrow)
     padded = torch.nn.functional.pad(x, (0, wide - narrow))
     weight = weights.dequantise(made.copies[name], torch.float32)
-    down, up = made.corrections[name]
     assert weight.shape == (sum(new for _, new in rows), wide)
-    for before, after in (
-        (x @ weights.dequantise(copy, torch.float32).T, padded @ weight.T),
-        (x @ pair[0].T @ pair[1].T, padded @ down.T @ up.T),
-    ):
-        at = start = 0
-        for old, new in rows:
-            torch.testing.assert_close(after[:, start : start + old], before[:, at : at + old])
-            at, start = at + old, start + new
+    before, after = x @ weights.dequantise(copy, torch.float32).T, padded @ weight.T
+    at = start = 0
+    for old, new in rows:
+        torch.testing.assert_close(after[:, start : start + old], before[:, at : at + old])
+        at, start = at + old, start + new
     assert weight.isfinite().all()
     if name.endswith(("o_proj", "down_proj")):  # what writes to the residual stream writes zeros to its new entries
         assert not (torch.randn(3, wide) @ weight.T)[:, 128:].any()

@@ -1,9 +1,8 @@
-"""Weights as integers of 4 to 8 bits, in groups along a row with one scale a group. Needs torch alone.
+"""Weights as integers of 4 or 8 bits, in groups along a row with one scale a group. Needs torch alone.
 
 A word of 32 bits holds one weight of each of the eight equal parts of a group, so that a token's values load as
-contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 5 and 6 bits,
-`more` holds what is beyond four, eight fields of one or two bits for each word. With 8 bits a group has two runs of
-words, of parts 0 to 3 and of parts 4 to 7.
+contiguous parts: byte b of a word has part b in its low four bits and part b + 4 in its high ones. With 8 bits a
+group has two runs of words, of parts 0 to 3 and of parts 4 to 7.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ CHUNK = 2**24  # elements quantised at once, so that the float32 values in betwe
 
 
 class Integers(DraftWeights):
-    """A copy is {"words": int32, "scales": float16 [out, in / GROUP]}, with 5 and 6 bits also "more".
+    """A copy is {"words": int32, "scales": float16 [out, in / GROUP]}.
 
-    An integer q from -2^(bits-1) to 2^(bits-1) - 1 stands for q * scale.
+    An integer q from -2^(bits-1) to 2^(bits-1) - 1 is the weight q * scale.
     """
 
     experts = True
@@ -128,23 +127,17 @@ def _scales(grouped: Tensor, width: int) -> list[Tensor]:
 
 
 def _packed(q: Tensor, width: int) -> dict[str, Tensor]:
-    """Integers [rows, groups, GROUP] -> words, and what is beyond four bits."""
+    """Integers [rows, groups, GROUP] -> words."""
     import torch
 
     parts = q.unflatten(2, (PARTS, -1))  # [rows, groups, part, word]
     places = torch.arange(0, 32, 8, device=q.device).view(1, 1, 4, 1)
     if width == 8:
         halves = [(parts[:, :, half] & 0xFF).long() << places for half in (slice(0, 4), slice(4, 8))]
-        return {"words": torch.stack([_signed(half.sum(2), 32) for half in halves], dim=2).flatten(1)}
+        return {"words": torch.stack([_signed(half.sum(2)) for half in halves], dim=2).flatten(1)}
     unsigned = (parts + 2 ** (width - 1)).long()
     bytes_ = (unsigned[:, :, :4] & 15) | ((unsigned[:, :, 4:] & 15) << 4)
-    packed = {"words": _signed((bytes_ << places).sum(2), 32).flatten(1)}
-    if width > 4:
-        beyond = width - 4
-        fields = (unsigned >> 4) << (torch.arange(PARTS, device=q.device) * beyond).view(1, 1, PARTS, 1)
-        top = fields.sum(2).flatten(1)
-        packed["more"] = top.to(torch.uint8) if width == 5 else _signed(top, 16)
-    return packed
+    return {"words": _signed((bytes_ << places).sum(2)).flatten(1)}
 
 
 def integers(tensors: Mapping[str, Tensor], width: int) -> Tensor:
@@ -158,15 +151,11 @@ def integers(tensors: Mapping[str, Tensor], width: int) -> Tensor:
         return torch.stack(parts, dim=2).flatten(2)
     each = words.unflatten(1, (-1, length))
     parts = [(each >> (8 * (n % 4) + 4 * (n // 4))) & 15 for n in range(PARTS)]
-    if width > 4:
-        beyond, top = width - 4, tensors["more"].int().unflatten(1, (-1, length))
-        parts = [part | (((top >> (beyond * n)) & (2**beyond - 1)) << 4) for n, part in enumerate(parts)]
     return torch.stack(parts, dim=2).flatten(2) - 2 ** (width - 1)
 
 
-def _signed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned integers as the signed ones of the same bits."""
+def _signed(values: Tensor) -> Tensor:
+    """Unsigned integers of 32 bits as the signed ones of the same bits."""
     import torch
 
-    wrapped = torch.where(values >= 2 ** (bits - 1), values - 2**bits, values)
-    return wrapped.to(torch.int32 if bits == 32 else torch.int16)
+    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)

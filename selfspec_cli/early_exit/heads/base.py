@@ -37,7 +37,7 @@ class HeadKind:
 
     name: what users write. help: one line for `--help`. colour: in figures, such as "#1f77b4". targets: what it may be
     fitted to (TARGETS), its default first; empty for a head that needs no fit. ranks, biases: whether there are heads
-    of a lower rank, and heads with a constant term. trains: whether KL training may follow the closed form. rows: names
+    of a lower rank, and heads with a constant term. rows: names
     of the weight [rows, hidden] and of the bias [rows] that take the place of the model's lm_head; empty for a head
     that uses that. examples: short names (`head_spec`) of the heads that `selfspec heads` compares.
     """
@@ -48,7 +48,6 @@ class HeadKind:
     targets: tuple[str, ...] = ()
     ranks: bool = False
     biases: bool = False
-    trains: bool = False
     rows: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
 

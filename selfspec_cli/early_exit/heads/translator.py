@@ -24,14 +24,12 @@ class Translator(HeadKind):
     help = "a linear map from the exit hidden state to the final one, then the lm_head; may be of low rank"
     colour = "#d62728"
     targets = ("final_hidden",)
-    ranks = biases = trains = True
+    ranks = biases = True
     examples = (
         "translator",
         "translator_bias",
         "translator_r15",
         "translator_r64",
-        "translator_kl",
-        "translator_r15_kl",
     )
 
     def shapes(self, low_rank: bool, bias: bool) -> dict[str, Shape]:

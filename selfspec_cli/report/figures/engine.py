@@ -9,6 +9,7 @@ from typing import Any
 
 import altair as alt
 
+from selfspec_cli import load_patterns
 from selfspec_cli.record.columns import Record
 from selfspec_cli.report.figures.base import (
     COLOURS,
@@ -100,9 +101,10 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
 
 def _family(row: Record, column: str) -> tuple[Any, ...]:
     """What rows have in common that differ in their load alone."""
-    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length", "burst",
-             "low_clients", "period", "frontend")  # fmt: skip
-    return (*(getattr(row, name) for name in names), *(getattr(row, name, None) for name in LOADS if name != column))
+    names = ("model", "device", "workload", "input_len", "output_len", "temperature", "acceptance_length")
+    axis = ("rate", "load_share") if column == "rate" else (column,)
+    load = load_patterns.comparable(row, without=axis)
+    return (*(getattr(row, name) for name in names), load, row.batch if column != "batch" else None)
 
 
 def cost_model(groups: Iterable[Group]) -> list[Figure]:

@@ -9,7 +9,6 @@ from typing import Any
 import altair as alt
 
 from selfspec_cli.early_exit.gates import GATES
-from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.heads import HEADS
 from selfspec_cli.record.head_rows import HeadRow
 from selfspec_cli.report.figures.base import Figure, Panel, figure, names_above, rows_chart, sig
@@ -85,7 +84,8 @@ def head_colours(names: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     seen: Counter[str] = Counter()
     for name in names:
-        kind = HeadSpec.from_name(name).kind
+        # By the beginning of the name: rows may be of heads that there are no longer, such as translator_kl.
+        kind = max((kind for kind in HEADS if f"{name}_".startswith(f"{kind}_")), key=len, default=next(iter(HEADS)))
         lighter = min(0.75, 0.16 * seen[kind])
         parts = [int(HEADS[kind].colour[at : at + 2], 16) for at in (1, 3, 5)]
         found[name] = "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 
+from selfspec_cli import load_patterns
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.load_columns import asked
@@ -141,7 +142,7 @@ def _family(row: Record) -> tuple[Any, ...]:
     """What rows have in common that belong on one chart."""
     load = "clients" if row.clients is not None else "rate"
     return (row.model, row.device if row.arm != "server" else "", row.workload, row.output_len, row.temperature, load,
-            row.low_clients, row.period, row.burst, row.frontend)  # fmt: skip
+            load_patterns.comparable(row, without=("clients", "rate", "load_share")))  # fmt: skip
 
 
 def _last(values: Sequence[float] | None) -> float | None:

@@ -20,7 +20,7 @@ ALPHA = 1e-4
 one or two of a hundred times."""
 
 DRAWS, MORE_DRAWS = 999, 24_000  # permutations at first, and where the first p-value is small; enough for ALPHA
-LEAST = 5  # a cell of the table stands for itself if so many texts have it
+LEAST = 5  # a cell of the table is one of its own if so many texts have it
 POWER, SIMULATED = 0.9, 60
 SHARES = (0.01, 0.02, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.75, 1.0)
 

@@ -8,28 +8,23 @@ are streamed into normal equations on the model's device and never held, but for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.evaluation import choose_ridge
 from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.head_spec import HeadSpec
-from selfspec_cli.early_exit.training import KlTrainer
 from selfspec_cli.vllm_plugin.decoder import decoder_of
-from selfspec_cli.vllm_plugin.exit_head import plain_lm_head
 
-Mode = Literal["fit", "validate", "test", "train", "replay"]
-MODES: tuple[Mode, ...] = ("fit", "validate", "test", "train", "replay")
+Mode = Literal["fit", "validate", "test", "replay"]
+MODES: tuple[Mode, ...] = ("fit", "validate", "test", "replay")
 PIECE = 256  # states at a time through the lm_head: logits are [256, V]
-TRAIN_BATCH = 256  # pairs a step of KL training
-TRAIN_RATE = 2e-4  # of AdamW; 1e-3 left a full-rank translator worse than its closed form
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class Collector:
     """Accumulates what `plan` needs at each layer of `model`'s tap.
 
     error: why collecting stopped, None while all is well: an exception inside a forward pass would end the engine, and
-    in a worker process its message with it. Raises SettingsError for KL training through an lm_head that is not plain.
+    in a worker process its message with it.
     """
 
     model: nn.Module
@@ -113,24 +108,10 @@ class Collector:
     def __post_init__(self) -> None:
         self._norm: Any = decoder_of(self.model).norm
         self._sums: dict[tuple[int, str, bool], NormalEquations] = {}
-        self._closed: dict[tuple[int, HeadSpec], tuple[ExitHead, FitReport]] = {}
-        self._trainers: dict[tuple[int, HeadSpec], KlTrainer] = {}
-        self._lm_head_weight: Tensor | None = None
-        if any(spec.kl for spec in self.plan.specs):
-            weight = plain_lm_head(self.model)
-            if weight is None:
-                raise SettingsError("KL training needs an lm_head that is not quantised, scaled, soft-capped or split "
-                                    "over ranks; fit a head without _kl")  # fmt: skip
-            self._lm_head_weight = weight[: self.vocab_size]
 
     def begin(self, mode: Mode) -> None:
-        """What the forward passes from now on are for. Training begins from the closed form, which is solved here."""
+        """What the forward passes from now on are for."""
         self.mode = mode
-        if mode == "train":
-            for layer in self.layers:
-                for spec in (spec for spec in self.plan.specs if spec.kl):
-                    start, _ = self._closed_form(layer, replace(spec, kl=False))
-                    self._trainers[layer, spec] = KlTrainer(start, self._differentiable, TRAIN_RATE)
 
     @torch.inference_mode()
     def take(self, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
@@ -158,8 +139,6 @@ class Collector:
     def _add(self, rows: Tensor, ids: Tensor, positions: Tensor, z: Tensor, aux: Mapping[int, Tensor]) -> None:
         z = z[rows]
         x = {layer: self._norm(aux[layer][rows].contiguous()) for layer in self.layers}
-        if self.mode == "train":
-            return self._train(x, z)
         fits = self.mode == "fit"
         best = self._argmax(z) if not fits or any(spec.target == "argmax" for spec in self.plan.specs) else None
         if not fits:
@@ -181,17 +160,6 @@ class Collector:
             self._sums[key] = NormalEquations(x.shape[1], outputs, bias=bias, device=x.device)
         return self._sums[key]
 
-    def _train(self, x: Mapping[int, Tensor], z: Tensor) -> None:
-        with torch.inference_mode(False), torch.enable_grad():
-            # Clones: what was made in inference mode can have no part in a gradient.
-            for (layer, _), trainer in self._trainers.items():
-                for part, target in zip(x[layer].clone().split(TRAIN_BATCH), z.clone().split(TRAIN_BATCH), strict=True):
-                    trainer.step(part, target)
-
-    def _differentiable(self, z: Tensor) -> Tensor:
-        assert self._lm_head_weight is not None
-        return F.linear(z, self._lm_head_weight)
-
     def _argmax(self, z: Tensor) -> Tensor:
         # In pieces: logits are [n, vocabulary], and n is a whole prefill.
         return torch.cat([self.lm_head(part).argmax(-1) for part in z.split(PIECE)])
@@ -204,24 +172,13 @@ class Collector:
         """One planned head at one layer, over the full vocabulary, in fp32; a head that needs no fit has no report."""
         if spec.target is None:
             return ExitHead(spec.kind), None
-        head, report = self._closed_form(layer, replace(spec, kl=False))
-        return (self._trainers[layer, spec].finish() if spec.kl else head), report
-
-    def _closed_form(self, layer: int, spec: HeadSpec) -> tuple[ExitHead, FitReport]:
-        if (layer, spec) not in self._closed:
-            assert spec.target is not None
-            solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
-            if self.plan.ridge is None:
-                held_out = [
-                    pair
-                    for held in self.kept.get("validate", [])
-                    for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
-                ]
-                choice = choose_ridge(solver, held_out, self.lm_head)
-                found = (choice.head, choice.report)
-            else:
-                found = solver(self.plan.ridge)
-            if not any(other.kl and replace(other, kl=False) == spec for other in self.plan.specs):
-                return found  # kept only where training asks for it again: heads are large
-            self._closed[layer, spec] = found
-        return self._closed[layer, spec]
+        solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
+        if self.plan.ridge is not None:
+            return solver(self.plan.ridge)
+        held_out = [
+            pair
+            for held in self.kept.get("validate", [])
+            for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
+        ]
+        choice = choose_ridge(solver, held_out, self.lm_head)
+        return choice.head, choice.report

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from selfspec_cli.early_exit.data_aware import low_rank, weighted_error
+from selfspec_cli.early_exit.data_aware import weighted_error
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights
@@ -84,28 +84,28 @@ class Moments:
         self.model.forward = self._forward
 
     @torch.inference_mode()
-    def fitted(self, kind: str, rank: int, about: dict[str, Any]) -> tuple[FittedWeights, dict[str, dict[str, float]]]:
-        """Copies of every layer by the data seen, with corrections of `rank` (0: none), and what is left of the error.
+    def fitted(self, kind: str, about: dict[str, Any]) -> tuple[FittedWeights, dict[str, dict[str, float]]]:
+        """Copies of every layer by the data seen, and what is left of the error.
 
-        The report has, by layer, the share of the product's mean square that is lost: by rounding to nearest, by
-        rounding with the data, and with the correction too. Raises SettingsError for a layer without a plain weight.
+        The report has, by layer, the share of the product's mean square that is lost: by rounding to nearest, and
+        by rounding with the data. Raises SettingsError for a layer without a plain weight.
         """
         if not self.tokens:
             raise SettingsError("no activations were collected, so there is nothing to fit copies to")
-        found = FittedWeights(About(kind, fingerprint(self.model, self.vllm_config), rank, self.tokens, more=about), {})
+        found = FittedWeights(About(kind, fingerprint(self.model, self.vllm_config), self.tokens, more=about), {})
         report: dict[str, dict[str, float]] = {}
         for name, module in self.modules.items():
             weight = plain_weight(module)
             if weight is None:
                 raise DRAFT_WEIGHTS[kind].impossible(f"{name} ({type(module).__name__}) has no plain weight to copy")
-            self._fit(found, report, name, weight, rank)
+            self._fit(found, report, name, weight)
         lm_head = plain_lm_head(self.model)
-        if lm_head is not None:  # a correction as tall as the vocabulary costs too much to read
+        if lm_head is not None:
             rows = int(self.vllm_config.model_config.get_vocab_size())
-            self._fit(found, report, LM_HEAD, lm_head[:rows], 0)
+            self._fit(found, report, LM_HEAD, lm_head[:rows])
         return found, report
 
-    def _fit(self, found: FittedWeights, report: dict[str, Any], name: str, weight: Tensor, rank: int) -> None:
+    def _fit(self, found: FittedWeights, report: dict[str, Any], name: str, weight: Tensor) -> None:
         kind, moment = DRAFT_WEIGHTS[found.about.kind], self.sums[name] / self.tokens
         copy = kind.fit(weight, moment)
         weight = weight.float()
@@ -117,7 +117,3 @@ class Moments:
             "nearest": weighted_error(nearest, moment) / whole,
             "fitted": weighted_error(error, moment) / whole,
         }
-        if rank:
-            down, up = low_rank(error, moment, rank)
-            found.corrections[name] = (down.cpu(), up.cpu())
-            report[name]["corrected"] = weighted_error(error - up @ down, moment) / whole

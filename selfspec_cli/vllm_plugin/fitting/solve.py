@@ -131,7 +131,6 @@ def _metadata(
         "vocab_size": collector.vocab_size,
         "rank": spec.rank,
         "bias": spec.bias,
-        "kl": spec.kl,
         "draft_vocab": tag,
         "target": spec.target,
         "pairs": None if report is None else report.pairs,

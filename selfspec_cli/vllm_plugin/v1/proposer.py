@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
+from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
-from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
+from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
@@ -139,7 +140,8 @@ class _EarlyExit(DraftModelProposer):
                 names = [name for name in group.layer_names if name in self._layer_names]
                 if names:
                     self._groups.append((group, names))
-        refuse_window(self.settings.draft_window, [group for group, _ in self._groups])
+        drafting = [group for group, _ in self._groups]
+        self._context = kernel_for(self.settings.context, drafting, self.vllm_config)
         self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
         self.draft_attn_groups = [group for group, _ in self._groups]
 
@@ -288,8 +290,7 @@ class _EarlyExit(DraftModelProposer):
         if state.ahead is None:
             batch = self.runner.input_batch
             tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
-            window = self.settings.draft_window
-            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, window)
+            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, self._context)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
             return self.model(state.tokens, state.positions, None)

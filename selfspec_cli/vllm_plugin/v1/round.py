@@ -16,6 +16,7 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.vllm_names import CommonAttentionMetadata
 
 if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
     from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup
 
 
@@ -42,25 +43,6 @@ class Round:
         self.ahead = None
 
 
-def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
-    """Blocks of the KV cache between the first one and those that hold the last `window` of so many tokens.
-
-    seq_lens: [n] -> [n], as integers of the same kind.
-    """
-    return ((seq_lens - window) // block_size - 1).clamp_min(0)
-
-
-def without_blocks(blocks: Tensor, left_out: Tensor) -> Tensor:
-    """Block tables [n, blocks] without the `left_out` [n] blocks after the first: later ones move up to it.
-
-    Keys carry their positions, so attention reads the right values from a table with a gap. What lies at the end is
-    past the last block that is attended to.
-    """
-    places = torch.arange(blocks.shape[1])
-    moved = places + torch.where(places > 0, left_out.unsqueeze(1), 0)
-    return blocks.gather(1, moved.clamp_max(blocks.shape[1] - 1))
-
-
 @dataclass
 class Ahead:
     """Attention metadata's parts for a round's next steps, one row a step."""
@@ -72,10 +54,12 @@ class Ahead:
     step: int = 0  # the next step's row
 
     @classmethod
-    def of(cls, state: Round, steps: int, tables: Sequence[Any], requests: int, window: int | None = None) -> Ahead:
+    def of(
+        cls, state: Round, steps: int, tables: Sequence[Any], requests: int, context: ContextKernel | None = None
+    ) -> Ahead:
         """The next `steps` steps of `state`. tables: vLLM's, one a KV cache group; requests: in the batch.
 
-        window: last tokens of the context that the steps attend to, beside its first block; None: all of it.
+        context: what leaves blocks out; None: the steps attend to all of the context.
         """
         positions = state.positions + torch.arange(steps).unsqueeze(1)  # [steps, n]
         groups = []
@@ -86,11 +70,11 @@ class Ahead:
             block = blocks.gather(1, column.T).T.contiguous()  # [steps, n]
             groups.append((blocks, block.long() * table.block_size + positions % table.block_size))
         attended = (positions + 1).int()
-        if window is not None:
-            size = tables[0].block_size  # there is one group only (`refuse_window`)
-            left_out = blocks_left_out(state.positions + 1, window, size)  # [n]
-            groups = [(without_blocks(blocks, left_out), slots) for blocks, slots in groups]
-            attended -= (left_out * size).int()
+        if context is not None:
+            size, seq_lens = tables[0].block_size, state.positions + 1  # of one KV cache (`refuse_context`)
+            short, left_out = context.shortened(groups[0][0], seq_lens, size)
+            groups = [(short, slots) for _, slots in groups]
+            attended -= left_out.int()
         return cls(positions, attended, int(attended[0].max()), groups)
 
     def metadata(

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
+from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.refusals import refuse_window, require_runner
+from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
@@ -33,7 +34,6 @@ from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
-from selfspec_cli.vllm_plugin.v2.window import shorten
 from selfspec_cli.vllm_plugin.vllm_names import (
     dispatch_cg_and_sync_dp,
     init_attn_backend,
@@ -143,7 +143,8 @@ class EarlyExitSpeculator(DraftLoop):
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
-        refuse_window(self.settings.draft_window, [group for groups in self.attn_groups for group in groups])
+        drafting = [group for groups in self.attn_groups for group in groups]
+        self._context = kernel_for(self.settings.context, drafting, self.vllm_config)
         self._configure_decode_metadata_update()
 
     # ---- what changes on a live engine --------------------------------------------------------------------------
@@ -305,14 +306,14 @@ class EarlyExitSpeculator(DraftLoop):
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 
     def _leave_out(self, steps: int) -> None:
-        """What of the context the drafts of this round do not attend to, under `draft_window`."""
-        window = self.settings.draft_window
-        if window is None:
+        """What of the context the drafts of this round do not attend to, under `draft_context`."""
+        context = self._context
+        if context is None:
             return
-        (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_window`
+        (group,) = {group.kv_cache_group_id for groups in self.attn_groups for group in groups}  # `refuse_context`
         size = self.block_tables.block_sizes[group]
-        shorten(self.state, self.block_tables.input_block_tables[group], size, window)
-        self.draft_max_seq_len = min(self.draft_max_seq_len, window + 2 * size + steps)
+        context.shorten(self.state, self.block_tables.input_block_tables[group], size)
+        self.draft_max_seq_len = min(self.draft_max_seq_len, context.longest(size) + steps)
 
     def _compile(self, num_tokens: int) -> None:
         """Compile the trunk in vLLM's profiling run, on the target's shape: one token would be specialised on."""

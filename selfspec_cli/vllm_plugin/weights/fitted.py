@@ -6,11 +6,10 @@ that a file does not hold are rounded at load, as without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -38,20 +37,6 @@ def fitted_for(settings: ResolvedSettings, target: nn.Module, vllm_config: VllmC
     return fitted_weights.load(path, kind, fingerprint(target, vllm_config))
 
 
-class CorrectedWeight(nn.Module):
-    """x [n, in] -> [n, out]: a copied weight's product, and a correction of low rank."""
-
-    def __init__(self, copy: nn.Module, down: Tensor, up: Tensor) -> None:
-        super().__init__()
-        self.copy = copy
-        self.down = nn.Parameter(down, requires_grad=False)  # [rank, in]
-        self.up = nn.Parameter(up, requires_grad=False)  # [out, rank]
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out: Tensor = self.copy(x, bias)
-        return out + F.linear(F.linear(x.reshape(-1, x.shape[-1]), self.down), self.up)
-
-
 def on_fitted_copies(fitted: FittedWeights, dtype: torch.dtype) -> Make:
     """For `replace.with_replaced`, as `copied.on_copies`: a linear layer on its stored copy, where there is one."""
     rounded = on_copies(DRAFT_WEIGHTS[fitted.about.kind], dtype)
@@ -59,13 +44,7 @@ def on_fitted_copies(fitted: FittedWeights, dtype: torch.dtype) -> Make:
     def make(module: nn.Module, name: str) -> nn.Module | None:
         if name not in fitted.copies:
             return rounded(module, name)
-        made: Any = copied(fitted.kind_of(name), dtype, module, name)
-        if name in fitted.corrections:
-            copy = made.copy_of_weight
-            device = next(copy.parameters()).device
-            down, up = (tensor.to(device, dtype) for tensor in fitted.corrections[name])
-            made._modules["copy_of_weight"] = CorrectedWeight(copy, down, up)
-        result: nn.Module = made
-        return result
+        made: nn.Module = copied(fitted.kind_of(name), dtype, module, name)
+        return made
 
     return make

@@ -26,7 +26,6 @@ class OneDirection(HeadKind):
     help = "the exit hidden state, moved along one direction, then the lm_head"
     colour = "#2a9d8f"
     targets = ("final_hidden",)
-    trains = True
 
     def shapes(self, low_rank, bias):
         return {"read": ("hidden",), "write": ("hidden",)}

@@ -1,0 +1,95 @@
+"""Kinds of context that a draft may attend to, by the name that users write in `draft_context=`.
+
+One module a kind, with one object `CONTEXT` of class `base.DraftContext`; other packages add theirs by entry points of
+the group "selfspec.contexts". Importable without torch. The verify pass attends to everything whatever a draft does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec_cli.early_exit.contexts.base import DraftContext
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.registry import Registry
+
+CONTEXTS = Registry(
+    "draft_context", DraftContext, "selfspec_cli.early_exit.contexts", "CONTEXT", "selfspec.contexts", first="full"
+)
+FULL = "full"
+SETTING = "draft_context"
+
+
+@dataclass(frozen=True)
+class Context:
+    """A kind of context with its numbers, as a user writes it: full, or window:512."""
+
+    name: str = FULL
+    values: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> DraftContext:
+        """Of the registry."""
+        return CONTEXTS[self.name]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether drafts attend to all that precedes them."""
+        return self.name == FULL
+
+    def __str__(self) -> str:
+        return ":".join(map(str, (self.name, *self.values)))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that say it, by name; none for the full context."""
+        if self.is_full:
+            return {}
+        return {self.kind.key: self.values[0]} if self.kind.key else {SETTING: str(self)}
+
+    def attended(self, tokens: float) -> float:
+        """Tokens of a context of so many whose keys and values a draft step reads."""
+        return min(tokens, self.kind.attended(tokens, *self.values))
+
+    def label(self) -> str:
+        """In a few words; empty for the full context."""
+        return self.kind.label(*self.values)
+
+    @classmethod
+    def parse(cls, text: str, key: str = SETTING) -> Context:
+        """The context that a text such as window:512 names. Raises SettingsError, saying how it is written."""
+        name, *given = text.split(":")
+        kind = CONTEXTS[name]
+        if len(given) != len(kind.numbers) or not all(number.isdecimal() for number in given):
+            raise SettingsError(f"{key} = {text!r}: write {kind.form()}")
+        return cls(name, tuple(map(int, given))).checked(key)
+
+    def checked(self, key: str = SETTING) -> Context:
+        """Itself. Raises SettingsError for a number below the least that its kind takes."""
+        for (what, least), value in zip(self.kind.numbers.items(), self.values, strict=True):
+            if value < least:
+                raise SettingsError(f"{key} = {self}: {what.lower()} {value} is out of range; allowed: {least} or more")
+        return self
+
+
+def own_keys() -> tuple[str, ...]:
+    """The settings besides `draft_context` by which a kind may be named."""
+    return tuple(kind.key for kind in CONTEXTS.values() if kind.key)
+
+
+def context_of(settings: Any) -> Context:
+    """The context that draft settings, or the columns of a row, name: by `draft_context`, or by a kind's own key such
+    as `draft_window`.
+
+    Raises SettingsError for two of them, and for what names no context.
+    """
+    own = [
+        Context(kind.name, (value,))
+        for kind in CONTEXTS.values()
+        if kind.key and (value := getattr(settings, kind.key, None)) is not None
+    ]
+    named = Context.parse(getattr(settings, SETTING) or FULL)
+    given = [*own, *([] if named.is_full or named in own else [named])]
+    if len(given) > 1:
+        said = [f"{name} = {value}" for one in given for name, value in one.settings().items()]
+        raise SettingsError(f"{' and '.join(said)} mean the same setting; give one")
+    return given[0] if given else named

@@ -1,0 +1,36 @@
+"""What a kind of context for drafts is. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+
+class DraftContext:
+    """Which of a request's earlier tokens a draft step attends to. It changes which drafts are proposed and what they
+    cost, never which tokens are generated.
+
+    name: what users write in `draft_context=`. help: one line for `--help`. numbers: what is written behind the name,
+    each with its least value, such as {"TOKENS": 16} for NAME:TOKENS. key: a setting of this kind's own that holds its
+    only number, as `draft_window` does; empty for a kind that is written by `draft_context` alone. kernels: the
+    plugin's module that leaves blocks out of block tables, as `vllm_plugin.contexts.base` describes it; None for the
+    kind that leaves nothing out.
+    """
+
+    name: str
+    help: str
+    numbers: Mapping[str, int] = MappingProxyType({})
+    key: str = ""
+    kernels: str | None = None
+
+    def form(self) -> str:
+        """How it is written."""
+        return ":".join((self.name, *self.numbers))
+
+    def attended(self, tokens: float, *values: int) -> float:
+        """Tokens of a context of `tokens` whose keys and values a draft step reads, for these numbers."""
+        return tokens
+
+    def label(self, *values: int) -> str:
+        """In a few words, for rows and figures."""
+        return ":".join(map(str, (self.name, *values)))

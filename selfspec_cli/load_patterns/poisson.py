@@ -1,0 +1,104 @@
+"""An open loop: requests arrive as a Poisson process, whether or not others have ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, repeat, takewhile
+from typing import Any
+
+from selfspec_cli.early_exit.knobs import knob
+from selfspec_cli.load_patterns.base import LoadPattern, Schedule
+
+
+@dataclass
+class PoissonSettings:
+    """How many arrive."""
+
+    rate: float | None = knob(
+        None,
+        help="requests that arrive, whether or not others have ended (open loop)",
+        unit="requests/s",
+        above=0,
+        unset="a closed loop",
+    )
+    share: float | None = knob(
+        None,
+        help="the rate as a share of the requests that the baseline completes in a closed loop",
+        unit="fraction",
+        above=0,
+        high=4,
+        unset="a closed loop, or a rate",
+    )
+
+
+def poisson(rate: float, seed: int, *, burst: int = 1) -> Iterator[float]:
+    """Moments (seconds from the beginning, rising, without end) at which requests arrive.
+
+    Bursts of `burst` requests each arrive as a Poisson process of `rate / burst` bursts a second, so that the mean rate
+    is `rate` requests a second whatever the burst. The first one arrives after a random time, too.
+    """
+    draw = random.Random(f"arrivals {seed}")
+    moment = 0.0
+    while True:
+        moment += draw.expovariate(rate / burst)
+        yield from repeat(moment, burst)
+
+
+def moments(
+    rate: float, seed: int, *, burst: int = 1, requests: int | None = None, seconds: float | None = None
+) -> list[float]:
+    """The arrivals of one run: the first `requests`, or all within `seconds`; at least one burst.
+
+    Exactly one of `requests` and `seconds` is given.
+    """
+    arriving = poisson(rate, seed, burst=burst)
+    if requests is not None:
+        return list(islice(arriving, requests))
+    assert seconds is not None
+    return list(takewhile(lambda moment: moment < seconds, arriving)) or list(
+        islice(poisson(rate, seed, burst=burst), burst)
+    )
+
+
+class Poisson(LoadPattern):
+    """One request at a time."""
+
+    name = "poisson"
+    help = "requests arrive at random moments, load.rate of them a second on average"
+    settings: type = PoissonSettings
+    columns: tuple[str, ...] = ("rate", "load_share")
+    rank = 1
+    in_every_key = True
+
+    def asked(self, load: Any) -> bool:
+        """A rate is given, or a share of the baseline's."""
+        return load.rate is not None or load.share is not None
+
+    def problem(self, load: Any) -> str | None:
+        """Requests arrive at one rate, or are sent by clients."""
+        if load.rate is not None and (load.clients is not None or load.share is not None):
+            other = "clients" if load.clients is not None else "share"
+            return (f"load.rate={load.rate:g} and load.{other}={getattr(load, other)}: give one of them; requests "
+                    "arrive at a rate, or each client sends its own when the last one has ended")  # fmt: skip
+        return None
+
+    def schedule(self, load: Any, seed: int, requests: int | None, seconds: float | None) -> Schedule:
+        """`load.rate` must be known: a share is turned into a rate before."""
+        assert load.rate is not None
+        found = moments(load.rate, seed, burst=load.burst, requests=requests, seconds=seconds)
+        return Schedule(arrivals=tuple(found))
+
+    def values(self, load: Any) -> dict[str, Any]:
+        """See `LoadPattern.values`."""
+        return {"arrivals": self.name, "rate": load.rate, "load_share": load.share, "burst": load.burst}
+
+    def label(self, row: Any) -> str:
+        """Such as: 3.2 requests/s (60% of the baseline's saturation)."""
+        rate = f"{row.rate:.3g} requests/s" if row.rate is not None else ""
+        share = f"{row.load_share:.0%} of the baseline's saturation" if row.load_share is not None else ""
+        return f"{rate} ({share})" if rate and share else rate or share
+
+
+PATTERN = Poisson()

@@ -1,0 +1,29 @@
+"""What drafts attend to, as block tables with blocks left out; the rules are in early_exit/contexts, a file each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from selfspec_cli.early_exit.contexts import Context
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
+from selfspec_cli.vllm_plugin.refusals import refuse_context
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.utils import AttentionGroup
+
+
+def kernel_for(context: Context, groups: Sequence[AttentionGroup], vllm_config: VllmConfig) -> ContextKernel | None:
+    """What leaves blocks out for `context`; None for the whole context, where nothing has to.
+
+    groups: vLLM's attention groups that draft. Raises SettingsError for a model whose layers cannot take it.
+    """
+    refuse_context(context, groups)
+    if context.kind.kernels is None:
+        return None
+    made = importlib.import_module(context.kind.kernels).KERNEL(*context.values)
+    assert isinstance(made, ContextKernel)
+    made.groups, made.vllm_config = groups, vllm_config
+    return made

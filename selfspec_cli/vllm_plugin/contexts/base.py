@@ -1,0 +1,66 @@
+"""What leaves blocks of the KV cache out of the block tables that draft steps read.
+
+Keys carry their positions already, so attention needs no more than a shorter list of blocks and the number of tokens in
+it. The target's next pass gathers its own block tables again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+
+class ContextKernel:
+    """Of one kind of context, with its numbers. A module of kernels has a class of this kind as `KERNEL`, made with the
+    numbers that a user wrote.
+
+    A kind needs `shortened` and `longest`; both model runners draft by them. `shorten` may be written anew where plain
+    PyTorch is too slow on a GPU. A kind that looks at keys finds them by the names of the layers in `groups` (vLLM's
+    attention groups that draft, of one KV cache) in `vllm_config.compilation_config.static_forward_context`.
+    """
+
+    groups: Sequence[AttentionGroup]
+    vllm_config: VllmConfig
+
+    def shortened(self, blocks: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """(block tables, tokens left out) for drafts after contexts of `seq_lens` tokens, the newest one included.
+
+        blocks: int32 [n, columns]; seq_lens: [n] -> block tables of the same shape, and the tokens in the blocks that
+        were left out, [n] of the kind of `seq_lens`. Kept are whole blocks, in their order, and with them the block of
+        the newest token and every column after it, into which drafts are written.
+        """
+        raise NotImplementedError
+
+    def longest(self, block_size: int) -> int:
+        """The greatest number of tokens that are kept of a context, however long it is."""
+        raise NotImplementedError
+
+    def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
+        """The same in place, for a round of the V2 runner.
+
+        table: int32 [rows, columns], contiguous, in the order of the batch; the first rows of `state` are its rows.
+        """
+        n = min(len(state.draft_tokens), len(table))
+        blocks, left_out = self.shortened(table[:n], state.buffers.seq_lens[:n], block_size)
+        table[:n] = blocks
+        state.left_out[:n] = left_out
+        state.buffers.seq_lens[:n] -= left_out
+
+
+def without_blocks(blocks: Tensor, first: int, left_out: Tensor) -> Tensor:
+    """Block tables [n, columns] without the `left_out` [n] blocks after the first `first`: later ones move up to them.
+
+    What lies at the end is past the last block that is attended to.
+    """
+    places = torch.arange(blocks.shape[1], device=blocks.device)
+    moved = places + torch.where(places >= first, left_out.unsqueeze(1), 0)
+    return blocks.gather(1, moved.clamp_max(blocks.shape[1] - 1))

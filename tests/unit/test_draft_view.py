@@ -1,0 +1,121 @@
+"""What drafts, as one object: what is read of settings, what goes into keys, rows and tuned files, what is refused."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from selfspec_cli.config.keys import engine_key, settings_key
+from selfspec_cli.config.schema import HeadConfig, RunConfig, resolved
+from selfspec_cli.early_exit.contexts import CONTEXTS, Context, context_of
+from selfspec_cli.early_exit.contexts.base import DraftContext
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import DraftSettings
+from selfspec_cli.early_exit.view import DraftView, all_columns
+from selfspec_cli.record import tables
+from selfspec_cli.report.rows import label
+
+VIEWS = [
+    ({}, {}),
+    ({"draft_weights": "int8"}, {"draft_weights": "int8"}),
+    ({"skip_layers": "2,3"}, {"skip_layers": "2-3"}),
+    ({"draft_window": 64}, {"draft_window": 64}),
+    ({"draft_context": "window:64"}, {"draft_window": 64}),
+]
+
+
+class Ends(DraftContext):
+    """A kind that a package may add: no setting, column or list knows it."""
+
+    name, help, numbers = "ends", "the first and the last tokens", {"FIRST": 16, "LAST": 16}
+
+    def attended(self, tokens, *values):
+        return sum(values)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    monkeypatch.setattr(CONTEXTS, "_loaded", ({**CONTEXTS, "ends": Ends()}, {}))
+
+
+@pytest.mark.parametrize(("given", "options"), VIEWS)
+def test_a_view_is_what_is_not_the_default_and_two_spellings_of_one_are_equal(given, options):
+    view = DraftView.of(DraftSettings(layer=6, **given))
+    assert view.options() == options
+    assert view == DraftView.of(DraftSettings(layer=6, **options))
+    with pytest.raises(FrozenInstanceError):
+        view.layer = 3
+
+
+def test_method_skip_has_layers_a_head_and_a_vocabulary_and_nothing_else():
+    settings = DraftSettings(method="skip", layer=6, draft_weights="int8", draft_window=64, skip_layers="1", vocab="9")
+    assert DraftView.of(settings) == DraftView(6, vocab="9")
+
+
+def test_two_spellings_of_a_view_are_one_point_and_another_context_is_another():
+    cfgs = [resolved(RunConfig(layer=6, **given))
+            for given in ({"draft_window": 64}, {"draft_context": "window:64"}, {}, {"draft_window": 80})]  # fmt: skip
+    keys = [settings_key(cfg) for cfg in cfgs]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert cfgs[0] == cfgs[1] and engine_key(cfgs[0]) != engine_key(cfgs[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft_context": "windw:64"}, "draft_context 'windw' is not known.*did you mean 'window'"),
+        ({"draft_context": "window"}, "draft_context = 'window': write window:TOKENS"),
+        ({"draft_context": "window:64:3"}, "write window:TOKENS"),
+        ({"draft_context": "window:-4"}, "write window:TOKENS"),
+        ({"draft_context": "full:4"}, "draft_context = 'full:4': write full"),
+        ({"draft_context": "window:8"}, "draft_context = window:8: tokens 8 is out of range; allowed: 16 or more"),
+        ({"draft_context": "window:64", "draft_window": 32}, "draft_window = 32 and draft_window = 64 mean the same"),
+        ({"skip_layers": "9"}, "skip_layers = 9: layer 9 does not draft"),
+        ({"draft_weights_path": "a"}, "draft_weights_path = 'a' holds copies, and draft_weights is 'shared'"),
+    ],
+)
+def test_what_is_no_view_is_refused_alike_on_the_command_line_and_in_a_speculative_config(given, message):
+    with pytest.raises(SettingsError, match=message):
+        DraftView.of(DraftSettings(layer=6, **given)).check()
+    with pytest.raises(SettingsError, match=message):
+        ResolvedSettings.from_user({"layer_skip": 6, **given}, 12)
+
+
+def test_a_further_kind_of_context_needs_no_setting_of_its_own(ends):
+    """Key, row, label, tuned file and bytes of a kind that nothing but the registry knows."""
+    cfg = resolved(RunConfig(layer=6, draft_context="ends:16:48"))
+    view = DraftView.of(cfg)
+    assert view.context == Context("ends", (16, 48)) and view.context.attended(1000) == 64
+    assert view.overrides() == ["layer=6", "head=lens", "vocab=full", "draft_context=ends:16:48"]
+    row = tables.planned(cfg, "a key")
+    assert (row.draft_context, row.draft_window) == ("ends:16:48", None)
+    assert "ends:16:48" in label(row)
+    assert settings_key(cfg) != settings_key(resolved(RunConfig(layer=6)))
+    settings = ResolvedSettings.from_user({"layer_skip": 6, "draft_context": "ends:16:48"}, 12)
+    assert settings.context == view.context
+    assert ResolvedSettings.from_dict(settings.to_dict()) == settings
+    with pytest.raises(SettingsError, match="mean the same setting"):
+        context_of(replace(cfg, draft_window=64))
+
+
+def test_no_more_is_attended_to_than_there_is():
+    assert Context("window", (64,)).attended(40) == 40
+    assert Context("window", (64,)).attended(1000) == 64
+    assert Context().attended(1000) == 1000
+
+
+def test_a_row_has_a_column_for_each_part_of_a_view():
+    cfg = RunConfig(layer=6, head=HeadConfig("translator", rank=15), vocab="1024", draft_weights="int4",
+                    draft_weights_path="a/b.safetensors", skip_layers="1", draft_window=64)  # fmt: skip
+    row = vars(tables.planned(resolved(cfg), "a key"))
+    assert [row[name] for name in all_columns()] == [
+        6,
+        "translator_r15",
+        "1024",
+        "int4",
+        "b.safetensors",
+        "1",
+        64,
+        None,
+    ]
+    assert [one for one in all_columns() if one not in row] == []

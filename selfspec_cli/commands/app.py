@@ -5,6 +5,7 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit import old_words
 from selfspec_cli.report.formats import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
@@ -68,8 +70,10 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 
 @app.callback()
-def main(version: Version = False) -> None:
+def main(ctx: typer.Context, version: Version = False) -> None:
     """Early-exit self-speculative decoding inside vLLM, measured."""
+    answer = old_words.answer_for_environment(os.environ, ctx.invoked_subcommand or "COMMAND")
+    warn([answer] if answer else [])
 
 
 @app.command(epilog="Example: selfspec doctor model=/models/llama3", cls=TakesSettings)

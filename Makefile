@@ -1,4 +1,5 @@
 # make demo   install, sweep a gate on the embedded model in vLLM on the CPU, show what was found
+# make demo-gateway  two vLLM servers and a stub behind a gateway, on the CPU, about five minutes; what it won
 # make quick  lint, and the unit and contract tests that take no seconds each
 # make test   install, lint, and run the tests; ends with how long each part took, what was skipped, and why
 # make nightly  what is only worth running at night and before a release (CONTRIBUTING.md)
@@ -36,11 +37,14 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
 	$(BIN)/selfspec report results_dir=$(RESULTS)
+
+demo-gateway: $(INSTALLED)
+	$(BIN)/selfspec gateway demo results_dir=$(RESULTS)
 
 quick: $(INSTALLED)
 	$(begin)
@@ -48,13 +52,13 @@ quick: $(INSTALLED)
 	$(summary)
 
 quick-tests: $(INSTALLED)
-	$(call timed,unit+contract,$(PYTEST) tests/unit tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
 # Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs
 	$(begin)
 	@$(side_by_side) part-lint part-contract part-gpu part-browser
-	$(call tests,unit,tests/unit $(SIDE_BY_SIDE) --durations=10)
+	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 

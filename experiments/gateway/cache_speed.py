@@ -2,9 +2,10 @@
 
     python experiments/gateway/cache_speed.py --entries 100000 --lookups 500
 
-Run it on a quiet machine. The entries are questions made of the words of cache_pairs.py with random unit vectors around
-common centres, so that every search finds neighbours and every look-up reads texts and asks the guards. The look-ups are
-new questions near to entries; each goes through `AnswerCache.lookup`, with an encoder that already knows the vectors.
+Run it on a quiet machine. The entries are questions made of the words of cache_pairs.py with random unit vectors
+around common centres, so that every search finds neighbours and every look-up reads texts and asks the guards. The
+look-ups are new questions near to entries; each goes through `AnswerCache.lookup`, with an encoder that already knows
+the vectors.
 """
 
 from __future__ import annotations

@@ -545,6 +545,26 @@ def load(
 
 
 @app.command(
+    epilog="Examples: selfspec gateway demo   ·   selfspec gateway two_servers policy=round_robin port=8080   ·   "
+    "selfspec gateway mine.yaml"
+)
+def gateway(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME|FILE.yaml [KEY=VALUE]", help="One of conf/gateway/, or a file; docs/gateway.md."),
+    ] = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Route requests to several servers: the best one for each, streams that survive, what it won. `demo` shows it."""
+    with guard(as_json, debug):
+        from selfspec_cli.commands import gateway as serving
+
+        serving.gateway(words or [], as_json=as_json, dry_run=dry_run)
+
+
+@app.command(
     epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=varH --corpus sharegpt.json",
     cls=TakesSettings,
 )

@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 
 EXPERIMENT = "experiment"
+GATEWAY = "gateway"  # conf/gateway/, which `selfspec gateway` reads; no group of a run
 TUNED = "tuned"  # what `selfspec tune` found, by the model's name; see tuned_files.py
 REGISTRY_GROUPS = ("gate", "head")  # their choices are names of a registry and need no file
 _SUFFIX = ".yaml"
@@ -108,7 +109,7 @@ def unread_files() -> list[str]:
     folder, found = Path.cwd() / "conf", []
     if conf_dirs()[0] != folder:
         return []
-    groups = [*GROUPS, TUNED]
+    groups = [*GROUPS, TUNED, GATEWAY]
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and entry.name not in groups:
             found.append(f"./conf/{entry.name}/ is not read: {closest(entry.name, groups, 'group')}")

@@ -23,7 +23,7 @@ from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.thresholds import stricter_than
 
 MEMORY = 400.0
-"""Rounds after which what a round told counts for 1/e."""
+"""Rounds after which what a round yielded counts for 1/e."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Bandit:
         drawn = {limit: (known.drawn_tokens(self._random), known.steps()) for limit, known in self._known.items()}
         return max(self.arms, key=lambda arm: self._speed(*drawn[arm.threshold], arm.k))
 
-    def told(self, arm: Arm, requests: Iterable[tuple[int, int]]) -> None:
+    def learn(self, arm: Arm, requests: Iterable[tuple[int, int]]) -> None:
         """A round of `arm` is over. requests: of each that was drafted for, the tokens accepted and drafted."""
         for known in self._known.values():
             known.fade(1 - 1 / MEMORY)

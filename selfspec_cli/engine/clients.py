@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from selfspec_cli import interrupts
-from selfspec_cli.engine import children
+from selfspec_cli import children, interrupts
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.terminal import last_lines
 

@@ -195,10 +195,10 @@ def _read(parts: list[Part]) -> dict[str, Any]:
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():
             delta = choice.get("delta")
-            text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
-            if delta is None or text:
+            written = [choice.get("text")] if delta is None else _written(delta)
+            if written:
                 moments.append(round(1e6 * moment))
-                texts.append(text or "")
+                texts += [text or "" for text in written]
     digest = hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     told = {"tokens": usage.get("completion_tokens"), "prompt_tokens": usage.get("prompt_tokens")}
     return {"events_us": moments, "digest": digest, "whole": whole, **told}
@@ -216,6 +216,22 @@ def _pause(client: int, gone: float) -> float:
     later = [moment for moment, clients in levels if moment > into and client < clients]
     later += [moment + period for moment, clients in levels if client < clients] if period else []
     return min(later) - into if levels else 0.0
+
+
+def _written(delta: dict[str, Any]) -> list[str]:
+    """What the model wrote in a part of a chat's answer: its text, reasoning, and calls of tools, by whatever names.
+    Empty for a part that only begins or ends the answer."""
+    found: list[Any] = [value for name, value in delta.items() if name != "role"]
+    texts = []
+    while found:
+        value = found.pop(0)
+        if isinstance(value, str) and value:
+            texts.append(value)
+        elif isinstance(value, list):
+            found = [*value, *found]
+        elif isinstance(value, dict):  # of a tool's call; its id is the server's and its type is always the same
+            found = [*(item for name, item in value.items() if name not in ("id", "type")), *found]
+    return texts
 
 
 RUN = Run()

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli import interrupts
+from selfspec_cli import children, interrupts
 from selfspec_cli.config.facts import exit_layer
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
-from selfspec_cli.engine import children
 from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_frontend
 from selfspec_cli.terminal import last_lines
 

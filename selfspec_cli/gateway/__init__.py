@@ -1,1 +1,5 @@
-"""The control layer: a gateway that chooses a backend for each request, streams, caches and shows what it won."""
+"""A gateway in front of OpenAI-compatible servers: it chooses a backend for each request, streams the answer through,
+continues it elsewhere when that backend dies, and counts what it won.
+
+Imports run one way: this package knows config and record, and neither vLLM nor engine/, stages/ or report/.
+"""

@@ -14,6 +14,7 @@ from typing import Any
 
 LEVEL = 0.95
 RESAMPLES = 4999
+FEWER = 999  # of thousands of values each, while a gateway serves
 SEED = 0  # the same repeats have the same interval, whenever it is worked out
 
 Interval = tuple[float, float]
@@ -32,6 +33,17 @@ def speedup_interval(ours: Sequence[float], theirs: Sequence[float], *, paired: 
     if min(len(ours), len(theirs)) < 2:
         return None
     return _interval(tuple(ours), tuple(theirs), paired)
+
+
+def mean_ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval | None:
+    """The 95 % interval of mean(above) / mean(below), each side resampled by itself.
+
+    Returns:
+        None where one side has fewer than two values, or the values below are all 0.
+    """
+    if min(len(above), len(below)) < 2 or not any(below):
+        return None
+    return _of_means(tuple(above), tuple(below))
 
 
 def perplexity_interval(
@@ -77,6 +89,23 @@ def _interval(ours: tuple[float, ...], theirs: tuple[float, ...], paired: bool) 
     found = bootstrap((ours, theirs), ratio, n_resamples=RESAMPLES, paired=paired, vectorized=True, method="percentile",
                       confidence_level=LEVEL, random_state=SEED).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)
+
+
+@lru_cache(maxsize=64)
+def _of_means(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+    import numpy
+
+    draw = numpy.random.default_rng(SEED)
+
+    def means(values: tuple[float, ...]) -> Any:
+        side = numpy.asarray(values)  # a resample at a time: thousands of values times thousands of resamples are large
+        return numpy.array([side[draw.integers(0, len(side), len(side))].mean() for _ in range(FEWER)])
+
+    with numpy.errstate(divide="ignore"):
+        ratios = means(above) / means(below)
+    half = 50 * (1 - LEVEL)
+    low, high = numpy.percentile(ratios, [half, 100 - half], method="nearest")  # a ratio may be infinite
+    return float(low), float(high)
 
 
 @lru_cache(maxsize=4096)

@@ -240,9 +240,9 @@ def score_in_words(score: Mapping[str, Any]) -> str:
 
 def arm_in_words(arm: Mapping[str, Any]) -> str:
     """An arm by the settings that make it one."""
-    names = ("speculative", "k", *view.all_columns(), "draft_sample_method", "gate", "threshold")
-    told = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
-    return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in told.items())])
+    names = dict.fromkeys(("speculative", "E", "k", *view.all_columns(), "draft_sample_method", "gate", "threshold"))
+    given = {name: arm[name] for name in names if arm.get(name) not in (None, "full", "shared")}
+    return " ".join([str(arm["arm"]), *(f"{name}={value}" for name, value in given.items())])
 
 
 def in_words(protocol: Mapping[str, Any]) -> str:

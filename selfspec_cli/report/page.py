@@ -57,6 +57,7 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
         "facts": details.provenance(found.points),
         "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
         "warnings": found.warnings,
+        "gateway": found.gateway,
         "code": code(),
         "reload": reload,
     }

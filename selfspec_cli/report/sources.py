@@ -15,6 +15,7 @@ from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.head_rows import HeadRow, load
 from selfspec_cli.record.point import Point
 from selfspec_cli.record.targets import Target, targets_of
+from selfspec_cli.report import gateway
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Sources:
 
     rows, accepts: one for each point, in the same order (an accept row is None where nothing drafted). places: folder
     of each point, where there is more than one. heads, curves, areas, costs: by the name of the place that they are
-    from: what `selfspec heads` and `selfspec roc` wrote. profiles: what `selfspec profile` found.
+    from: what `selfspec heads` and `selfspec roc` wrote. profiles: what `selfspec profile` found. gateway: its section.
     """
 
     points: list[Point]
@@ -37,6 +38,7 @@ class Sources:
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     profiles: list[profiles.Profile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    gateway: dict[str, Any] | None = None
 
 
 def of_points(points: Iterable[Point], where: Sequence[str] = ()) -> Sources:
@@ -87,6 +89,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
         raise ConfigError(f"none of the {len(points)} points is so: {' '.join(where)}")
     made.places = [places[point.id] for point in made.points]
     made.warnings = warnings
+    made.gateway = gateway.section(Path(root))
     keys = {row.key for row in made.rows}
     made.profiles = [one for one in profiled.values() if not where or one.key in keys]
     _beside(made, Path(root))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import shutil
 import sys
@@ -41,6 +42,7 @@ def run(cfg: RunConfig, patches: Callable[[], list[tuple[str, bool, str]]]) -> l
     if checks[1].ok:
         checks += _patches(patches)
     model = _model(cfg)
+    checks += _min_p(cfg) if model.ok else []
     checks += [_preloaded()] if device_of(cfg) == "cpu" else []
     return [*checks, _compiler(cfg), model, *([] if model.ok is False else [_settings(cfg)])]
 
@@ -175,3 +177,17 @@ def _on_the_hub(cfg: RunConfig, place: str) -> Check:
         return Check("model", None, f"{place} is not in the cache, and {error}")
     size = f"{sum(size for _, size in found.files) / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
     return Check("model", found.fits, f"{place}: {size}; {found.needs}")
+
+
+def _min_p(cfg: RunConfig) -> list[Check]:
+    """A model's generation_config.json may have each request refused, where it is served with drafts."""
+    file = Path(paths.model_path(cfg.model)) / "generation_config.json"
+    try:
+        own = json.loads(file.read_text(encoding="utf-8")).get("min_p")
+    except (OSError, ValueError, AttributeError):
+        return []
+    if not own:
+        return []
+    return [Check("generation_config", None, f"{file} has min_p = {own}, which vLLM refuses under speculative "
+                  "decoding: `selfspec serve` wants -- --override-generation-config '{\"min_p\": 0}', or min_p = 0 in "
+                  "each request")]  # fmt: skip

@@ -68,7 +68,10 @@ def _windows(cfg: RunConfig) -> list[str]:
     try:
         windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed)
     except ValueError as error:
-        raise ConfigError(f"workload.prompts={work.prompts}: {error} (characters, here)") from error
+        raise ConfigError(
+            f"workload.prompts={work.prompts}: {error} (characters, here); a .jsonl file holds prompts one by "
+            'one, such as {"prompt": "..."} on each line'
+        ) from error
     return ["".join(map(chr, window)) for window in windows]
 
 

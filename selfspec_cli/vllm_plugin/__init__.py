@@ -10,15 +10,17 @@ described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing
 refusals.py       what early exit cannot do, refused by name before an engine starts
 decoder.py        where the decoder layers of a loaded model are, and whether they can be cut short
-trunk.py          the layers that draft as a module of their own: shared weights, no copy unless asked for
+trunk.py          the draft: a view of the target with some of its layers; shared weights, no copy unless asked for
 attention/        drafting.py: the draft's attention in place of vLLM's; one_query.py: the kernel for it
+fused_step/       all decoder layers of a draft step as one kernel: models.py says of which models, drafting.py runs it,
+                  layout.py lays out its weights, launch.py compiles it
 weights/          what a draft step multiplies by: replace.py puts other parts into shared modules, linear.py has the
                   target's own weights (gemv.py: the kernel for a single token), copied.py copies of any kind,
                   experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
                   kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py and marlin.py for integers,
                   one_token.py what those share; rounding.py rounds tokens for them, fused.py has norms and activations
-                  do so; sharded.py splits a head over ranks, adapters.py leaves adapters out, step_bytes.py counts what
-                  is read
+                  do so; sharded.py splits a head over ranks, adapters.py leaves adapters out, renewed.py follows
+                  weights that are replaced, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from selfspec_cli.early_exit.artifact import load_head
 from selfspec_cli.early_exit.draft_vocab import ids_of
@@ -15,7 +17,7 @@ from selfspec_cli.early_exit.fingerprint import model_fingerprint
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model
+from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, output_projection
 from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
@@ -23,6 +25,17 @@ from selfspec_cli.vllm_plugin.weights.linear import linear
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
     from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection
+
+    Bound = BoundHead | ShardedProjection | CopiedProjection | None
+
+
+def _read_by(bound: BoundHead | ShardedProjection | CopiedProjection) -> list[Tensor]:
+    """What a projection reads, apart from its bias."""
+    return [bound.weight] if isinstance(bound, BoundHead) else bound.tensors
+
+
+SAME_LOGITS = 0.02
+"""Relative difference that rounding to 16 bits may make."""
 
 
 class TargetHead:
@@ -40,28 +53,44 @@ class TargetHead:
         self.head = head
         self.vocab_size = vocab_size
         self._compute_logits: Any = target.compute_logits
-        self._bound: BoundHead | ShardedProjection | CopiedProjection | None = None
-        weights = DRAFT_WEIGHTS[draft_weights]
+        self._bind = functools.partial(self._bound_to, target, vllm_config, DRAFT_WEIGHTS[draft_weights], fitted)
+        self._bound = self._bind()
+
+    def renew(self) -> None:
+        """Fill what was made of the target's lm_head from the weights that it has now, in place."""
+        if self._bound is None or self.head.has_rows:
+            return
+        new = self._bind()
+        assert new is not None
+        for old, tensor in zip(_read_by(self._bound), _read_by(new), strict=True):
+            if old.data_ptr() != tensor.data_ptr():
+                old.copy_(tensor)
+
+    def _bound_to(
+        self, target: nn.Module, vllm_config: VllmConfig, weights: DraftWeights, fitted: FittedWeights | None
+    ) -> Bound:
+        """What a draft step multiplies by for its logits; None for all that the target does to make its own."""
+        head, vocab_size = self.head, self.vocab_size
         copied = weights.copies and not head.has_rows  # a head's own rows are no copy of the target's
         if head.vocab_ids is None and not head.has_rows and not copied:
-            return
+            return None
         # Gathered rows are what makes a draft vocabulary cheap; without plain rows it is only right, not cheap.
         shards = vllm_config.parallel_config.tensor_parallel_size
         weight = None if head.has_rows else plain_lm_head(target, shards)
         if weight is None and not head.has_rows:
             logging.getLogger("vllm.selfspec").warning(
-                "logits of %s are not its lm_head's alone (a scale, a cap or a bias), so drafts read all of it: "
-                "a draft vocabulary or copies of weights save nothing there",
+                "logits of %s are not its lm_head's alone (a norm, a scale, a cap or a bias), so drafts read all of "
+                "it: a draft vocabulary or copies of weights save nothing there",
                 type(language_model(target)).__name__,
             )
-        elif shards > 1:
-            self._bound = self._split(target, weight, weights if copied else None, vllm_config)
-        else:
-            bound = head.bind(None if weight is None else weight[:vocab_size])
-            if copied and fitted is not None and LM_HEAD in fitted.copies:
-                rows = torch.arange(vocab_size) if head.vocab_ids is None else head.vocab_ids.cpu()
-                weights = fitted.kind_of(LM_HEAD, rows)
-            self._bound = CopiedProjection(weights, bound.weight, bound.bias) if copied else bound
+            return None
+        if shards > 1:
+            return self._split(target, weight, weights if copied else None, vllm_config)
+        bound = head.bind(None if weight is None else weight[:vocab_size])
+        if copied and fitted is not None and LM_HEAD in fitted.copies:
+            rows = torch.arange(vocab_size) if head.vocab_ids is None else head.vocab_ids.cpu()
+            weights = fitted.kind_of(LM_HEAD, rows)
+        return CopiedProjection(weights, bound.weight, bound.bias) if copied else bound
 
     def _split(
         self, target: nn.Module, shard: Tensor | None, copies: DraftWeights | None, vllm_config: VllmConfig
@@ -86,10 +115,7 @@ class TargetHead:
     @property
     def tensors(self) -> list[Tensor]:
         """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
-        if self._bound is None or isinstance(self._bound, BoundHead):
-            bound = [] if self._bound is None else [self._bound.weight]
-        else:
-            bound = self._bound.tensors
+        bound = [] if self._bound is None else _read_by(self._bound)
         bias = [] if self._bound is None or self._bound.bias is None else [self._bound.bias]
         return [*self.head.parameters(), *self.head.buffers(), *bound, *bias]
 
@@ -181,17 +207,34 @@ def fingerprint(target: nn.Module, vllm_config: VllmConfig) -> str:
 def plain_lm_head(target: nn.Module, shards: int = 1) -> Tensor | None:
     """The lm_head's weight [V, hidden] where logits are exactly x @ weight^T; None where they are anything else.
 
-    shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share.
+    shards: tensor-parallel ranks that the weight is split over; the weight returned is this rank's share. On such ranks
+    every rank must call it.
     """
-    model = language_model(target)
-    lm_head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    lm_head, processor = output_projection(target), getattr(language_model(target), "logits_processor", None)
     weight = getattr(lm_head, "weight", None)
     plain = (
         isinstance(weight, Tensor)
         and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and getattr(lm_head, "bias", None) is None
-        and getattr(processor, "soft_cap", 0) is None
-        and getattr(processor, "scale", 0) == 1.0
+        and getattr(processor, "soft_cap", None) is None
+        and getattr(processor, "scale", 1.0) == 1.0
         and getattr(lm_head, "tp_size", 1) == shards
     )
-    return weight.detach() if plain and isinstance(weight, Tensor) else None
+    if not plain or not isinstance(weight, Tensor):
+        return None
+    return weight.detach() if _makes_all_of_the_logits(target, weight.detach(), shards) else None
+
+
+@torch.inference_mode()
+def _makes_all_of_the_logits(target: Any, weight: Tensor, shards: int) -> bool:
+    """Whether `compute_logits` does nothing but multiply by `weight`, tried on a few states: some architectures have
+    their last norm in it (MiMo, Step-3.5), or a scale that no attribute tells of."""
+    generator = torch.Generator().manual_seed(0)
+    states = 3 * torch.randn(4, weight.shape[1], generator=generator)
+    states = states.to(weight.device, weight.dtype)
+    logits = target.compute_logits(states)
+    if logits is None:
+        return False
+    rows = _all_rows(weight, logits.shape[1]) if shards > 1 else weight[: logits.shape[1]]
+    plain, logits = F.linear(states, rows).float(), logits.float()
+    return bool((plain - logits).norm() <= SAME_LOGITS * logits.norm())

@@ -108,13 +108,12 @@ def check_requests(original: Function) -> Function:
 
     @functools.wraps(original)
     def verify(self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, model_config, speculative_config, *args, **kwargs)
         settings = getattr(speculative_config, SETTINGS_KEY, None)
-        if settings is not None and self.extra_args:
+        if settings is not None:
             from selfspec_cli.vllm_plugin.requests import check
 
-            check(self.extra_args, settings)
-        return answer
+            check(self, model_config, settings)
+        return original(self, model_config, speculative_config, *args, **kwargs)
 
     return verify
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.spec_config import collects, settings_of
 from selfspec_cli.vllm_plugin.trunk import cut
@@ -47,7 +46,7 @@ def decode_with_first_layers(model: nn.Module, settings: ResolvedSettings, vllm_
     model's own too.
     """
     head = load_exit_head(settings, model, vllm_config)
-    cut(decoder_of(model), settings.layer)
+    cut(model, settings.layer)
 
     def compute_logits(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return head.to_full_logits(head.logits(hidden_states))

@@ -171,11 +171,35 @@ PATCHES: tuple[Patch, ...] = (
         unneeded_when="vLLM's CPU kernel writes to the tensor that it was given",
     ),
     Patch(
+        target="vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+        replacement=f"{_HERE}.v1.sampling:without_drafts",
+        stage="worker",
+        reason="a step without drafts ends the engine where a request has top_k alone, as do logprob_token_ids",
+        unneeded_when="the V1 runner samples steps without drafts as without speculation, and chosen tokens with it",
+    ),
+    Patch(
+        target="vllm.v1.sample.sampler:Sampler.forward",
+        replacement=f"{_HERE}.v1.sampling:chosen_tokens_beside_others",
+        stage="worker",
+        reason="with logprob_token_ids in one request the others of a step get no log-probabilities",
+        unneeded_when="the V1 runner gives each request of a step the log-probabilities that it asked for",
+    ),
+    Patch(
         target="vllm.v1.sample.sampler:Sampler.apply_logits_processors",
         replacement=f"{_HERE}.v1.sampling:bonus_token_after_drafts",
         stage="worker",
         reason="it forbids stop tokens behind drafts that reach min_tokens, so that a request may pass over one",
         unneeded_when="the V1 runner's min_tokens counts the drafts before a bonus token",
+    ),
+    *(
+        Patch(
+            target=f"vllm.v1.worker.gpu_worker:Worker.{name}",
+            replacement=f"{_HERE}.weights.renewed:after_new_weights",
+            stage="worker",
+            reason="weights that are replaced in a live engine leave copies of the old ones with the draft",
+            unneeded_when="vLLM tells a drafter that its target has new weights",
+        )
+        for name in ("reload_weights", "finish_weight_update")
     ),
     Patch(
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",

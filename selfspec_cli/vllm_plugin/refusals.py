@@ -14,7 +14,7 @@ from selfspec_cli.early_exit.gates import GATES, require_device
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, EngineArgs, ModelConfig, SpeculativeConfig
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, EngineArgs, ModelConfig
 
 
 def require_runner(device: str, v2: bool | None) -> None:
@@ -39,7 +39,6 @@ def refuse_runner() -> None:
 NO_TARGETS = {
     "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
     "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
-    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
     "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
     "is_diffusion": "it makes several tokens at once, and none of them after the other",
 }
@@ -61,6 +60,18 @@ def refuse_model(target: ModelConfig) -> None:
                 "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
                 "method 'ngram'"
             )
+
+
+def refuse_mrope(target: ModelConfig, device: str | None = None) -> None:
+    """Positions of several dimensions (M-RoPE), on CUDA. device: where vLLM runs; None asks it."""
+    from selfspec_cli.vllm_plugin.vllm_names import current_platform
+
+    if target.uses_mrope and (device or current_platform.device_type) == "cuda":
+        raise SettingsError(
+            f"model {target.model} is not supported with early exit on CUDA: its positions have several dimensions "
+            "(M-RoPE), and drafts are made at plain positions there; serve it without a speculative_config, or with "
+            "vLLM's method 'ngram'"
+        )
 
 
 def refuse_latents(target: ModelConfig, device: str | None = None) -> None:
@@ -133,15 +144,6 @@ def refuse_engine(args: EngineArgs) -> None:
             f"offload_group_size = {args.offload_group_size} (weights fetched while layers run) is not supported with "
             "early exit: layers share buffers, which are right only if every pass runs all layers; allowed: "
             "cpu_offload_gb"
-        )
-
-
-def refuse_misread(config: SpeculativeConfig, target: ModelConfig) -> None:
-    """vLLM guesses a draft's method from the model's name and type, whatever method it was given."""
-    if config.method != "draft_model":
-        raise SettingsError(
-            f"model {target.model} is not supported with early exit: as a draft, vLLM takes it for one of method "
-            f"{config.method!r} by its name or its type; link the model to a folder of another name and give that"
         )
 
 

@@ -14,7 +14,6 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
@@ -26,10 +25,9 @@ from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
+from selfspec_cli.vllm_plugin.requests import min_p_of_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from selfspec_cli.vllm_plugin.vllm_names import (
         EngineArgs,
         ModelConfig,
@@ -83,9 +81,12 @@ def understand_layer_skip(original: Original) -> Original:
         if settings.verify:
             refusals.refuse_runner()
             refusals.refuse_model(target_model_config)
+            refusals.refuse_mrope(target_model_config)
             refusals.refuse_latents(target_model_config)
             refusals.refuse_adapters(self, target_model_config)
             refusals.refuse_gate(settings)
+            if origin := min_p_of_model(target_model_config):
+                logging.getLogger("vllm.selfspec").warning("requests will be refused: %s", origin)
         if settings.verify and DRAFT_WEIGHTS[settings.draft_weights].copies:
             from selfspec_cli.vllm_plugin.weights.copied import facts_of  # imports torch
 
@@ -111,12 +112,9 @@ def understand_layer_skip(original: Original) -> Original:
         args = copy.copy(self)  # the original writes what it is given into the arguments
         args.speculative_config = _as_draft_model(spec, settings, target_model_config)
         args.spec_method = args.spec_model = args.spec_tokens = None  # they are in `spec`
-        config = original(args, _overrides_reach_the_draft(target_model_config), target_parallel_config)
+        config = original(args, target_model_config, target_parallel_config)
         assert config is not None
-        refusals.refuse_misread(config, target_model_config)
-        config.target_model_config = target_model_config
-        # vLLM 0.33 shortens the target's context to that of a draft whose own config allows less.
-        config.draft_model_config.max_model_len = target_model_config.max_model_len
+        _draft_is_target(config, target_model_config)
         object.__setattr__(config, SETTINGS_KEY, settings.to_dict())  # no field of the dataclass, on purpose
         object.__setattr__(config, "__class__", EarlyExitConfig)
         return config
@@ -171,38 +169,23 @@ def _refuse_keys(spec: Mapping[str, Any]) -> None:
 
 
 def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: ModelConfig) -> dict[str, Any]:
-    """vLLM's own keys, with the target as its own draft model."""
+    """vLLM's own keys, for a method that has no draft model; `_draft_is_target` makes the target the draft.
+
+    Of a draft model vLLM reads the config anew and guesses the method from its name and its architecture: MiMo and
+    DeepSeek-V3 would become their own MTP heads, whatever method was given.
+    """
     # Lengths by load are ours to follow, also where they are written as vLLM writes them: it would capture its graphs
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}
     kept = {key: value for key, value in spec.items() if key not in ours}
-    return {
-        **kept,
-        "method": "draft_model",
-        "model": target.model,
-        "revision": target.revision,
-        "code_revision": target.code_revision,
-        "num_speculative_tokens": settings.k,
-        "quantization": target.quantization,
-    }
+    return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.k}
 
 
-def _overrides_reach_the_draft(target: ModelConfig) -> ModelConfig:
-    """`target` with its hf_overrides as a function: vLLM applies functions to the draft's config too, and no dicts."""
-    overrides = target.hf_overrides
-    if not overrides or callable(overrides):
-        return target
-    changed = copy.copy(target)
-    changed.hf_overrides = partial(_override, overrides)
-    return changed
-
-
-def _override(values: Mapping[str, Any], config: PretrainedConfig) -> PretrainedConfig:
-    """Set `values` in a model's config, and nested ones in the configs inside it, as vLLM does for the target."""
-    for name, value in values.items():
-        inner = getattr(config, name, None)
-        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
-            _override(value, inner)
-        else:
-            setattr(config, name, value)
-    return config
+def _draft_is_target(config: SpeculativeConfig, target: ModelConfig) -> None:
+    """Make `config` that of vLLM's method `draft_model` whose draft has the target's own configuration."""
+    config.method = "draft_model"
+    config.prompt_lookup_min = config.prompt_lookup_max = 0
+    config.quantization = target.quantization
+    config.draft_model_config = copy.copy(target)
+    config.draft_model_config.runner_type = "draft"
+    config.draft_tensor_parallel_size = config.target_parallel_config.tensor_parallel_size

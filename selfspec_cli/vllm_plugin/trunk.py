@@ -1,12 +1,12 @@
-"""The draft model: the target's own decoder, cut after E layers. No weight is copied, but on request (`draft_weights`:
-weights/copied.py), and no architecture is named.
+"""The draft model: the target itself, whose decoder is cut after E layers. No weight is copied, but on request
+(`draft_weights`: weights/copied.py), and no architecture is named.
 
-More than sixty of vLLM's decoders loop over `islice(self.layers, self.start_layer, self.end_layer)`, because pipeline
-parallelism needs it. A second view of the same module whose `end_layer` is E is therefore the first E layers plus the
-final norm. A view has a list of layers of its own, so some of them can be left out: the loop runs what the list begins
-with. Attention layers find their KV cache by name, so the view shares that too, and a layer that is left out has its
-keys and values written by the next verify pass, as every layer has. On CUDA the view's linear layers multiply by their
-weights in a way of their own (weights/linear.py), and its attention is one kernel (attention/).
+The view is of the whole causal LM, so whatever stands between decoder and logits (MiniCPM divides there) is the
+target's. Inside it the decoder (decoder.py says where) has a list of layers of its own, so some of them can be left
+out, and its loop ends after those that draft. Attention layers find their KV cache by name, so the view shares that
+too, and a layer that is left out has its keys and values written by the next verify pass, as every layer has. On CUDA
+the view's linear layers multiply by their weights in a way of their own (weights/linear.py), and its attention is one
+kernel (attention/).
 """
 
 from __future__ import annotations
@@ -22,57 +22,89 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import as_text, drafting_layers
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
-from selfspec_cli.vllm_plugin.decoder import has_experts
+from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
 from selfspec_cli.vllm_plugin.weights.experts import on_copied_experts
 from selfspec_cli.vllm_plugin.weights.fitted import on_fitted_copies
 from selfspec_cli.vllm_plugin.weights.linear import on_own_weight
-from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers
+from selfspec_cli.vllm_plugin.weights.replace import Make, first_of, replace_in_layers, shallow_copy
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.fitted_weights import FittedWeights
     from selfspec_cli.vllm_plugin.vllm_names import CompilationConfig, InductorPass, VllmConfig
 
 
-def cut(decoder: nn.Module, layers: int) -> None:
-    """Make `decoder` itself end after its first `layers` layers (method `skip`). Call before its first forward."""
-    decoder.end_layer = layers  # type: ignore[assignment]
+def cut(model: nn.Module, layers: int) -> None:
+    """Make `model` itself end after its first `layers` layers (method `skip`). Call before its first forward."""
+    place = place_of(model)
+    if place.ends_at_end_layer:
+        place.decoder.end_layer = layers  # type: ignore[assignment]
+    else:
+        setattr(place.decoder, place.name, nn.ModuleList(list(place.layers)[:layers]))
 
 
 def first_layers(
-    decoder: nn.Module,
+    model: nn.Module,
     layers: int,
     vllm_config: VllmConfig,
     draft_weights: str = "shared",
     skipped: Sequence[int] = (),
     fitted: FittedWeights | None = None,
 ) -> nn.Module:
-    """A module over `decoder`'s own parameters that runs its first `layers` layers but `skipped`, and the final norm.
+    """A module over the parameters of `model` that runs its first `layers` layers but `skipped`, and all after them.
 
-    Call it as `trunk(input_ids [n], positions [n], None)` -> normed hidden states [n, hidden]. Where vLLM compiles the
-    target in its own mode the trunk is compiled too, as a function of its own. draft_weights: a kind that makes copies
-    (early_exit/draft_weights) puts them in place of the linear weights of those layers; raises SettingsError where
-    there can be none. fitted: copies that were made from data, to take instead.
+    Call it as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` -> hidden states [n, hidden], as
+    `compute_logits` takes them. Its `drafting_layers` are those that it runs, in its `drafting_decoder`;
+    `remade_layer(i)` makes number i of them anew. Where vLLM compiles the target in its own mode the trunk is compiled
+    too, as a function of its own. draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place
+    of the linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made
+    from data, to take instead.
     """
-    own: nn.ModuleList = decoder.layers  # type: ignore[assignment]
-    chosen = drafting_layers(layers, skipped)
+    place = place_of(model)
+    own, chosen = place.layers, drafting_layers(layers, skipped)
     if skipped:
-        _refuse_experts_by_order(decoder, vllm_config)
+        _refuse_experts_by_order(place.decoder, vllm_config)
     tag = _tag(layers, draft_weights, skipped)
-    trunk = _view(decoder, tag)
-    cut(trunk, len(chosen))
-    # The view shares the dict of submodules with the target, which must keep its own layers.
-    device = next(decoder.parameters()).device
+    device = next(place.decoder.parameters()).device
     kernels = kernels_of(DRAFT_WEIGHTS[draft_weights], device)
     make, experts = _replacements(draft_weights, vllm_config, fitted, kernels)
     attention = on_one_query(vllm_config, device)
-    changed = replace_in_layers(own, chosen, vllm_config, make, experts, attention)
-    trunk.__dict__["_modules"] = {**decoder._modules, "layers": nn.ModuleList([*changed, *list(own)[layers:]])}
-    if hasattr(trunk, "aux_hidden_state_layers"):
-        trunk.aux_hidden_state_layers = ()  # type: ignore[assignment]
-    if not getattr(trunk, "do_not_compile", True):
-        _compile_anew(trunk, tag, vllm_config, kernels)
+
+    def remade_layer(place: int) -> nn.Module:
+        return replace_in_layers(own, [chosen[place]], vllm_config, make, experts, attention)[0]
+
+    changed = [remade_layer(place) for place in range(len(chosen))]
+    # A view shares the dict of submodules with the target, which must keep its own layers.
+    rest = list(own)[layers:] if place.ends_at_end_layer else []
+    trunk = decoder = _view(place.decoder, tag)
+    parts = {name: nn.ModuleList([*changed, *rest]) if part is own else part for name, part in trunk._modules.items()}
+    trunk.__dict__["_modules"] = parts
+    state: dict[str, Any] = trunk.__dict__
+    if place.ends_at_end_layer:
+        state["end_layer"] = len(chosen)
+    elif kinds := getattr(getattr(trunk, "config", None), "layer_types", None):
+        state["config"] = copy.copy(trunk.config)  # a model of Hugging Face's asks it for the kind of layer number i
+        state["config"].layer_types = [kinds[i] for i in chosen]
+    if "aux_hidden_state_layers" in state:
+        state["aux_hidden_state_layers"] = ()
+    outwards = place.modules[::-1]
+    for inner, outer in zip([None, *outwards], outwards, strict=False):
+        if inner is not None:
+            trunk = _with_child(outer, inner, trunk, tag)
+        if not getattr(trunk, "do_not_compile", True):
+            _compile_anew(trunk, tag, vllm_config, kernels)
+    trunk.__dict__.update(drafting_layers=tuple(changed), drafting_decoder=decoder, remade_layer=remade_layer)
     return trunk
+
+
+def _with_child(module: nn.Module, child: nn.Module, other: nn.Module, tag: str) -> nn.Module:
+    """`module` with `other` in the place of its part `child`: a view where it is compiled, else a shallow copy."""
+    parts = {name: other if part is child else part for name, part in module._modules.items()}
+    if getattr(module, "do_not_compile", True):
+        return shallow_copy(module, _modules=parts)
+    view = _view(module, tag)
+    view.__dict__["_modules"] = parts
+    return view
 
 
 def _refuse_experts_by_order(decoder: nn.Module, vllm_config: VllmConfig) -> None:
@@ -111,6 +143,7 @@ def _view(decoder: nn.Module, tag: str) -> nn.Module:
     code = forward.__code__.replace(co_name=name, co_qualname=f"{base.__qualname__}.{name}")
     own = types.FunctionType(code, forward.__globals__, name, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__, own.__annotations__ = forward.__kwdefaults__, dict(forward.__annotations__)
+    own.__dict__.update(forward.__dict__)  # what a decorated one wraps has the names of its arguments
     members = {"forward": own, "__module__": base.__module__}
     view_class = type(f"{base.__name__}_{tag}", (base,), members)
     view: nn.Module = object.__new__(view_class)
@@ -159,8 +192,7 @@ def _add_pass(compilation: CompilationConfig, added: InductorPass | None) -> Non
 
 def attention_names(trunk: nn.Module, vllm_config: VllmConfig) -> set[str]:
     """Names, as the KV cache knows them, of the attention modules in the layers that `trunk` runs."""
-    end: int = trunk.end_layer  # type: ignore[assignment]
-    layers: list[nn.Module] = list(trunk.layers)[:end]  # type: ignore[arg-type]
+    layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
     modules = {id(module) for layer in layers for module in layer.modules()}
     context = vllm_config.compilation_config.static_forward_context
     return {name for name, module in context.items() if id(module) in modules}

@@ -23,7 +23,7 @@ MODULES = {
     "vllm.distributed": "tensor_model_parallel_all_gather",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.exceptions": "VLLMValidationError",
-    "vllm.forward_context": "BatchDescriptor set_forward_context",
+    "vllm.forward_context": "BatchDescriptor get_forward_context set_forward_context",
     "vllm.logger": "init_logger",
     "vllm.platforms": "current_platform",
     "vllm.third_party": "pynvml",
@@ -42,7 +42,8 @@ MODULES = {
     "vllm.v1.sample.logits_processor.builtin": "MinTokensLogitsProcessor",
     "vllm.v1.sample.metadata": "SamplingMetadata",
     "vllm.v1.spec_decode.draft_model": "DraftModelProposer",
-    "vllm.v1.spec_decode.llm_base_proposer": "compute_probs_and_sample_next_token",
+    "vllm.v1.outputs": "LogprobsTensors SamplerOutput",
+    "vllm.v1.spec_decode.metadata": "SpecDecodeMetadata",
     # The V2 model runner, which is CUDA's.
     "vllm.v1.worker.gpu.attn_utils": "build_slot_mappings_by_layer get_attn_cg_support init_attn_backend",
     "vllm.v1.worker.gpu.block_table": "BlockTables",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import architecture_table
+
 from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.draft_weights import WeightFacts, require_draft_weights
 from selfspec_cli.vllm_plugin import refusals, spec_config
@@ -60,12 +62,12 @@ def latents_on_a_cpu() -> Any:
     refusals.refuse_latents(SimpleNamespace(model="m", use_mla=False, is_deepseek_mla=True), "cpu")
 
 
+def mrope_on_cuda() -> Any:
+    refusals.refuse_mrope(SimpleNamespace(model="m", uses_mrope=True), "cuda")
+
+
 def adapters_of_experts() -> Any:
     refusals.refuse_adapters(SimpleNamespace(enable_lora=True), SimpleNamespace(is_moe=True))
-
-
-def misread() -> Any:
-    refusals.refuse_misread(SimpleNamespace(method="eagle"), SimpleNamespace(model="eagle-like"))
 
 
 def weights(kind: str, **facts: Any) -> Callable[[], Any]:
@@ -85,6 +87,8 @@ def runner(device: str, v2: bool) -> Callable[[], Any]:
 LOSSLESS, EDGES = "engine/test_lossless.py::test_greedy", "engine/test_lossless_edges.py::test_scenario"
 WORKS_WITH, TWO = "engine/test_works_with.py::", "engine/test_two_ranks.py::"
 COPIES = "engine/test_draft_weights.py::"
+ARCHITECTURES = "engine/test_architectures.py::test_one_of_each_family"
+FAULTS = "engine/test_request_faults.py::"
 ONE_SERVER = "start one server for each GPU"
 
 ROWS: dict[str, tuple[Row, ...]] = {
@@ -102,8 +106,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             refusal=engine(decode_context_parallel_size=2), instead="use tensor_parallel_size"),
     ),
     "Models": (
-        Row("dense decoders (Llama, Qwen3, Gemma, ...)", YES, "every architecture whose layer loop ends at end_layer, "
-            "as pipeline parallelism wants it; another is refused by its name when it is loaded", LOSSLESS, CASES),
+        Row("dense decoders (Llama, Qwen3, Gemma, ...)", YES, "whatever the architecture is called: its decoder is the "
+            "part whose forward loops over its layers; the table below has each that was tried", LOSSLESS, CASES),
         Row("mixture of experts", YES, "Qwen3-MoE on the CPU; also Mixtral and Llama 4 on a GPU", LOSSLESS, CASES),
         Row("sliding windows", YES, "Mistral, Gemma 2 and Gemma 3; on a GPU Mistral was tried without its window, with "
             "which FlashAttention 3 is not batch-invariant for vLLM's own methods either", LOSSLESS,
@@ -117,8 +121,14 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
             WORKS_WITH + "test_multimodal_models"),
-        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
-            refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
+            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
+        Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
+            "decoder's layers, not with the MTP layers", ARCHITECTURES),
+        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "on a CPU: text goes on at one position in "
+            "all dimensions", ARCHITECTURES, "refused, next row"),
+        Row("positions of several dimensions (M-RoPE) on CUDA", REFUSED, "drafts are made at plain positions there",
+            refusal=mrope_on_cuda, instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
@@ -129,8 +139,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
             refusal=target("is_diffusion"), instead="without a speculative_config"),
         Row("embedding and other pooling models", REFUSED, "they generate no tokens",
             refusal=target("runner_type", "pooling"), instead="leave the speculative_config out"),
-        Row("a model whose name vLLM takes for another draft's (eagle, mtp, ...)", REFUSED, "vLLM guesses a draft's "
-            "method from its name", refusal=misread, instead="link the model to a folder of another name"),
     ),
     "Adapters": (
         Row("LoRA requests", YES, "drafts are made without the adapter, and verified with it: the output is the "
@@ -145,8 +153,16 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("greedy decoding", YES, "the baseline's tokens; on a GPU in vLLM's batch-invariant mode", LOSSLESS, CASES),
         Row("sampling, seeds", YES, "the baseline's distribution; a seed gives the same sample again, and another one "
             "than without drafts", "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
-        Row("drafts drawn at the request's temperature", YES, "`draft_sample_method: probabilistic`",
+        Row("a seed again, with draft lengths that change", YES, "with adaptive_length on the CPU a seed gives the "
+            "same sample whatever ran before. It may give another one where the load or other requests change the "
+            "draft length: with a length_table or bandit, and with adaptive_length on CUDA, where a request begins at "
+            "what is usual", FAULTS + "test_a_seed_gives_the_same_sample_again"),
+        Row("drafts drawn at the request's temperature", YES, "`draft_sample_method: probabilistic`; from the "
+            "request's own seed where it has one",
             "engine/test_sampling.py::test_drafting_keeps_the_distribution", CASES),
+        Row("every other field of a request, alone and beside others", YES, "in steps with drafts and without, among "
+            "them top_k alone and logprob_token_ids, with which vLLM's own speculation ends the engine of a CPU",
+            FAULTS + "test_each_field_beside_all_others"),
         Row("log-probabilities, of the prompt too", YES, "the target model's",
             "engine/test_lossless_edges.py::test_logprobs_are_the_target_models", CASES),
         Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
@@ -156,6 +172,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("penalties, bad words, allowed_token_ids", YES, "", EDGES),
         Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
             "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
+        Row("min_p in a model's generation_config.json", BY_VLLM, "the refusal says where it comes from: serve with "
+            "--override-generation-config '{\"min_p\": 0}'", "contract/test_requests.py::"
+            "test_a_min_p_of_the_models_is_refused_by_where_it_comes_from"),
+        Row("thinking_token_budget, trace_decode_token_ids", BY_VLLM, "the first without a reasoning parser, the "
+            "second under any speculative method", FAULTS + "test_what_is_refused_is_refused_alone"),
+        Row("custom logits processors (logits_processors)", BY_VLLM, "under any speculative method, when the engine "
+            "starts", "contract/test_v1_rejection.py::test_custom_logits_processors_are_refused_by_vllm"),
         Row("watermarks", REFUSED, "drafts would be drawn without the watermark",
             refusal=engine(watermark_config={"key": 1}), instead="serve watermarked text without a speculative_config"),
     ),
@@ -178,6 +201,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("draft length by load, by context and by request", YES, "",
             "engine/test_draft_lengths.py::"
             "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted"),
+        Row("weights replaced in a live engine (reload_weights, weight transfer)", YES, "copies and a draft "
+            "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
+            "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
+            "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced"),
         Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
             "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets"),
         Row("drafts with a window of the context (draft_window)", YES, "",
@@ -195,25 +222,24 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "Draft weights": (
         Row("shared (the target's own)", YES, "nothing is copied", LOSSLESS, CASES),
         Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
-            COPIES + "test_copies_draft_and_the_output_is_the_targets", CASES),
+            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets", CASES),
         Row("int8, int4", YES, "groups of 64; on CUDA for bfloat16 models",
-            COPIES + "test_integer_copies_of_all_layers_draft_and_the_output_is_the_targets",
+            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
             f"{CASES} (Llama, 8 and 4 bits)"),
-        Row("int6, int5 on CUDA", REFUSED, "there is no kernel for copies of so many bits; on a CPU they draft",
-            refusal=lambda: require_draft_weights("int6", WeightFacts("cuda", "bfloat16", capability=(9, 0))),
-            instead="allowed: fp8, int4, int8, shared"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
             TWO + "test_two_ranks_draft_on_their_shares"),
         Row("copies of experts", YES, "router and shared experts stay the target's own",
-            COPIES + "test_experts_are_copied_and_the_output_is_the_targets"),
+            COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
             "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets"),
         Row("copies fitted to data, with tensor parallelism", REFUSED, "the file holds whole weights",
             refusal=lambda: refusals.refuse_fitted_copies("a file", 2), instead="copies that are made at load"),
         Row("copies with expert parallelism", REFUSED, "", gpu="-",
             refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
-        Row("copies of quantised weights", REFUSED, "", WORKS_WITH + "test_copies_of_quantised_weights_are_refused",
-            gpu="-", refusal=weights("fp8", quantization="awq"), instead="allowed: shared"),
+        Row("copies of quantised weights, on a CPU", YES, "made of what the target's quantised layers multiply by, a "
+            "layer at a time", WORKS_WITH + "test_copies_of_quantised_weights", "refused, next row"),
+        Row("copies of quantised weights on CUDA, or of quantised experts", REFUSED, "", gpu="-",
+            refusal=weights("fp8", quantization="awq", device="cuda"), instead="allowed: shared"),
         Row("integer copies where a rank's rows do not divide into groups of 64", REFUSED, "", gpu="-",
             refusal=weights("int8", row_lengths=(96,)), instead="shared"),
         Row("fp8 on an older GPU, or of a model that is not bfloat16", REFUSED, "", gpu="-",
@@ -225,8 +251,7 @@ NOT_TRIED = (
     "expert parallelism (on shared weights; copies are refused)",
     "a KV cache in 8 bits",
     "KV connectors (prefill and decoding on different servers)",
-    "sleep mode, and weights that are replaced in a live engine (copies keep the old ones, so drafts get worse and the "
-    "output does not)",
+    "sleep mode (a GPU's; vLLM ignores it on a CPU)",
     "`method: skip` with adapters",
     "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",
@@ -260,6 +285,8 @@ def page() -> str:
     for title, rows in ROWS.items():
         parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
         parts += [_line(row) for row in rows]
+        if title == "Models":
+            parts.append(architecture_table.section(architecture_table.lines()))
     parts.append("\n## Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
     shown = [f"- {row.what}: `tests/{row.cpu}`\n" for rows in ROWS.values() for row in rows if row.cpu]
     return "".join([*parts, TESTS, *shown])

@@ -83,8 +83,8 @@ SIGNATURES = {
     f"{V1_PROPOSER}.take_last_draft_probs": "",
     f"{V1_PROPOSER}._raise_if_padded_drafter_batch_disabled": "",
     # V1: called.
-    "vllm.v1.spec_decode.llm_base_proposer:compute_probs_and_sample_next_token": "logits sampling_metadata "
-    "use_fp64_gumbel",
+    "vllm.v1.sample.sampler:Sampler.gather_logprobs": "logprobs num_logprobs token_ids",
+    "vllm.v1.sample.sampler:Sampler.gather_specific_token_logprobs": "logprobs logprob_token_ids sampled",
     "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder": "ubatch_id",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build": "common_prefix_len common_attn_metadata fast_build",
     "vllm.v1.worker.block_table:BlockTable.get_device_tensor": "num_reqs",

@@ -1,4 +1,4 @@
-"""experiments/serving/api_server.py: the stand-in for an engine behind vLLM's API server, and what is told of a run."""
+"""experiments/serving/api_server.py: an engine's stand-in behind vLLM's API server, and what is reported of a run."""
 
 import asyncio
 from pathlib import Path

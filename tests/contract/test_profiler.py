@@ -136,7 +136,7 @@ def test_weights_are_in_the_order_of_a_pass():
 
     target = nn.Module()
     target.model, target.lm_head = Decoder([layer(3), layer(5)]), nn.Linear(7, 1, bias=False)
-    trunk = SimpleNamespace(layers=target.model.layers, end_layer=1)
+    trunk = SimpleNamespace(drafting_layers=tuple(target.model.layers[:1]))
     head = SimpleNamespace(reads_lm_head=False, tensors=[torch.zeros(11)])
     found = weights_in_order(target, SimpleNamespace(head=head, model=trunk))
     assert found == {"full": [12, 24, 20, 40, 28], "draft": [12, 24, 44]}

@@ -9,8 +9,11 @@ import pytest
 pytestmark = pytest.mark.contract
 
 
-def verify(extra_args, **spec):
-    """vLLM's own check of a request's parameters, with ours behind it, in an engine of this speculative_config."""
+def verify(extra_args, model=None, min_p=0.0, **spec):
+    """vLLM's own check of a request's parameters, with ours before it, in an engine of this speculative_config.
+
+    model: the sampling parameters that the model's generation_config.json changes.
+    """
     from vllm import SamplingParams
 
     from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -20,9 +23,10 @@ def verify(extra_args, **spec):
     settings = ResolvedSettings.from_user({"method": "layer_skip", "num_speculative_tokens": 4, **spec}, 24)
     engine = SimpleNamespace(**{SETTINGS_KEY: settings.to_dict()})
     check_requests(lambda self, *arguments: asked.append(self))(
-        SamplingParams(extra_args=extra_args), SimpleNamespace(), engine, None, None
-    )
-    assert asked, "vLLM's own check comes first"
+        SamplingParams(extra_args=extra_args, min_p=min_p),
+        SimpleNamespace(get_diff_sampling_param=lambda: model or {}), engine, None, None,
+    )  # fmt: skip
+    assert asked, "vLLM's own check comes too"
 
 
 @pytest.mark.parametrize("fine", [None, {}, {"theirs": 1}, {"selfspec_k": 0}, {"selfspec_k": 4, "theirs": [1]}])
@@ -48,6 +52,16 @@ def test_a_threshold_is_checked_against_the_engines_gate():
     verify({"selfspec_threshold": 0.5}, gate="maxp")
     with pytest.raises(VLLMValidationError, match="selfspec_threshold = 7 is out of range for gate 'maxp'"):
         verify({"selfspec_threshold": 7}, gate="maxp")
+
+
+def test_a_min_p_of_the_models_is_refused_by_where_it_comes_from():
+    from vllm.exceptions import VLLMValidationError
+
+    verify(None, {"min_p": 0.05})  # a request that leaves it out
+    verify(None, {"top_p": 0.9}, min_p=0.1)  # its own: vLLM refuses it in its own words
+    with pytest.raises(VLLMValidationError, match=r"min_p = 0.05 from the model's generation_config.json: leave it "
+                       r"out by min_p = 0 .* --override-generation-config '\{\"min_p\": 0\}'"):  # fmt: skip
+        verify(None, {"min_p": 0.05}, min_p=0.05)
 
 
 def test_an_engine_without_early_exit_reads_nothing():

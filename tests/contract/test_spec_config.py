@@ -113,14 +113,21 @@ def test_adaptive_verification_is_refused_by_name(arguments, path):
         args.create_engine_config()
 
 
-def test_a_model_that_vllm_takes_for_another_draft_is_refused(arguments, path, tmp_path):
-    """Before, vLLM's EAGLE proposer was started for a folder of that name."""
-    folder = tmp_path / "eagle-like"
+MTP_LAYER = {"num_nextn_predict_layers": 1, "architectures": ["MiMoForCausalLM"]}
+
+
+@pytest.mark.parametrize(("name", "changes"), [("eagle-like", {}), ("llama", MTP_LAYER)], ids=["name", "architecture"])
+def test_a_model_that_vllm_takes_for_another_draft_is_its_own(arguments, tmp_path, name, changes):
+    """vLLM guesses a draft's method from its name (EAGLE) and its architecture (MTP), whatever method was given."""
+    folder = tmp_path / name
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     args = arguments(model=str(folder), skip_tokenizer_init=True, speculative_config={"method": "layer_skip"})
-    with pytest.raises(SettingsError, match="as a draft, vLLM takes it for one of method 'eagle'"):
-        args.create_engine_config()
+    config = args.create_engine_config()
+    spec = config.speculative_config
+    assert spec.method == "draft_model" and spec.uses_draft_model() and not spec.use_eagle()
+    assert spec.draft_model_config.architectures == config.model_config.architectures
+    assert spec.num_speculative_tokens == settings_of(config).k
 
 
 def test_other_methods_stay_vllms(arguments, path):

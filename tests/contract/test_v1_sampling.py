@@ -13,7 +13,7 @@ STOPS = {0: {1}, 1: {2, 3}, 3: {4}}
 
 
 def metadata(drafts, written=(5, 2, 9, 3), least=6):
-    """What vLLM's sampler is told of four requests with so many tokens written, and with min_tokens."""
+    """What vLLM's sampler gets for four requests with so many tokens written, and with min_tokens."""
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
     from vllm.v1.sample.logits_processor.state import LogitsProcessors
@@ -45,11 +45,11 @@ def metadata(drafts, written=(5, 2, 9, 3), least=6):
     )
 
 
-def forbidden(function, told, bonus=True):
+def forbidden(function, given, bonus=True):
     """(row, token) pairs that `function`, an `apply_logits_processors`, forbids."""
     from vllm.v1.sample.sampler import Sampler
 
-    logits = function(Sampler(), torch.zeros(4, VOCAB), told, bonus)
+    logits = function(Sampler(), torch.zeros(4, VOCAB), given, bonus)
     return {(row, token) for row, token in logits.isneginf().nonzero().tolist()}
 
 
@@ -79,19 +79,19 @@ ALL = {(row, token) for row, stops in STOPS.items() for token in stops}
 def test_a_stop_token_is_forbidden_while_the_drafts_before_it_are_too_few(theirs, drafts, want):
     from selfspec_cli.vllm_plugin.v1.sampling import bonus_token_after_drafts
 
-    processor, told = metadata(drafts)
+    processor, given = metadata(drafts)
     ours = bonus_token_after_drafts(theirs)
-    assert forbidden(ours, told) == want
-    assert forbidden(ours, told, bonus=False) == ALL  # a request without drafts: its next token is no bonus
-    assert forbidden(theirs, told) == ALL  # the fault, and that ours has changed nothing of vLLM's
+    assert forbidden(ours, given) == want
+    assert forbidden(ours, given, bonus=False) == ALL  # a request without drafts: its next token is no bonus
+    assert forbidden(theirs, given) == ALL  # the fault, and that ours has changed nothing of vLLM's
     assert set(processor.min_toks) == set(STOPS)
-    assert told.logitsprocs.non_argmax_invariant == [processor]
+    assert given.logitsprocs.non_argmax_invariant == [processor]
 
 
 def test_without_min_tokens_nothing_is_copied():
     from selfspec_cli.vllm_plugin.v1.sampling import _with_drafts_counted
 
-    _, told = metadata([[5]] * 4, written=(6, 7, 8, 9))
-    assert _with_drafts_counted(told) is told
-    _, told = metadata(None)
-    assert _with_drafts_counted(told) is told
+    _, given = metadata([[5]] * 4, written=(6, 7, 8, 9))
+    assert _with_drafts_counted(given) is given
+    _, given = metadata(None)
+    assert _with_drafts_counted(given) is given

@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.fp8 import E4m3
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin import trunk
+from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
 from selfspec_cli.vllm_plugin.weights import experts, linear
 from selfspec_cli.vllm_plugin.weights import fp8 as fp8_kernels
@@ -32,16 +33,17 @@ FP8 = layer_skip(EXIT, K, draft_weights="fp8")
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the proposer made of the target, under "target" and "trunk"."""
+    """The target's decoder and what the proposer made of it, under "target" and "trunk"."""
     from selfspec_cli.vllm_plugin.v1 import proposer as v1_proposer
 
     found: dict[str, Any] = {}
 
-    def first_layers(decoder: nn.Module, *args: Any) -> nn.Module:
-        before = {name: id(part) for name, part in decoder.named_modules()}
-        found.update(target=decoder, trunk=trunk.first_layers(decoder, *args))
-        assert {name: id(part) for name, part in decoder.named_modules()} == before
-        return found["trunk"]
+    def first_layers(model: nn.Module, *args: Any) -> nn.Module:
+        before = {name: id(part) for name, part in model.named_modules()}
+        view = trunk.first_layers(model, *args)
+        found.update(target=decoder_of(model), trunk=view.drafting_decoder)
+        assert {name: id(part) for name, part in model.named_modules()} == before
+        return view
 
     monkeypatch.setattr(v1_proposer, "first_layers", first_layers)
     return found

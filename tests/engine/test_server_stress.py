@@ -25,8 +25,8 @@ import pytest
 from harness import GATES, greedy, live, tokens
 from models import LAYERS, VOCAB, save_tiny, save_tokenizer
 
+from selfspec_cli import children
 from selfspec_cli.config.compose import compose_runs
-from selfspec_cli.engine import children
 from selfspec_cli.engine import server as servers
 from selfspec_cli.engine.server import Server, open_server
 

@@ -48,13 +48,13 @@ def check_layers(engine: Live, made: dict[str, Any], skipped: str) -> None:
 def test_compiled_views_of_equal_depth_run_their_own_layers(expected, made):
     """Two in one process: what each drafts is what the same view drafts on an eager engine. Each keeps the view that it
     was started with, and changes its gate."""
-    want, views, compiled, eager = expected("llama"), ("0-1", "2-3"), [], []
+    want, views, compiled, eager = expected("llama"), ("1-2", "2-3"), [], []
     for skipped in views:
         with live(want.path, layer_skip(LAYERS, K, skip_layers=skipped), **COMPILED) as engine:
             want.check(engine, SOME)
             compiled.append(engine.counts())
             check_layers(engine, made, skipped)
-            engine.set_gate("maxp", 0.05)
+            engine.set_gate("maxp", 0.3)
             want.check(engine, SOME)
             gated = engine.counts() - compiled[-1]
             gated.require_both_verdicts()

@@ -28,7 +28,7 @@ def test_the_parts_of_a_captured_draft_loop_add_up(tmp_path, processes):
     assert found["gpu"] and found["accounted"] == pytest.approx(1, abs=0.05)
     seconds = found["seconds"]
     assert {"trunk", "head", "gate", "verify", "sampler", "scheduler", "detokenise", "host"} <= set(seconds)
-    # What the profiler knows no launch of has been told from the order of a draft step's kernels.
+    # What the profiler knows no launch of is known from the order of a draft step's kernels.
     assert seconds.get("other", 0) < 0.05 * sum(seconds.values())
     assert seconds["trunk"] > seconds["head"] > 0
     read = [one for one in found["kernels"] if one["bytes"]]

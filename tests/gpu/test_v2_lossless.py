@@ -75,8 +75,17 @@ LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens genera
 POINTS = [(1, 1), (LAYERS // 4, 3), (LAYERS // 2, 5), (LAYERS - 1, 8)]
 MIDDLE = (LAYERS // 2, 5)
 OTHERS = ("mistral", "qwen3_moe", "mixtral", "llama4")
-MADE = {"int4": save_quantised, "eyes": save_with_eyes}
-"""What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures."""
+
+
+def save_wide(_: Path, folder: Path) -> Path:
+    """The architecture that the folder is named after, wide enough that every multiprocessor has a share of a layer."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4608, "num_attention_heads": 8}
+    return save_tiny(folder.name, folder, **{**shape(folder.name), **sizes})
+
+
+MADE = {"int4": save_quantised, "eyes": save_with_eyes, "wide": save_wide}
+"""What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures, and
+"llama+wide" drafts by one kernel for all layers."""
 
 Requests = tuple[list[list[int]], list[Any]]
 
@@ -163,6 +172,7 @@ class Case:
     preempted: int = 0
     read_first: int = 0  # steps whose tokens were read before the next one was launched
     joined: int = 0  # steps with a request in its prefill that were replayed as a full graph
+    fused: tuple[int, ...] = ()  # numbers of tokens for which a draft step is one kernel
     different: tuple[int, ...] = ()
     seconds: float = 0.0
 
@@ -180,7 +190,8 @@ class Case:
         # Mixed prefill and decode batches are full graphs in compiled engines, but for pictures.
         compiled = self.engine.get("compilation_config") == {} and not several_ranks
         graphs = self.joined > 0 or self.requests == "pictures" or not compiled
-        return 0 < self.accepted < self.drafted and orders and graphs and not self.different
+        one_kernel = bool(self.fused) or not self.model.endswith("+wide")
+        return 0 < self.accepted < self.drafted and orders and graphs and one_kernel and not self.different
 
 
 def cases(**engine: Any) -> Iterator[Case]:
@@ -208,6 +219,7 @@ def cases(**engine: Any) -> Iterator[Case]:
             yield Case(model, LAYERS, 4, engine={**engine}, spec={"draft_weights": "int4"})
             for kind in ("int8", "int4"):  # one token at a time
                 yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
+    yield from one_kernel(**engine)
     yield from views(**engine)
     yield from lengths(**engine)
     for model in OTHERS:
@@ -221,6 +233,20 @@ def cases(**engine: Any) -> Iterator[Case]:
         yield Case("llama", *MIDDLE, engine={**engine, **more, "quantization": "fp8"})
         yield Case("llama+int4", *MIDDLE, engine={**engine, **more})
         yield Case("llama+eyes", *MIDDLE, "pictures", engine={**engine, **more})
+
+
+def one_kernel(**engine: Any) -> Iterator[Case]:
+    """Draft steps of up to four tokens as one kernel, beside steps of more tokens that are not."""
+    if engine.get("tensor_parallel_size", 1) > 1:
+        return
+    copies = {"draft_weights": "int4"}
+    for model in ("llama+wide", "qwen3+wide"):
+        for more in ({}, COMPILED, {"enforce_eager": True}):
+            yield Case(model, LAYERS, 4, "few", engine={**engine, **more, "max_num_seqs": 4}, spec=copies)
+        yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec=copies)
+        yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
+        yield Case(model, LAYERS, 4, engine={**engine}, spec={**copies, "gate": "maxp", "tau": 0.2})
+        yield Case(model, LAYERS, 4, "few", engine={**engine}, spec={**copies, "draft_window": 48})
 
 
 def views(**engine: Any) -> Iterator[Case]:
@@ -335,6 +361,7 @@ def run(case: Case) -> Case:
         outputs = generated(it, case)
         case.read_first, case.joined = orders.asked // 2, graphs.get("FULL joined", 0)
         counts = it.counts()
+        case.fused = fused_tokens(it)
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
     sure = [index for index, params in enumerate(REQUESTS[case.requests]()[1]) if params.temperature == 0]
@@ -345,6 +372,14 @@ def run(case: Case) -> Case:
     for index in differing(got, want)[:3]:
         print(f"    request {sure[index]}: {first_difference(got[index], want[index])}")
     return case
+
+
+def fused_tokens(it: Live) -> tuple[int, ...]:
+    """Numbers of tokens for which an engine's draft steps are one kernel; none where its worker is another process."""
+    worker = getattr(it.llm.llm_engine.engine_core.engine_core.model_executor, "driver_worker", None)
+    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
+    step = getattr(getattr(runner, "speculator", None), "fused_step", None)
+    return () if step is None else step.tokens
 
 
 def parting(got: list[int], want: list[int]) -> int:

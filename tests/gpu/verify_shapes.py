@@ -110,8 +110,8 @@ def verdict(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any
         done = subprocess.run(words(name, folder, options.results, options), capture_output=True, text=True,
                               timeout=LIMIT, env=environment, check=False)  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        told = error.stderr or b""
-        return made | {"verdict": None, "error": f"not done after {LIMIT} s: {told[-2000:]!r}"}
+        said = error.stderr or b""
+        return made | {"verdict": None, "error": f"not done after {LIMIT} s: {said[-2000:]!r}"}
     finally:
         shutil.rmtree(folder)
     try:

@@ -220,7 +220,7 @@ def test_counters_count_as_the_cpus_do():
     state, plain = new_state(), DraftCounters(K)
     gate = DeviceGate(state, "maxp", 0.3, None)
     end = end_step()
-    for seed in range(12):
+    for seed in range(6):  # each number of rows, and each threshold with few and with many
         requests = seed % ROWS + 1
         gate.set("maxp", (0.05, 0.3, 0.9)[seed % 3])
         begin(state, [10] * requests)

@@ -3,7 +3,8 @@
 What it does is in the prompt: {"prompt": [n, ...]} is answered by outputs n0, n1, ... (an output may hold two tokens);
 the prompt [13] is refused with HTTP 400, [14] breaks off in the middle, [15] is answered after two seconds. [16] is
 answered on a new connection alone: one that was used before is reset after 0.3 seconds, before any byte of an answer.
-[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head.
+[17] is never answered: its connection is closed. [18] breaks off in the first line of the answer's head. A chat that
+says "reasoning", "reasoning_content" or "call" is answered in that part of a message, another one in its content.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         tokens = body["max_tokens"]
         for number in range(tokens // 2):  # two tokens an output
             time.sleep(self.step)
-            self.chunk({"choices": [self.choice(f"{prompt[0]}.{number} ")]})
+            self.chunk({"choices": [self.choice(f"{prompt[0]}.{number} ", prompt)]})
             if prompt == [14]:
                 self.close_connection = True
                 return self.connection.shutdown(socket.SHUT_RDWR)
@@ -109,8 +110,18 @@ class Handler(BaseHTTPRequestHandler):
         drafted = 2 * sum("prompt" in body for _, body in self.asked)
         return {"rounds": 1, "steps": 2, "drafted": drafted, "gate_ended": 0, "length_histogram": [0, 0, 1]}
 
-    def choice(self, text):
-        return {"delta": {"content": text}} if "chat" in self.path else {"text": text}
+    def choice(self, text, prompt):
+        if "chat" not in self.path:
+            return {"text": text}
+        if prompt == "call":
+            call = {
+                "index": 0,
+                "id": f"call-{time.monotonic_ns()}",
+                "type": "function",
+                "function": {"arguments": text},
+            }
+            return {"delta": {"tool_calls": [call]}}
+        return {"delta": {prompt if prompt in ("reasoning", "reasoning_content") else "content": text}}
 
     def chunk(self, document):
         self.event(b"data: " + json.dumps(document).encode() + b"\n\n")

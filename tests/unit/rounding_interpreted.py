@@ -16,6 +16,12 @@ torch.set_default_device(DEVICE)
 GPU = DEVICE == "cuda"
 TOKENS = [1, 2, 9, 32]
 BITS = [4, 8]
+CASES = [
+    (1, 4, 64, torch.float32), (1, 8, 704, torch.bfloat16), (2, 4, 704, torch.float32), (2, 8, 64, torch.bfloat16),
+    (9, 4, 64, torch.bfloat16), (9, 8, 704, torch.float32), (32, 4, 704, torch.bfloat16), (32, 8, 64, torch.float32),
+]  # fmt: skip
+"""Tokens (each with another room), bits (halves or not), columns (one group, or more than a program takes), and type:
+each with each value of any other."""
 
 
 def as_given(rounded, factors, tokens, groups):
@@ -50,10 +56,7 @@ def test_bytes_times_their_factors_are_the_tokens(tokens, bits):
     assert (back - x).norm() / x.norm() < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [64, 704])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("tokens", "bits", "columns", "dtype"), CASES)
 def test_a_norm_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, dtype):
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in [(tokens, columns)] * 2 + [(columns,)])
     normed, left, *rounded = rounding.add_and_norm(x, residual, weight, 1e-5, bits)
@@ -66,10 +69,7 @@ def test_a_norm_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, dtype):
         assert_rounded(rounded, normed, bits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [64, 704])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("tokens", "bits", "columns", "dtype"), CASES)
 def test_an_activation_is_the_one_of_vllm_and_is_rounded(tokens, bits, columns, dtype):
     x = torch.randn(tokens, 2 * columns).to(dtype)
     values, *rounded = rounding.activate(x, bits)

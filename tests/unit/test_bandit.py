@@ -23,7 +23,7 @@ def play(bandit, rounds, acceptance, seed=0):
         accepted = 0
         while accepted < arm.k and draw.random() < acceptance:
             accepted += 1
-        bandit.told(arm, [(accepted, arm.k)])
+        bandit.learn(arm, [(accepted, arm.k)])
         chosen.append(arm)
     return chosen
 
@@ -132,18 +132,18 @@ def test_on_the_v1_runner_all_requests_of_a_round_have_one_arm_within_table_and_
 
 def test_a_round_is_told_of_every_request_that_was_drafted_for():
     lengths = DraftLengths(settings())
-    told = []
-    lengths._bandit.told = lambda arm, rounds: told.append((arm, list(rounds)))
+    learned = []
+    lengths._bandit.learn = lambda arm, rounds: learned.append((arm, list(rounds)))
     lengths._arm = Arm(None, 2)
     lengths.verdict(["a", "b", "c", "d"], [[1, 2, 3], [1], [], [1]], [2, 1, 0, 0])
-    assert told.pop() == (Arm(None, 2), [(2, 2), (0, 1)])
+    assert learned.pop() == (Arm(None, 2), [(2, 2), (0, 1)])
     lengths.verdict(["a"], [[1]], [1])  # of no round of an arm
     lengths._arm = Arm(None, 2)
     lengths.verdict(["a"], [[1]], None)  # nobody was drafted for
-    assert not told
+    assert not learned
     lengths._arm = Arm(None, 0)
     lengths.verdict(["a"], [[1]], None)  # but time goes by
-    assert told.pop() == (Arm(None, 0), [])
+    assert learned.pop() == (Arm(None, 0), [])
 
 
 def test_it_does_not_go_with_lengths_by_acceptance():

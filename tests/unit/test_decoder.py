@@ -55,3 +55,92 @@ def test_a_wrapper_around_a_language_model(whole):
     assert decoder.decoder_of(wrapper) is inner.model
     assert decoder.output_projection(wrapper) is (inner if whole else wrapper).lm_head
     assert decoder.input_embedding(wrapper) is inner.model.embed_tokens
+
+
+class Inside(nn.Module):
+    """OPT's order: what vLLM calls the model only passes on to the decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = Layers("embed_tokens")
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+class ByNumber(nn.Module):
+    """Layers under another name, which the loop takes by their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.h, self.others = nn.Embedding(8, 4), nn.ModuleList([nn.Identity()]), nn.ModuleList()
+        self.start_layer, self.end_layer = 0, 1
+
+    def forward(self, x):
+        for number in range(self.start_layer, self.end_layer):
+            x = self.h[number](x)
+        return x
+
+
+class ToTheEnd(nn.Module):
+    """As Hugging Face's decoders are: the loop ends with the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms, self.blocks = nn.ModuleList([nn.LayerNorm(4)]), nn.ModuleList([nn.Identity(), nn.Identity()])
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks[:8]):
+            x = self.norms[0](block(x)) + number
+        return x
+
+
+class NoLoop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def around(part, name="model"):
+    model = nn.Module()
+    setattr(model, name, part)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "name", "ends_at_end_layer"),
+    [
+        (around(Inside()), ("model", "decoder"), "layers", True),
+        (around(ByNumber(), "transformer"), ("transformer",), "h", True),
+        (around(ToTheEnd()), ("model",), "blocks", False),
+    ],
+    ids=["inside another part", "by number", "to the end of the list"],
+)
+def test_layers_are_found_by_the_loop_over_them(model, path, name, ends_at_end_layer):
+    place = decoder.place_of(model)
+    assert (place.root, place.path, place.name, place.ends_at_end_layer) == (model, path, name, ends_at_end_layer)
+    assert place.layers is getattr(place.decoder, name)
+
+
+class InTwo(nn.Module):
+    """Two decoders that run one after the other, each with some of the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = ToTheEnd(), ToTheEnd()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_model_with_layers_in_two_lists_is_refused():
+    with pytest.raises(SettingsError, match="architecture Module is not supported"):
+        decoder.place_of(around(InTwo()))
+
+
+def test_a_model_without_such_a_loop_is_refused():
+    with pytest.raises(SettingsError, match="no part of it has a forward that loops over a list of its layers"):
+        decoder.place_of(around(NoLoop()))

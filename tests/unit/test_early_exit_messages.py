@@ -79,7 +79,7 @@ def test_of_a_users_words(spec, text):
         ({"head": {"rank": 0}}, "head.rank = 0 is out of range; allowed: 1 or more"),
         ({"head": {"rank": True}}, "head.rank = True must be an integer, not bool"),
         ({"acceptance_length": 0.5}, "acceptance_length = 0.5 is out of range; allowed: 1 or more"),
-        ({"vocab": 3}, "vocab = 3 must be text, a path or words"),
+        ({"vocab": 0}, "vocab = 0: must be 'full', a number of tokens, 1 or more, or a file of token ids"),
         ({"draft_sample_method": "some"}, "draft_sample_method 'some' is not known; allowed: greedy, probabilistic"),
     ],
 )  # fmt: skip

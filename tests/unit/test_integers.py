@@ -99,13 +99,6 @@ def test_on_cuda_the_target_has_to_run_in_bfloat16():
         require_draft_weights("int4", WeightFacts("cuda", dtype="float16"))
 
 
-@pytest.mark.parametrize("bits", [5, 6])
-def test_copies_of_5_and_6_bits_are_for_a_cpu(bits):
-    require_draft_weights(f"int{bits}", WeightFacts("cpu", dtype="bfloat16"))
-    with pytest.raises(SettingsError, match=rf"no kernel for copies of {bits} bits; allowed: fp8, int4, int8, shared"):
-        require_draft_weights(f"int{bits}", WeightFacts("cuda", dtype="bfloat16", capability=(9, 0)))
-
-
 @pytest.mark.parametrize("kind", [DRAFT_WEIGHTS["int4"], DRAFT_WEIGHTS["int8"]], ids=lambda kind: kind.name)
 def test_copies_of_experts_are_bytes_that_vllms_kernels_read(kind):
     """As `fused_moe_kernel_gptq_awq` reads them: from a byte, or half of one, minus the middle, times the scale."""

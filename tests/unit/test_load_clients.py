@@ -199,6 +199,20 @@ def test_chats_are_counted_by_what_they_say(toy, tmp_path):
     assert [len(one.events) for one in run.good] == [4, 4]
 
 
+@pytest.mark.slow
+@needs_locust
+def test_reasoning_and_calls_of_tools_are_counted_as_what_is_said(toy, tmp_path):
+    """A part that no content came with was no output: the first token seemed to come after all of the reasoning."""
+    said = ("reasoning", "reasoning_content", "call")
+    asked = [{"messages": [{"role": "user", "content": one}]} for one in said]
+    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=6), tmp_path, check=nothing)
+    assert [len(one.events) for one in run.good] == [4] * 6
+    by_request = [one.digest for one in run.good]
+    assert by_request[:3] == by_request[3:]  # an id that a server gives a call is no output of the model's
+    assert len(set(by_request)) == 2  # "r.0 ..." twice, "c.0 ..."
+    assert all(one.events[0] - one.sent < one.events[-1] - one.sent for one in run.good)
+
+
 def test_a_server_that_runs_already_is_asked_for_its_model_and_its_counters(toy):
     found = server.connect(f"{toy.url}/v1/")
     assert (found.url, found.model) == (toy.url, "toy")

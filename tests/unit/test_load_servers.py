@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from commands import call, document
 
+from selfspec_cli import children
 from selfspec_cli.config.schema import LoadConfig
-from selfspec_cli.engine import children, server
+from selfspec_cli.engine import server
 from selfspec_cli.engine.server import ServerError, front_end, open_server
 from selfspec_cli.record import folder, tables
 
@@ -117,7 +118,7 @@ def test_the_front_end_is_the_one_that_the_row_says(monkeypatch, asked, of_the_u
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path):
     words = f"[{sys.executable!r}, '-c', 'import time; time.sleep(600)', {str(tmp_path)!r}]"
-    parent = "import os, sys\nfrom selfspec_cli.engine import children\n" \
+    parent = "import os, sys\nfrom selfspec_cli import children\n" \
              f"made = children.start({words}, open(os.devnull, 'wb'), os.environ)\nprint(made.pid, flush=True)\n" \
              "sys.stdin.read()\n"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -56,6 +56,12 @@ def test_every_room_has_a_line():
 
 
 def test_every_module_of_the_plugin_is_listed():
+    """In the plugin's docstring or in that of the module's own folder; registries have a module for each entry."""
     folder = PACKAGE / "vllm_plugin"
-    modules = [file.name for file in folder.rglob("*.py") if file.name != "__init__.py"]
-    assert [name for name in modules if name not in named(vllm_plugin.__doc__)] == []
+    modules = [file for file in folder.rglob("*.py") if file.name != "__init__.py"]
+    assert len(modules) > 60
+    for file in modules:
+        if file.parent.name in ("releases", "contexts"):
+            continue
+        near = docstrings(file.parent / "__init__.py")
+        assert file.name in named(vllm_plugin.__doc__) | named(near), file

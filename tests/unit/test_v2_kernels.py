@@ -25,25 +25,22 @@ def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> st
     return done.stdout
 
 
-def test_the_kernels_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "kernels_interpreted.py"), TRITON_INTERPRET="1")
+def interpreted(*files: str) -> str:
+    """What pytest prints of some files of this folder, in one process, for importing PyTorch takes longer than most."""
+    return run("-m", "pytest", "-q", *(str(HERE / f"{name}_interpreted.py") for name in files), TRITON_INTERPRET="1")
 
 
-def test_how_much_is_drafted_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "round_setup_interpreted.py"), TRITON_INTERPRET="1")
+def test_the_kernels_and_how_much_is_drafted_in_tritons_interpreter():
+    assert " passed" in interpreted("kernels", "round_setup")
 
 
 def test_the_speculator_in_tritons_interpreter():
     pytest.importorskip("vllm")
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "speculator_interpreted.py"), TRITON_INTERPRET="1")
+    assert " passed" in interpreted("speculator")
 
 
-def test_products_with_integer_copies_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "lowbit_interpreted.py"), TRITON_INTERPRET="1")
-
-
-def test_norms_and_activations_that_round_in_tritons_interpreter():
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "rounding_interpreted.py"), TRITON_INTERPRET="1")
+def test_products_with_integer_copies_and_what_rounds_for_them_in_tritons_interpreter():
+    assert " passed" in interpreted("lowbit", "rounding")
 
 
 def test_norms_and_activations_that_round_compile_for_cuda():
@@ -73,7 +70,7 @@ def test_few_tokens_times_integer_copies_compile_for_cuda():
 
 def test_the_drafts_attention_in_tritons_interpreter():
     pytest.importorskip("vllm")
-    assert " passed" in run("-m", "pytest", "-q", str(HERE / "attention_interpreted.py"), TRITON_INTERPRET="1")
+    assert " passed" in interpreted("attention")
 
 
 def test_the_drafts_attention_compiles_for_cuda():

@@ -1,21 +1,24 @@
 """When hits by meaning may be served so that the share of wrong ones stays below a number that the user states.
 
-What is promised. Let delta be the stated share and alpha the stated risk. An *audit* is a question for which the cache
-would have served an entry, but which is sent on instead, and whose fresh answer a judge compares with the entry's.
-While hits are not open every such question is audited; once they are open a coin, which looks at nothing, picks a
-fixed share of them. Under these assumptions
+What is promised. Let delta be the stated share and alpha the stated risk. An *audit* is a question for which the
+cache proposes an entry, but which is sent on instead, and whose fresh answer a judge compares with the entry's. While
+hits are not served ("closed") every such question is audited; once they are ("open") a coin that looks at nothing
+picks a fixed share of them. Assume that
 
-1. a verdict is right (the judge errs for neither side), and one that is missing is missing for reasons that have
-   nothing to do with whether the entry was right;
-2. the chance that an accepted entry is wrong, given all that came before, is the same for audited and served questions
-   (the coin sees to that) and does not cross delta from below to above while hits are open,
+1. a verdict is right, and one that is missing is missing for reasons that have nothing to do with whether the entry
+   was right;
+2. the chance that a proposed entry is wrong, given all that came before, is either at least delta at every question
+   or below delta at every question.
 
-the chance that hits are ever open while that chance is at least delta is at most alpha. So, with probability 1 -
-alpha, every hit that is served is wrong with a probability below delta. No assumption is made on how the entries are
-accepted: that model may be as wrong as it likes, and the cache is then never opened. The first assumption of the
-second point fails for a stream whose nature changes between two audits; wrong audits then close the cache again, after
-how many is what `CAP` is about. This holds for hits, which is more than arXiv:2502.03771 promises (wrong hits as a
-share of all requests).
+Then the cache is ever open in the first case with a chance of at most alpha. So, but for that chance, every hit is
+wrong with a probability below delta, and so is the expected share of wrong hits among hits: a stronger statement than
+that of arXiv:2502.03771, which bounds wrong hits as a share of all requests, under a logistic model of similarity.
+Nothing is assumed about how entries are proposed: that model may be as bad as it likes, and the cache then stays
+closed.
+
+What is not promised. Assumption 2 fails for a stream whose nature changes while the cache is open; wrong audits then
+close it again, after about as many as `CAP` allows, but what was served until then is not covered. The share among
+the hits of a short stretch varies around its expectation. A judge that errs shifts the bound by as much as it errs.
 
 How. E is a wager against "an accepted entry is wrong with a chance of at least delta". Each audit multiplies E by (1 -
 bet) / (1 - delta) if the entry was right and by bet / delta if not, where 0 < bet <= delta is fixed before the audit.
@@ -67,7 +70,7 @@ class Promise:
 
     @property
     def bet(self) -> float:
-        """The chance of a wrong answer that the next audit is wagered on: what was seen of late, at most delta."""
+        """The chance of a wrong answer that the next audit is wagered on: recent audits' share, at most delta."""
         wrong, right = PRIOR[0], max(PRIOR[1], 0.5 / self.delta)
         return min(self.delta, (self.wrong + wrong) / (self.wrong + self.right + wrong + right))
 

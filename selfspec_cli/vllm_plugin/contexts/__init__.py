@@ -11,8 +11,7 @@ from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.refusals import refuse_context
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.utils import AttentionGroup
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
 
 def kernel_for(context: Context, groups: Sequence[AttentionGroup], vllm_config: VllmConfig) -> ContextKernel | None:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.utils import AttentionGroup
-
     from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
 
 class ContextKernel:

@@ -16,7 +16,7 @@ from selfspec_cli.early_exit.data_aware import weighted_error
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.fitted_weights import LM_HEAD, About, FittedWeights
-from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts
+from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of
 from selfspec_cli.vllm_plugin.exit_head import fingerprint, plain_lm_head
 from selfspec_cli.vllm_plugin.weights.copied import plain_weight
 
@@ -34,8 +34,8 @@ class Moments:
     def __init__(self, model: nn.Module, layers: Sequence[int], vllm_config: VllmConfig) -> None:
         from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 
-        decoder: Any = decoder_of(model)
-        if has_experts(decoder):
+        decoder_layers = layers_of(model)
+        if any(map(has_experts, decoder_layers)):
             raise SettingsError("mixture-of-experts layers have no copies, so none can be fitted")
         if not vllm_config.model_config.enforce_eager:
             raise SettingsError("activations are collected on an eager engine only; allowed: enforce_eager = True")
@@ -46,7 +46,7 @@ class Moments:
         self.modules: dict[str, Any] = {
             f"layers.{i}.{name}": part
             for i in layers
-            for name, part in decoder.layers[i].named_modules()
+            for name, part in decoder_layers[i].named_modules()
             if isinstance(part, LinearBase)
         }
         self.sums: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
+from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of, output_projection
 from selfspec_cli.vllm_plugin.vllm_names import LinearBase
 from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
 
@@ -64,19 +64,18 @@ def weights_in_order(target: nn.Module, drafter: Any) -> dict[str, list[int]] | 
     mixture of experts, whose step reads some of its weights, and for a decoder that is not known.
     """
     try:
-        decoder = decoder_of(target)
+        layers = layers_of(target)
     except SettingsError:
         return None
-    if has_experts(decoder):
+    if any(map(has_experts, layers)):
         return None
-    layers: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
     names = [name for name, part in layers[0].named_modules() if isinstance(part, LinearBase)]
     found = {"full": [*_linears(layers, names), weight_bytes([output_projection(target)])]}
     head = getattr(drafter, "head", None)
     if head is not None and hasattr(head, "reads_lm_head"):
         trunk = drafter.model
         rows = weight_bytes([output_projection(target)] if head.reads_lm_head else [], head.tensors)
-        found["draft"] = [*_linears(list(trunk.layers)[: trunk.end_layer], names), rows]
+        found["draft"] = [*_linears(trunk.drafting_layers, names), rows]
     return found
 
 

@@ -61,7 +61,7 @@ class DraftLengths:
         pairs = zip(sampled, verified, strict=False)
         rounds = [(len(tokens) - 1, steps) for tokens, steps in pairs if tokens and steps]
         if rounds or not arm.k:
-            bandit.told(arm, rounds)
+            bandit.learn(arm, rounds)
 
     def budgets(
         self, requests: Mapping[str, Any], load: int, names: Sequence[str], contexts: Sequence[int]
@@ -88,7 +88,9 @@ class DraftLengths:
         k = cell.k if own.k is None else min(cell.k, own.k)
         if k and self._ladder is not None:
             if name not in self._estimates:
-                self._estimates[name] = RequestEstimate.beginning(self._ladder, self._usual)
+                # A seed gives the same sample again, whatever other requests had accepted before.
+                first = self._usual if parameters.seed is None else 1.0
+                self._estimates[name] = RequestEstimate.beginning(self._ladder, first)
             k = min(k, self._estimates[name].length())
         threshold = cell.threshold if own.threshold is None else own.threshold
         if self._arm is not None:

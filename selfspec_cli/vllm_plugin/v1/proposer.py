@@ -16,7 +16,6 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_log import DraftRecorder
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
@@ -34,14 +32,15 @@ from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+from selfspec_cli.vllm_plugin.v1.sampling import draw
 from selfspec_cli.vllm_plugin.vllm_names import (
     CommonAttentionMetadata,
     DraftModelProposer,
-    compute_probs_and_sample_next_token,
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -103,10 +102,16 @@ class _EarlyExit(DraftModelProposer):
         target_model, wanted = without_adapters(target_model), self.settings
         fitted = fitted_for(wanted, target_model, self.vllm_config)
         self.model = first_layers(
-            decoder_of(target_model), wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+            target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        self._weights = Watch(self.runner.get_model())
+
+    def renew(self) -> None:
+        """The target has other weights: make what was made of the old ones anew."""
+        renew(self.model, self.head, self.settings, self.vllm_config)
+        self._weights.stale = False
 
     def initialize_attn_backend(
         self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
@@ -147,8 +152,9 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Warm-up and profiling: compiles the trunk together with the target."""
+        positions = self._rotated(torch.zeros(num_tokens, dtype=torch.int64), None)
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            self.model(self.input_ids[:num_tokens], self.positions[:num_tokens], None)
+            self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
     # ---- what the runner hands over -----------------------------------------------------------------------------
 
@@ -190,6 +196,8 @@ class _EarlyExit(DraftModelProposer):
             self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
         self._draft_probs = None
+        if self._weights.stale:
+            self.renew()
         limit = min(num_speculative_tokens, self.draft_length)
         state = self._start(batch, limit)
         if state is None:
@@ -293,7 +301,22 @@ class _EarlyExit(DraftModelProposer):
             state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, self._context)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
-            return self.model(state.tokens, state.positions, None)
+            positions = self._rotated(state.positions, state.rows)
+            return self.model(state.tokens, positions, intermediate_tensors=None)
+
+    def _rotated(self, positions: Tensor, rows: Tensor | None) -> Tensor:
+        """Positions [n] as the model's rotary embedding takes them: [dimensions, n] with M-RoPE.
+
+        Behind a picture, which has fewer positions than tokens, a request's text goes on at a shift of its own, alike
+        in all dimensions. rows: of the batch, whose requests have these positions; None: of no requests.
+        """
+        if not self.uses_mrope:
+            return positions
+        if rows is not None:
+            names, requests = self.runner.input_batch.req_ids, self.runner.requests
+            shifts = [requests[names[row]].mrope_position_delta or 0 for row in rows.tolist()]
+            positions = positions + torch.tensor(shifts)
+        return positions.repeat(len(self.mrope_positions), 1)
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
@@ -301,8 +324,8 @@ class _EarlyExit(DraftModelProposer):
         """Draft tokens [n] drawn from the head's distribution at the request's temperature, and that distribution."""
         assert sampling.temperature is not None
         full = self.head.to_full_logits(logits)  # [n, vocabulary], -inf outside a draft vocabulary
-        subset = replace(sampling, temperature=sampling.temperature[rows])
-        return compute_probs_and_sample_next_token(full, subset, self.use_fp64_gumbel)
+        own = {place: sampling.generators[row] for place, row in enumerate(rows.tolist()) if row in sampling.generators}
+        return draw(full, sampling.temperature[rows], own)
 
     def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], requests: int, k: int) -> Tensor:
         """Ragged steps -> [requests, k, vocabulary]; the runner reads only the rows that were proposed."""

@@ -1,16 +1,128 @@
-"""What vLLM 0.32's V1 model runner gets wrong when it verifies speculated tokens, whatever has drafted them."""
+"""What vLLM 0.32's V1 model runner gets wrong when it verifies speculated tokens, whatever has drafted them; and how a
+draft is drawn there."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from selfspec_cli.vllm_plugin.weights.replace import shallow_copy
 
 if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import MinTokensLogitsProcessor, SamplingMetadata
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        LogprobsTensors,
+        MinTokensLogitsProcessor,
+        SamplerOutput,
+        SamplingMetadata,
+        SpecDecodeMetadata,
+    )
+
+GREEDY = 1e-5  # vLLM's: a request at a lower temperature is greedy
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def draw(logits: Tensor, temperature: Tensor, generators: Mapping[int, torch.Generator]) -> tuple[Tensor, Tensor]:
+    """A draft token [n] from each row of `logits` [n, V] at its temperature [n], and the distributions [n, V].
+
+    generators: of the rows whose requests have a seed: drawn from these, the drafts of a request are the same each
+    time, and so is what becomes of them. vLLM draws every draft from the process's generator.
+    """
+    greedy = temperature < GREEDY
+    probs = (logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)).softmax(-1, dtype=torch.float32)
+    noise = torch.empty_like(probs).exponential_()
+    for row, generator in generators.items():
+        noise[row].exponential_(generator=generator)
+    drawn = (probs / noise.clamp_min_(SMALLEST)).argmax(-1)
+    return torch.where(greedy, probs.argmax(-1), drawn), probs
+
+
+def without_drafts(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """Replacement for `RejectionSampler.forward`: a step without drafts is sampled as without speculation.
+
+    With a speculative configuration vLLM sends such a step through the rejection sampler too, which takes the largest
+    of no rows where a request has `top_k` alone; the engine ends. `logprob_token_ids` it takes for another shape than
+    it makes, and ends as well, or leaves them out.
+    """
+
+    def forward(
+        self: Any,
+        metadata: SpecDecodeMetadata,
+        draft_probs: Tensor | None,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """logits: [drafted tokens + requests, vocabulary]."""
+        if not any(metadata.num_draft_tokens):
+            rows = logits[metadata.bonus_logits_indices]
+            output: SamplerOutput = self.sampler(logits=rows, sampling_metadata=sampling_metadata)
+            return output
+        if chosen := sampling_metadata.logprob_token_ids:
+            sampler = _with_chosen_tokens(self.sampler, chosen, metadata.max_spec_len + 1)
+            self = shallow_copy(self, _modules={**self._modules, "sampler": sampler})
+            sampling_metadata = _asking_for_logprobs(sampling_metadata)
+        return original(self, metadata, draft_probs, logits, sampling_metadata)
+
+    return forward
+
+
+def chosen_tokens_beside_others(original: Callable[..., SamplerOutput]) -> Callable[..., SamplerOutput]:
+    """Replacement for `Sampler.forward`: `logprob_token_ids` of one request leave the log-probabilities of the others.
+
+    vLLM gives every request of the step what was chosen, so that those that asked for the likeliest get none.
+    """
+
+    def forward(
+        self: Any, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
+    ) -> SamplerOutput:
+        """logits: [requests, vocabulary]."""
+        if chosen := sampling_metadata.logprob_token_ids:
+            self = _with_chosen_tokens(self, chosen, 1)
+            sampling_metadata = _asking_for_logprobs(sampling_metadata)
+        return original(self, logits, sampling_metadata, *args, **kwargs)
+
+    return forward
+
+
+def _asking_for_logprobs(metadata: SamplingMetadata) -> SamplingMetadata:
+    """The same metadata with chosen tokens among the log-probabilities that are asked for."""
+    return replace(metadata, logprob_token_ids=None, max_num_logprobs=metadata.max_num_logprobs or 0)
+
+
+def _with_chosen_tokens(sampler: Any, chosen: Mapping[int, list[int]], rows: int) -> Any:
+    """`sampler` that gives chosen tokens to the requests that chose some, and the likeliest to others.
+
+    chosen: token ids by request; rows: of log-probabilities that each request has, one after the other.
+    """
+    from selfspec_cli.vllm_plugin.vllm_names import LogprobsTensors
+
+    ids = {row: tokens for request, tokens in chosen.items() for row in range(rows * request, rows * (request + 1))}
+
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """logprobs [rows, vocabulary], token_ids [rows]: that of each token, and of others, [rows, 1 + most]."""
+        likeliest = type(sampler).gather_logprobs(logprobs, num_logprobs, token_ids)
+        asked = sampler.gather_specific_token_logprobs(logprobs, ids, token_ids)
+        own = torch.zeros(len(logprobs), 1, dtype=torch.bool)
+        own[list(ids)] = True
+        own = own.to(logprobs.device)
+        most = max(likeliest.logprobs.shape[1], asked.logprobs.shape[1])
+
+        def merged(left: Tensor, right: Tensor, filling: float) -> Tensor:
+            left, right = (F.pad(one, (0, most - one.shape[1]), value=filling) for one in (left, right))
+            return torch.where(own, left, right)
+
+        return LogprobsTensors(
+            merged(asked.logprob_token_ids, likeliest.logprob_token_ids, 0),
+            merged(asked.logprobs, likeliest.logprobs, -torch.inf),
+            likeliest.selected_token_ranks,
+        )
+
+    return shallow_copy(sampler, gather_logprobs=gather_logprobs)
 
 
 def expand_on_cpu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ device_loop.py        the WHILE node of that graph, which ends on the device whe
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
-window.py             drafts that attend to a part of the context: one kernel in front of the loop.
+../contexts/          drafts that attend to a part of the context: one kernel in front of the loop.
 
 Around the round, on the host:
 

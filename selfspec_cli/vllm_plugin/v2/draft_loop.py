@@ -31,6 +31,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
     from selfspec_cli.vllm_plugin.v2.kernels import EndStep
     from selfspec_cli.vllm_plugin.v2.state import DraftState
     from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor
@@ -41,11 +42,12 @@ logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users co
 class DraftLoop(TargetDependentARSpeculator):
     """The part of the speculator that runs on the device, captured or launched step by step.
 
-    settings, state, model (the first E layers), head and end_step are set by `EarlyExitSpeculator`.
+    settings, state, model (the first E layers), fused_step, head and end_step are set by `EarlyExitSpeculator`.
     """
 
     settings: ResolvedSettings
     state: DraftState
+    fused_step: FusedStep | None
     head: Any
     end_step: EndStep
     _loop: device_loop.DeviceLoop | None = None
@@ -227,7 +229,12 @@ class DraftLoop(TargetDependentARSpeculator):
 
     def _forward(self, num_tokens: int) -> Tensor:
         """The first E layers on the persistent inputs -> normed hidden states [num_tokens, hidden]."""
-        return self.model(self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens], None)
+        if self.fused_step is not None:
+            hidden = self.fused_step(num_tokens, self.input_buffers)
+            if hidden is not None:
+                return hidden
+        ids, positions = self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens]
+        return self.model(ids, positions, intermediate_tensors=None)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

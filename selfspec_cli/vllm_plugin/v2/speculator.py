@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin.contexts import kernel_for
-from selfspec_cli.vllm_plugin.decoder import decoder_of
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
+from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
@@ -42,6 +42,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
@@ -111,12 +112,20 @@ class EarlyExitSpeculator(DraftLoop):
         self._target = target_model
         fitted = fitted_for(wanted, target_model, self.vllm_config)
         self.model = first_layers(
-            decoder_of(target_model), wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
+            target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
+        decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
+        self.fused_step = fused_step(decoder, self.vllm_config, self.device)
+        self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
         logger.info("early exit: the layers that draft are ready after %.2f s", time.perf_counter() - began)
+
+    def renew(self) -> None:
+        """The target has other weights: make what was made of the old ones anew, where CUDA graphs read it."""
+        renew(self.model, self.head, self.settings, self.vllm_config)
+        self._weights.stale = False
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The base class's hook for loading weights; `load_model` above needs none."""
@@ -250,6 +259,8 @@ class EarlyExitSpeculator(DraftLoop):
 
         Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """
+        if self._weights.stale:
+            self.renew()
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if self.recorder is not None and not dummy_run:
             self.recorder.verdict(input_batch, num_sampled, self.state)

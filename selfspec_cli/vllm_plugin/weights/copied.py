@@ -1,8 +1,8 @@
 """The draft on copies of the target's weights, of any kind (early_exit/draft_weights).
 
 The target's modules are left as they are, so the verify pass, which decides on every token, runs on its own weights;
-copies can only change which drafts are proposed. Weights that are loaded anew into a live engine do not reach the
-copies: drafts get worse then, the output does not.
+copies can only change which drafts are proposed. Weights that are loaded anew into a live engine reach the copies by
+renewed.py.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class CopiedLinear:
     """The `quant_method` of a linear layer that multiplies by its copy; vLLM's layers ask nothing else of it."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [n, in] -> [n, out]."""
+        """x [..., in] -> [..., out]; models of Hugging Face's have a dimension before the tokens'."""
         out: Tensor = layer.copy_of_weight(x, bias)
-        return out
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class CopiedProjection:
@@ -182,29 +182,31 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
 
 
 def plain_weight(layer: Any) -> Tensor | None:
-    """The weight [out, in] of a linear layer that is not quantised, None for another.
+    """The weight [out, in] that a linear layer multiplies by; None for one of which it cannot be had.
 
-    vLLM's CPU build packs linear weights into buffers of its kernels' own and empties the parameter, so the weight is
-    read back: what the layer makes of the unit vectors.
+    vLLM's CPU build packs linear weights into buffers of its kernels' own and empties the parameter, and a quantised
+    layer has another form for each method. Both are read back: what the layer makes of the unit vectors.
     """
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    if weight.numel() or not hasattr(layer, "cpu_linear"):
-        return weight.detach() if weight.dim() == 2 else None
-    return _unpacked(layer, int(layer.input_size_per_partition), weight.dtype)
+    weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
+    if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if weight.numel() or not hasattr(layer, "cpu_linear"):
+            return weight.detach() if weight.dim() == 2 else None
+        return _unpacked(layer, weight.dtype)
+    dtype = getattr(layer, "params_dtype", None)
+    return None if method is None or dtype is None else _unpacked(layer, dtype)
 
 
 UNIT_VECTORS = 512  # multiplied at once, so that they take little memory beside the weight
 
 
 @torch.inference_mode()
-def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
-    """What vLLM packed, [out, columns]: exact, because every sum has one term that is not zero."""
-    parts = []
+def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
+    """What vLLM packed, [out, in]: exact, because every sum has one term that is not zero."""
+    columns, parts = int(layer.input_size_per_partition), []
+    device = next(layer.parameters()).device
     for start in range(0, columns, UNIT_VECTORS):
         count = min(UNIT_VECTORS, columns - start)
-        units = torch.zeros(count, columns, dtype=dtype)
+        units = torch.zeros(count, columns, dtype=dtype, device=device)
         units[torch.arange(count), torch.arange(start, start + count)] = 1
         parts.append(layer.quant_method.apply(layer, units, None))
     return torch.cat(parts).t().contiguous()

@@ -46,8 +46,8 @@ class SharedLinear:
     """The `quant_method` of a linear layer of the trunk that multiplies by the target's own weight."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [n, in] -> [n, out]."""
-        return linear(x, layer.weight, bias)
+        """x [..., in] -> [..., out]; models of Hugging Face's have a dimension before the tokens'."""
+        return linear(x.flatten(0, -2), layer.weight, bias).view(*x.shape[:-1], layer.weight.shape[0])
 
 
 def on_own_weight(module: nn.Module, name: str) -> nn.Module | None:

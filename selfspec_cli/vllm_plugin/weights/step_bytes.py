@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from selfspec_cli.vllm_plugin.decoder import decoder_of, has_experts, output_projection
+from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of, output_projection
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.exit_head import TargetHead
@@ -24,12 +24,10 @@ def step_bytes(
     "..._kv_token": keys and values of one token of context. Embeddings are looked up, not read. None for a mixture of
     experts, whose step reads only some of its weights.
     """
-    decoder, lm_head = decoder_of(target), output_projection(target)
-    parts: list[nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
-    if has_experts(decoder):
+    parts, lm_head = layers_of(target), output_projection(target)
+    if any(map(has_experts, parts)):
         return None
-    layers: int = trunk.end_layer  # type: ignore[assignment]
-    exit_layers: list[nn.Module] = list(trunk.layers)[:layers]  # type: ignore[arg-type]
+    exit_layers: tuple[nn.Module, ...] = trunk.drafting_layers  # type: ignore[assignment]
     exit_parts = [*exit_layers, *([lm_head] if head.reads_lm_head else [])]
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
@@ -37,7 +35,7 @@ def step_bytes(
         "full": weight_bytes([*parts, lm_head]),
         "draft": weight_bytes(exit_parts, head.tensors),
         "full_kv_token": a_layer * len(parts),
-        "draft_kv_token": a_layer * layers,
+        "draft_kv_token": a_layer * len(exit_layers),
     }
 
 

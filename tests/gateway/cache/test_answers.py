@@ -311,7 +311,7 @@ asyncio.run(main())
 
 
 def killed_after(path, entries):
-    """A process that writes entries until it is killed; the last entry that it told to be done."""
+    """A process that writes entries until it is killed; the last entry that it said was stored."""
     command = [sys.executable, "-c", WRITER, str(path), os.path.dirname(__file__)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
         done = next(int(line) for line in writer.stdout if int(line) >= entries)

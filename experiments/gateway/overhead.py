@@ -1,0 +1,267 @@
+"""What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
+
+    python experiments/gateway/overhead.py > overhead.json
+    python experiments/gateway/overhead.py --vllm-router /envs/r/bin/vllm-router --smg /envs/r/bin/smg --litellm /envs/l/bin/litellm
+
+A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
+each gateway, in turn, so that what the machine does meanwhile meets all of them. Reported for each number of streams: p50
+and p99 of the time to first token in milliseconds, what that is over asking directly, and tokens a second as a share of
+direct. Run it on a quiet machine.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+MODEL = "toy"
+KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start without one; the others ignore it
+HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
+CHAT = "/v1/chat/completions"
+START_SECONDS = 120.0
+
+
+# ---- the server without a model --------------------------------------------------------------------------------------
+
+
+def serve(port: int, step: float) -> None:
+    """Answer every completion with max_tokens tokens, one every `step` seconds, the first one after one step."""
+    import uvicorn
+
+    head = b'data: {"id":"x","object":"text_completion","created":1,"model":"toy","choices":'
+    event = head + b'[{"index":0,"text":"word ","logprobs":null,"finish_reason":%s}]}\n\n'
+
+    def answer(kind: bytes) -> dict[str, Any]:
+        return {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["method"] == "GET":
+            body = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
+            body = b"" if scope["path"] == "/metrics" else body
+            await send(answer(b"application/json"))
+            return await send({"type": "http.response.body", "body": body})
+        raw = b""
+        while True:
+            message = await receive()
+            raw += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        if scope["path"] not in ("/v1/completions", CHAT):  # vllm-router asks the server to render prompts, for one
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            return await send({"type": "http.response.body", "body": b""})
+        asked = json.loads(raw)
+        tokens = asked.get("max_tokens") or 4
+        if not asked.get("stream"):
+            choice = {"index": 0, "text": "word", "finish_reason": "length"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            body = json.dumps({"id": "x", "object": "text_completion", "created": 1, "model": MODEL,
+                               "choices": [choice], "usage": usage}).encode()  # fmt: skip
+            await send(answer(b"application/json"))
+            return await send({"type": "http.response.body", "body": body})
+        await send(answer(b"text/event-stream; charset=utf-8"))
+        for place in range(tokens):
+            await asyncio.sleep(step)
+            data = event % (b'"length"' if place + 1 == tokens else b"null")
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools", backlog=4096)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def started(command: Sequence[str], port: int, log: Path, path: str, model: str) -> Iterator[str]:
+    """A process that listens on a port, once it answers a completion; ended afterwards."""
+    with open(log, "wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            if process.poll() is not None or time.monotonic() > until:
+                sys.exit(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
+            if asyncio.run(answers(url + path, model)):
+                break
+            time.sleep(0.3)
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def answers(url: str, model: str) -> bool:
+    """Whether a short stream comes."""
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession() as session:
+            return (await stream(session, url, model, 2))[1] > 0
+    except (aiohttp.ClientError, OSError, AssertionError):
+        return False
+
+
+def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path) -> dict[str, tuple[list[str], int]]:
+    """Name -> (command, port) of every gateway that is to be measured."""
+    found: dict[str, tuple[list[str], int]] = {}
+
+    def add(name: str, make: Callable[[int], list[Any]]) -> None:
+        port = free_port()
+        found[name] = ([str(word) for word in make(port)], port)
+
+    config = folder / "gateway.yaml"
+    config.write_text(f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\n"
+                      f"results_dir: {folder}\n")  # fmt: skip
+    add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
+    listen = ["--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
+    if options.vllm_router:
+        add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
+    if options.smg:
+        add("smg", lambda port: [options.smg, "launch", *listen, free_port(), "--port", port])
+    if options.litellm:
+        lite = folder / "litellm.yaml"
+        where = {
+            "model": f"{'openai' if options.chat else 'text-completion-openai'}/{model}",
+            "api_base": f"{backend}/v1",
+            "api_key": "none",
+        }
+        lite.write_text(
+            json.dumps(
+                {
+                    "model_list": [{"model_name": model, "litellm_params": where}],
+                    "general_settings": {"master_key": KEY},
+                }
+            )
+        )
+        add("litellm", lambda port: [options.litellm, "--config", lite, "--host", "127.0.0.1", "--port", port])
+    return found
+
+
+# ---- clients ---------------------------------------------------------------------------------------------------------
+
+
+async def stream(session: Any, url: str, model: str, tokens: int) -> tuple[float, int, float]:
+    """(seconds to the first event, events with a choice, seconds in all) of one stream."""
+    said = "once upon a time"
+    prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
+    body = {"model": model, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True} | prompt
+    began, first, events = time.perf_counter(), None, 0
+    async with session.post(url, json=body, headers=HEADERS) as response:
+        assert response.status == 200, response.status
+        async for part in response.content.iter_any():
+            if first is None:
+                first = time.perf_counter() - began
+            events += part.count(b'"choices":[{') + part.count(b'"choices": [{')
+    assert first is not None
+    return first, events, time.perf_counter() - began
+
+
+async def measured(url: str, model: str, streams: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """All streams at once, repeats times; the first time is thrown away."""
+    import aiohttp
+
+    firsts: list[float] = []
+    events, seconds = 0, 0.0
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for number in range(repeats + 1):
+            began = time.perf_counter()
+            found = await asyncio.gather(*(stream(session, url, model, tokens) for _ in range(streams)))
+            if number:
+                seconds += time.perf_counter() - began
+                firsts += [one[0] for one in found]
+                events += sum(one[1] for one in found)
+    return {"firsts": firsts, "events": events, "seconds": seconds}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    """Start everything, measure in turn, print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--url", help="a real server to measure in front of, instead of the one without a model")
+    parser.add_argument("--model", default=MODEL, help="the name of its model")
+    parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--step", type=float, default=0.03, help="seconds between tokens of the server without a model")
+    parser.add_argument("--requests", type=int, default=512, help="streams for each number of streams, in each round")
+    parser.add_argument("--rounds", type=int, default=3, help="times that all are measured in turn")
+    for name in ("--vllm-router", "--smg", "--litellm"):
+        parser.add_argument(name, help="path of the program, in an environment of its own")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        return serve(options.serve, options.step)
+    from contextlib import ExitStack
+
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
+        folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
+        backend = options.url
+        if backend is None:
+            port = free_port()
+            command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
+            backend = stack.enter_context(started(command, port, folder / "server.log", path, options.model))
+        urls = {"direct": backend}
+        for name, (command, port) in gateways(options, backend, options.model, folder).items():
+            urls[name] = stack.enter_context(started(command, port, folder / f"{name}.log", path, options.model))
+            print(f"{name}: {urls[name]}", file=sys.stderr)
+        print(json.dumps(table(options, {name: url + path for name, url in urls.items()}), indent=1))
+
+
+def table(options: argparse.Namespace, urls: dict[str, str]) -> dict[str, Any]:
+    """The result: a row for each gateway and number of streams."""
+    rows = []
+    for streams in options.streams:
+        repeats = max(2, options.requests // streams)
+        raw: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
+        for number in range(options.rounds):
+            for name in list(urls) if number % 2 == 0 else list(urls)[::-1]:
+                raw[name].append(asyncio.run(measured(urls[name], options.model, streams, options.tokens, repeats)))
+                print(f"{streams} streams, round {number + 1}: {name}", file=sys.stderr)
+        joined = {name: [one for part in parts for one in part["firsts"]] for name, parts in raw.items()}
+        rates = {name: sum(one["events"] for one in parts) / sum(one["seconds"] for one in parts)
+                 for name, parts in raw.items()}  # fmt: skip
+        for name, firsts in joined.items():
+            row = {"gateway": name, "streams": streams, "requests": len(firsts)}
+            for label, share in (("p50", 0.5), ("p99", 0.99)):
+                row[f"ttft_{label}_ms"] = round(1000 * quantile(firsts, share), 3)
+                added = quantile(firsts, share) - quantile(joined["direct"], share)
+                row[f"added_{label}_ms"] = round(1000 * added, 3)
+            row["tokens_s"] = round(rates[name], 1)
+            row["share_of_direct"] = round(rates[name] / rates["direct"], 4)
+            rows.append(row)
+    path = CHAT if options.chat else "/v1/completions"
+    step = None if options.url else options.step
+    return {"path": path, "tokens": options.tokens, "step_s": step, "rounds": options.rounds, "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0], "rows": rows}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

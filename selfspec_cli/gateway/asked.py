@@ -1,0 +1,148 @@
+"""One request, as a client sent it: read, checked, and what the client says about its way through the gateway."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.gateway.errors import bad_request
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+CLASSES = ("interactive", "batch")
+CACHE_WISHES = ("none", "exact", "meaning")
+OWN = "selfspec"  # of the body: what is meant for the gateway
+WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
+BLOCK = 256  # characters of a prompt that are remembered as one piece
+EXPECTED = 128  # tokens of an answer before any was seen
+
+
+@dataclass
+class Asked:
+    """A request. body: without what is meant for the gateway. prompt_tokens: an estimate from the characters, exact
+    for token ids. blocks: hashes of the prompt's beginnings, BLOCK characters further each. expected_tokens: of the
+    answer. deadline: monotonic seconds, of class batch. text: what was asked, for hashes and logs."""
+
+    endpoint: str
+    body: dict[str, Any]
+    id: str = ""
+    tenant: str = ""
+    prompt_tokens: float = 0.0
+    prompt_chars: int = 0
+    blocks: tuple[int, ...] = ()
+    expected_tokens: float = EXPECTED
+    policy: str | None = None
+    backend: str | None = None
+    cache: str | None = None
+    kind: str = "interactive"
+    priority: int | None = None
+    deadline: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    text: str = ""
+
+    @property
+    def model(self) -> str:
+        """As the client calls it."""
+        return str(self.body.get("model") or "auto")
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is wanted in parts."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Limit of the answer that the client set."""
+        limit = self.body.get("max_completion_tokens", self.body.get("max_tokens"))
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the same request has the same answer everywhere."""
+        return self.body.get("temperature") == 0
+
+
+def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
+    """A request out of its body and headers; raises GatewayError (400) for one that no backend could answer."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise bad_request("the body must be a JSON object")
+    if not isinstance(body.get("model", ""), str):
+        raise bad_request(f"model={body['model']!r}: a name is needed", "model")
+    if not isinstance(body.get("stream") or False, bool):
+        raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
+    needed = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}[endpoint]
+    if needed not in body and not (endpoint == COMPLETIONS and "prompt_embeds" in body):
+        raise bad_request(f"{needed} is missing", needed)
+    own = body.pop(OWN, None) or {}
+    asked = Asked(endpoint, body, id=_request_id(headers.get("x-request-id", "")))
+    _wishes(asked, own, headers)
+    _measure(asked, body.get(needed))
+    return asked
+
+
+def _request_id(given: str) -> str:
+    fits = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    return given if fits else f"gw-{uuid.uuid4().hex}"
+
+
+def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
+    """What the client says by `selfspec` in the body, and by X-Selfspec-... headers, which win."""
+    if not isinstance(own, dict):
+        raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
+    wishes = dict(own)
+    for name in WISHES:
+        if (given := headers.get(f"x-selfspec-{name.replace('_', '-')}")) is not None:
+            wishes[name] = given
+    for name, value in wishes.items():
+        if name not in WISHES:
+            raise bad_request(closest(name, WISHES, "wish"), OWN)
+        if name == "class":
+            asked.kind = _word(value, CLASSES, name)
+        elif name == "cache":
+            asked.cache = _word(value, CACHE_WISHES, name)
+        elif name == "priority":
+            asked.priority = int(_number(value, name))
+        elif name == "deadline_ms":
+            asked.deadline = asked.began + max(0.0, _number(value, name)) / 1000
+        else:
+            setattr(asked, name, str(value))
+
+
+def _word(value: Any, allowed: tuple[str, ...], name: str) -> str:
+    if value not in allowed:
+        raise bad_request(closest(value, allowed, name), name)
+    return str(value)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise bad_request(f"{name}={value!r}: a number is needed", name) from error
+
+
+def _measure(asked: Asked, content: Any) -> None:
+    """How long the prompt is, and hashes of its beginnings."""
+    ids = content if asked.endpoint == COMPLETIONS and isinstance(content, list) else []
+    if ids and all(isinstance(one, int) for one in ids):
+        asked.prompt_tokens, asked.prompt_chars = float(len(ids)), 0
+        asked.text = " ".join(map(str, ids))
+    else:
+        asked.text = content if isinstance(content, str) else orjson.dumps(content).decode()
+        asked.prompt_chars = len(asked.text)
+        asked.prompt_tokens = asked.prompt_chars / 4
+    found, before = [], hash((asked.endpoint, asked.model))
+    for place in range(0, min(len(asked.text), 64 * BLOCK), BLOCK):
+        before = hash((before, asked.text[place : place + BLOCK]))
+        found.append(before)
+    asked.blocks = tuple(found)

@@ -1,0 +1,70 @@
+"""What a kind of backend is: how its settings are checked, what is started for it, and what it understands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.settings import BackendSettings
+
+
+def nothing(settings: BackendSettings, port: int) -> list[str] | None:
+    """No process belongs to it."""
+    return None
+
+
+def need_url(settings: BackendSettings) -> None:
+    """Raises ConfigError where no address is given."""
+    if settings.url is None or not settings.url.startswith(("http://", "https://")):
+        raise ConfigError(f"backend {settings.name}: url={settings.url!r}: write http://HOST:PORT")
+
+
+@dataclass(frozen=True)
+class BackendKind:
+    """An object of the registry.
+
+    check: raises ConfigError for settings that it cannot begin with. command: the words that start its server on a port
+    of this machine; None where nothing is started. vllm: whether it answers as vLLM does: token ids, priorities,
+    /metrics, `vllm_xargs`. changes_weights: its answers are not those of the unchanged model. before: what is done
+    before a request is sent there, (client, backend, path, body) -> body; None where nothing is.
+    """
+
+    name: str
+    help: str
+    check: Callable[[BackendSettings], None]
+    command: Callable[[BackendSettings, int], list[str] | None] = nothing
+    vllm: bool = True
+    changes_weights: bool = False
+    before: Callable[[Any, Any, str, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
+
+
+def serve_command(settings: BackendSettings, port: int) -> list[str]:
+    """`selfspec serve` with the words of a backend, on a port of this machine."""
+    scheduling = ["--scheduling-policy", "priority"] if settings.priorities else []
+    return [sys.executable, "-m", "selfspec_cli", "serve", *settings.words, "--", "--host", "127.0.0.1", "--port",
+            str(port), *scheduling, *settings.options]  # fmt: skip
+
+
+def check_serve(settings: BackendSettings) -> None:
+    """Raises ConfigError for words that are no settings; `selfspec serve` checks them in full when it starts."""
+    wrong = [word for word in settings.words if "=" not in word]
+    if wrong:
+        raise ConfigError(f"backend {settings.name}: words={wrong[0]!r}: write KEY=VALUE, as for selfspec serve")
+    if settings.url is None and not settings.words:
+        raise ConfigError(f"backend {settings.name}: give url, or words for selfspec serve, such as [layer=3, k=4]")
+
+
+def log_of(settings: BackendSettings, folder: Path) -> Path:
+    """Where the output of its server goes."""
+    return folder / f"backend-{settings.name}.log"
+
+
+def environment(settings: BackendSettings, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Of the server of a backend that is started here."""
+    own = {name: str(value) for name, value in settings.environment.items()}
+    return {"VLLM_NO_USAGE_STATS": "1", **base, **own}

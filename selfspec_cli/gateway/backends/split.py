@@ -1,0 +1,48 @@
+"""Prefill on one server, decode on another, joined by vLLM's KV connector (NIXL, or the example connector on one host).
+
+The gateway asks the server at `prefill` for one token, and the one at `url` for the answer, with what the first said of
+where its keys and values are. Drafts are made where it decodes; the server that prefills needs none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.backends.base import BackendKind, need_url
+from selfspec_cli.gateway.settings import BackendSettings
+
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+          "remote_host": None, "remote_port": None}  # fmt: skip
+_OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs", "top_logprobs", "n", "vllm_xargs")
+
+
+def check(settings: BackendSettings) -> None:
+    """Raises ConfigError where one of the two addresses is missing."""
+    need_url(settings)
+    if settings.prefill is None or not settings.prefill.startswith(("http://", "https://")):
+        raise ConfigError(f"backend {settings.name}: prefill={settings.prefill!r}: write http://HOST:PORT")
+
+
+async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The body for the server that decodes, once the other one has prefilled the prompt.
+
+    Raises:
+        BackendFailed, Refused: it did not.
+    """
+    if "input" in body:  # an embedding is prefill alone
+        return body
+    first = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+    first |= {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
+    if "max_completion_tokens" in first:
+        first["max_completion_tokens"] = 1
+    base = replica.settings.prefill.rstrip("/").removesuffix("/v1").rstrip("/")
+    async with upstream.post(replica, path, first, {}, base=base) as response:
+        found = orjson.loads(b"".join([part async for part in upstream.parts(response)]))
+    where = found.get("kv_transfer_params")
+    return {**body, "kv_transfer_params": where} if where else body
+
+
+BACKEND = BackendKind("split", "prefill on the server at prefill, decode on the one at url", check, before=prefilled)

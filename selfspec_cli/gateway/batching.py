@@ -1,0 +1,58 @@
+"""Requests of class `batch` wait until a backend idles, enough of them are there, or their deadline comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.settings import BatchSettings
+
+
+class Batch:
+    """The queue. candidates: backends that could take a request now.
+
+    `look` lets requests go where a reason is there; it is called when a request comes, when one ends, and when backends
+    were looked at. The oldest deadline goes first.
+    """
+
+    def __init__(self, settings: BatchSettings, candidates: Callable[[Asked], list[Replica]]) -> None:
+        self.settings, self.candidates = settings, candidates
+        self.waiting: list[tuple[Asked, asyncio.Future[str]]] = []
+
+    async def wait(self, asked: Asked) -> str:
+        """Returns when the request may go, and says why: idle, enough or deadline."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[str] = loop.create_future()
+        deadline = asked.deadline or asked.began + self.settings.deadline_seconds
+        alarm = loop.call_later(max(0.0, deadline - asked.began), _let_go, ready, "deadline")
+        entry = (asked, ready)
+        self.waiting.append(entry)
+        try:
+            self.look()
+            return await ready
+        finally:
+            alarm.cancel()
+            if entry in self.waiting:
+                self.waiting.remove(entry)
+
+    def look(self) -> None:
+        """Let go whatever has a reason to: one request for each backend that idles, or all when enough wait."""
+        self.waiting = [one for one in self.waiting if not one[1].done()]
+        if len(self.waiting) >= self.settings.enough:
+            for _, ready in self.waiting:
+                _let_go(ready, "enough")
+            self.waiting = []
+            return
+        taken: set[str] = set()
+        for asked, ready in sorted(self.waiting, key=lambda one: one[0].deadline or float("inf")):
+            idle = [one for one in self.candidates(asked) if one.idle() and one.name not in taken]
+            if idle:
+                taken.add(idle[0].name)
+                _let_go(ready, "idle")
+
+
+def _let_go(ready: asyncio.Future[str], why: str) -> None:
+    if not ready.done():
+        ready.set_result(why)

@@ -1,0 +1,147 @@
+"""The control surface, by FastAPI: models, health, metrics, routes, feedback, drain, the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from selfspec_cli import __version__
+from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.errors import GatewayError, document
+from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway.settings import plain
+
+GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
+
+
+class Feedback(BaseModel):
+    """How an answer was. request_id: of its x-request-id header. entry: of a cache hit's x-selfspec-cache header.
+    quality: 0 (wrong) to 1 (right)."""
+
+    request_id: str | None = None
+    entry: str | None = None
+    quality: float = Field(ge=0, le=1)
+
+
+def control(gateway: Gateway) -> FastAPI:
+    """The application for everything that is no answer of a model."""
+    app = FastAPI(title="selfspec gateway", version=__version__)
+
+    @app.exception_handler(GatewayError)
+    async def told(request: Request, error: GatewayError) -> Response:
+        return Response(error.body(), error.status, error.headers, "application/json")
+
+    @app.exception_handler(404)
+    async def unknown(request: Request, error: Exception) -> Response:
+        body = document(f"there is no {request.method} {request.url.path} here", "invalid_request_error", 404)
+        return Response(body, 404, media_type="application/json")
+
+    @app.middleware("http")
+    async def with_key(request: Request, call_next: Any) -> Any:
+        path = request.url.path
+        if path not in ("/health", "/metrics"):
+            try:
+                who = gateway.keys.tenant(request.headers.get("authorization", ""))
+                if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
+                    raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
+            except GatewayError as error:
+                return Response(error.body(), error.status, error.headers, "application/json")
+        return await call_next(request)
+
+    _views(app, gateway)
+    _actions(app, gateway)
+    return app
+
+
+def _views(app: FastAPI, gateway: Gateway) -> None:
+    """What is looked at."""
+    told_at = [0.0]  # when /metrics was told the gains
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while a backend takes requests and the gateway does not end."""
+        up = [one.name for one in gateway.replicas if one.available()]
+        fine = bool(up) and not gateway.draining
+        return JSONResponse({"status": "ok" if fine else "unavailable", "backends": up}, 200 if fine else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus's text format."""
+        if time.monotonic() - told_at[0] > GAINS_SECONDS:
+            told_at[0] = time.monotonic()
+            gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
+        return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """Every name that a client may use for a model; `auto` leaves the choice of the model to the gateway too."""
+        names = dict.fromkeys(name for one in gateway.replicas for name in (*one.models, *one.settings.serves))
+        data = [{"id": name, "object": "model", "owned_by": "selfspec"} for name in names]
+        return {"object": "list", "data": data}
+
+    @app.get("/gateway/routes")
+    async def routes() -> dict[str, Any]:
+        """Backends as they are, and what each route won."""
+        gains = await asyncio.to_thread(gateway.ledger.gains)  # intervals are resampled, which takes its time
+        gateway.telemetry.gains(gains)
+        return {"policy": gateway.settings.policy, "policies": {name: one.help for name, one in POLICIES.items()},
+                "backends": [_shown(one) for one in gateway.replicas],
+                "gains": [vars(gain) for gain in gains],
+                "cache": {} if gateway.caching.cache is None else gateway.caching.cache.stats()}  # fmt: skip
+
+    @app.get("/gateway/config")
+    async def config() -> Any:
+        """The settings. Keys are not in them: settings name the variables that hold them."""
+        return plain(gateway.settings)
+
+
+def _actions(app: FastAPI, gateway: Gateway) -> None:
+    """What changes something."""
+
+    @app.post("/gateway/feedback")
+    async def feedback(given: Feedback) -> dict[str, Any]:
+        """An answer was judged: the policy `quality` and the cache learn from it."""
+        if given.entry is not None and gateway.caching.cache is not None:
+            gateway.caching.cache.feedback(given.entry, given.quality >= 0.5)
+            return {"entry": given.entry}
+        if given.request_id is None or not gateway.judged(given.request_id, given.quality):
+            raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
+        return {"request_id": given.request_id}
+
+    @app.delete("/gateway/cache/{entry}")
+    async def evict(entry: str) -> dict[str, Any]:
+        """Forget one answer of the cache."""
+        if gateway.caching.cache is None:
+            raise GatewayError("no cache is configured: cache.kind=exact", 404, "invalid_request_error")
+        gateway.caching.cache.evict(entry)
+        return {"entry": entry}
+
+    @app.post("/gateway/backends/{name}/{what}")
+    async def drain(name: str, what: str) -> dict[str, Any]:
+        """what: drain (no new requests; those in flight end) or resume."""
+        found = [one for one in gateway.replicas if one.name == name]
+        if not found or what not in ("drain", "resume"):
+            names = ", ".join(one.name for one in gateway.replicas)
+            told = f"{name}/{what}: allowed: one of {names}, and drain or resume"
+            raise GatewayError(told, 404, "invalid_request_error")
+        found[0].draining = what == "drain"
+        return _shown(found[0])
+
+
+def _shown(one: Any) -> dict[str, Any]:
+    """A backend for people."""
+    step = one.timing.step(1)
+    return {"name": one.name, "kind": one.settings.kind, "url": one.url, "state": one.state.value,
+            "takes_requests": one.available(), "draining": one.draining, "models": list(one.models),
+            "in_flight": len(one.flights), "running": one.load.running if one.load.known else None,
+            "failures": one.failures, "open": one.open_until > 0,
+            "round_work": one.load.work if one.load.known else None,
+            "round_tokens": one.load.tokens if one.load.known else None,
+            "expected_tpot_ms_alone": None if step is None else 1000 * step * one.load.work / one.load.tokens,
+            "warm": one.state is State.up}  # fmt: skip

@@ -1,0 +1,177 @@
+"""`selfspec gateway demo`: real servers on the CPU, traffic, a server killed in mid-answer, and what it won."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from selfspec_cli.gateway import server
+from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway.stub import stub
+from selfspec_cli.gateway.supervisor import Supervisor
+from selfspec_cli.record.gateway_log import routes
+
+START_SECONDS = 420.0
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\ndef main():\n",
+    "for index, value in enumerate(values):\n",
+    "def fibonacci(n):\n    if n < 2:\n",
+    "try:\n    import json\nexcept ImportError:\n",
+)
+ROUNDS = 6  # each prompt is asked so often, first alone, then several at once
+AT_ONCE = 3
+TOKENS = 48
+BATCH = 4
+Say = Callable[[str], None]
+
+
+class DemoFailed(Exception):
+    """A server did not start, or an answer was not what it has to be."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request of the demo got."""
+
+    status: int
+    text: str
+    headers: dict[str, str]
+
+
+def run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
+    """Run the demo; the document that `selfspec gateway demo --json` prints.
+
+    Raises:
+        DemoFailed: a server did not start, or a check failed.
+    """
+    return asyncio.run(_run(settings, say))
+
+
+async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
+    async with stub() as address:
+        settings.backends[-1].url = address
+        if (os.cpu_count() or 1) < 2:  # then the servers share the one core that there is
+            for backend in settings.backends:
+                backend.environment.clear()
+        settings.port = 0
+        log = Path(settings.results_dir) / server.FOLDER / f"demo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        settings.log = str(log)
+        gateway = server.made(settings)
+        async with server.opened(gateway, say) as supervisor:
+            if not await supervisor.ready(START_SECONDS):
+                ended = [name for name, process in supervisor.processes.items() if process.poll() is not None]
+                raise DemoFailed(f"not all servers came up in {START_SECONDS:.0f} s"
+                                 + (f"; {', '.join(ended)} ended: see its log" if ended else ""))  # fmt: skip
+            web = server.server(gateway)
+            serving = asyncio.ensure_future(web.serve())
+            while not web.started:
+                await asyncio.sleep(0.05)
+            url = f"http://{settings.host}:{web.servers[0].sockets[0].getsockname()[1]}"
+            say(f"the gateway listens on {url}/v1")
+            try:
+                async with aiohttp.ClientSession() as session:
+                    checks = await _traffic(gateway, supervisor, session, url, say)
+            finally:
+                web.should_exit = True
+                await serving
+    return {
+        "routes": [asdict(one) for one in routes(_rows(log))],
+        "gains": [asdict(gain) for gain in gateway.ledger.gains()],
+        "checks": checks,
+        "log": str(log),
+    }
+
+
+async def _traffic(
+    gateway: Gateway, supervisor: Supervisor, session: aiohttp.ClientSession, url: str, say: Say
+) -> dict[str, Any]:
+    """Ask in several ways; what has to be true, by name."""
+    say(f"traffic: {len(PROMPTS) * ROUNDS} streams, first one at a time, then {AT_ONCE} at once")
+    expected = {prompt: await ask(session, url, prompt, {"backend": "plain", "cache": "none"}) for prompt in PROMPTS}
+    texts: list[bool] = []
+    for prompt in PROMPTS:
+        for _ in range(ROUNDS // 2):
+            texts.append((await ask(session, url, prompt, {"cache": "none"})).text == expected[prompt].text)
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(prompt: str, **wishes: Any) -> bool:
+        async with room:
+            return (await ask(session, url, prompt, wishes)).text == expected[prompt].text
+
+    rest = ROUNDS - ROUNDS // 2
+    texts += await asyncio.gather(*(one(prompt, cache="none") for prompt in PROMPTS * rest))
+    say("the same again, which a cache may answer; and four requests of class batch")
+    texts += await asyncio.gather(*(one(prompt) for prompt in PROMPTS * 2))
+    lazy = [one(prompt, **{"class": "batch", "deadline_ms": 20_000, "cache": "none"}) for prompt in PROMPTS[:BATCH]]
+    texts += await asyncio.gather(*lazy)
+    say("two requests to the stub, which costs money")
+    remote = [(await ask(session, url, prompt, {}, model="demo-stub")).status for prompt in PROMPTS[:2]]
+    survived = await _kill(gateway, supervisor, session, url, say)
+    checks = {"texts are those of the plain server": f"{sum(texts)} of {len(texts)}", "stub": remote,
+              "stream survived": survived}  # fmt: skip
+    if not all(texts) or remote != [200, 200] or not survived["same text"]:
+        raise DemoFailed(f"an answer is not what it has to be: {checks}")
+    return checks
+
+
+async def _kill(
+    gateway: Gateway, supervisor: Supervisor, session: aiohttp.ClientSession, url: str, say: Say
+) -> dict[str, Any]:
+    """Kill the early-exit server in the middle of an answer; the plain one continues it."""
+    prompt, tokens = "def parse_arguments(argv):\n", 160
+    whole = await ask(session, url, prompt, {"backend": "plain", "cache": "none"}, tokens=tokens)
+
+    def kill() -> None:
+        say("killing the early-exit server in the middle of an answer")
+        os.killpg(supervisor.processes["early"].pid, signal.SIGKILL)
+
+    broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
+    gateway.log.write()
+    row = _rows(Path(str(gateway.log.file)))[-1]
+    return {"same text": broken.text == whole.text, "continued by": row["route"], "lost_ms": row["lost_ms"],
+            "survived": row["survived"]}  # fmt: skip
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: str,
+    wishes: dict[str, Any],
+    *,
+    model: str = "demo",
+    tokens: int = TOKENS,
+    after: tuple[int, Callable[[], None]] | None = None,
+) -> Answer:
+    """Stream one greedy completion. after: call something once so many parts have come."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True, "selfspec": wishes}  # fmt: skip
+    if model != "demo":
+        body.pop("ignore_eos")
+    text, parts = "", 0
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                found = orjson.loads(line[6:])
+                if "error" in found:
+                    raise DemoFailed(found["error"]["message"])
+                text += "".join(choice.get("text") or "" for choice in found["choices"])
+                parts += 1
+                if after is not None and parts == after[0]:
+                    after[1]()
+        return Answer(response.status, text, dict(response.headers))
+
+
+def _rows(log: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in log.read_bytes().splitlines()]

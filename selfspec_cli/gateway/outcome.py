@@ -1,0 +1,97 @@
+"""What became of one request: a row of the log, and what is counted."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec_cli.gateway.asked import Asked
+
+
+@dataclass
+class Outcome:
+    """Times in seconds; None for what was not measured.
+
+    route: backend, or `cache`. reason: why it was chosen. plain: the request went the plain way, for the ledger.
+    lost: seconds between the last token before a backend died and the first one after it. machine_seconds: its share of
+    the machine's time. tried: backends that failed before the one that answered.
+    """
+
+    asked: Asked
+    policy: str = ""
+    reason: str = ""
+    route: str | None = None
+    plain: bool = False
+    cache: str = "off"
+    status: int = 0
+    error: str | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    cached_tokens: int | None = None
+    expected_ttft: float | None = None
+    expected_tpot: float | None = None
+    waited: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+    cost: float | None = None
+    machine_seconds: float | None = None
+    survived: int = 0
+    lost: float | None = None
+    tried: list[str] = field(default_factory=list)
+
+    def usage(self, found: Any) -> None:
+        """Take the tokens of an answer's `usage`."""
+        if isinstance(found, dict):
+            self.prompt_tokens = _whole(found.get("prompt_tokens"), self.prompt_tokens)
+            self.tokens = _whole(found.get("completion_tokens"), self.tokens)
+            details = found.get("prompt_tokens_details")
+            self.cached_tokens = _whole(details.get("cached_tokens"), None) if isinstance(details, dict) else None
+
+    def row(self, text: bool) -> dict[str, Any]:
+        """A row of the log. text: what was asked is in it; otherwise its SHA-256."""
+        asked = self.asked
+        prompt, messages = asked.body.get("prompt"), asked.body.get("messages")
+        said = {"messages": messages} if messages else {"prompt": prompt if isinstance(prompt, str) else None}
+        return {
+            "at": time.time(),
+            "id": asked.id,
+            "tenant": asked.tenant,
+            "endpoint": asked.endpoint,
+            "model": asked.model,
+            "class": asked.kind,
+            "stream": asked.stream,
+            "route": self.route,
+            "policy": self.policy,
+            "reason": self.reason,
+            "plain": self.plain,
+            "cache": self.cache,
+            "status": self.status,
+            "error": self.error,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "cached_tokens": self.cached_tokens,
+            "waited_ms": _ms(self.waited),
+            "ttft_ms": _ms(self.ttft),
+            "tpot_ms": _ms(self.tpot),
+            "e2e_ms": _ms(self.e2e),
+            "expected_ttft_ms": _ms(self.expected_ttft),
+            "expected_tpot_ms": _ms(self.expected_tpot),
+            "cost": self.cost,
+            "machine_s": self.machine_seconds,
+            "survived": self.survived,
+            "lost_ms": _ms(self.lost),
+            "tried": self.tried,
+            "sha256": hashlib.sha256(asked.text.encode()).hexdigest(),
+            **(said if text else {"prompt": None}),
+        }
+
+
+def _whole(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

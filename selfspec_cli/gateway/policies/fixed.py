@@ -1,0 +1,26 @@
+"""Always the first backend that takes requests; the others are tried only when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
+from selfspec_cli.gateway.replica import Replica
+
+
+class _Fixed(Chooser):
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+        order = sorted(replicas, key=lambda replica: replica.name != self.backend)
+        return Choice(tuple(order), "first" if not self.backend or order[0].name == self.backend else "next")
+
+
+POLICY = Policy(
+    "fixed",
+    "the first backend, or the one named by the option backend; the others when it takes no requests",
+    lambda options, slo: _Fixed(str(options["backend"])),
+    {"backend": ""},
+)

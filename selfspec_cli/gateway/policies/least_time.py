@@ -1,0 +1,67 @@
+"""The backend at which the request adds least to the time of all requests: its own, and what it takes from others.
+
+What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
+what a round of drafting costs and brings (`timing`). A backend of which too little is known is asked first, at most a
+few times at once; later one request in `explore` goes to the backend that was asked longest ago, because what changed
+there is seen in no other way.
+
+A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
+that are there. So what it slows the others down is added: the requests there, times what one more costs a token.
+
+It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
+prompt (a neighbour on its machine), it follows what was true a few requests ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy, fewest_first
+from selfspec_cli.gateway.replica import Replica
+from selfspec_cli.gateway.timing import FEW
+
+
+def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
+    """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
+    requests than a prediction needs are on their way there."""
+    known = {replica.name: replica.predict(asked) for replica in replicas}
+    new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
+    if new:
+        rest = [one for one in replicas if one is not new[0]]
+        return Choice((new[0], *rest), "unknown")
+    told = [one for one in replicas if known[one.name] is not None]
+    if not told:
+        return Choice(tuple(fewest_first(replicas)), "fewest")
+
+    def seconds(replica: Replica) -> float:
+        expected, slower = known[replica.name], replica.slows(asked)
+        return float("inf") if expected is None else expected.e2e + slower
+
+    order = sorted(replicas, key=seconds)
+    return Choice(tuple(order), "least_time", known[order[0].name])
+
+
+class _LeastTime(Chooser):
+    def __init__(self, explore: int) -> None:
+        self.explore = explore
+        self.count = 0
+        self.asked_at: dict[str, int] = {}
+
+    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+        self.count += 1
+        choice = by_time(asked, replicas)
+        if self.explore and self.count % self.explore == 0 and choice.reason == "least_time":
+            oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
+            rest = [one for one in choice.order if one is not oldest]
+            choice = Choice((oldest, *rest), "explore", oldest.predict(asked))
+        self.asked_at[choice.order[0].name] = self.count
+        return choice
+
+
+POLICY = Policy(
+    "least_time",
+    "the backend at which a request adds least time, its own and others', by load, prompt, prefix cache and drafts",
+    lambda options, slo: _LeastTime(int(options["explore"])),
+    {"explore": 500},
+)

@@ -1,0 +1,87 @@
+"""The cheapest backend whose answers to similar requests were good enough.
+
+A request is a vector of its hashed character trigrams. The quality that a backend is expected to have is the mean of
+what was judged (by clients, at /gateway/feedback) of the `neighbours` most similar requests that it answered, weighted
+by similarity, with `trust` judgements of the value `prior` mixed in. Of the backends that reach `enough` the cheapest
+is chosen; where none does, the best.
+
+It loses to round robin where nobody judges answers: it then knows prices alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended, Policy
+from selfspec_cli.gateway.replica import Replica
+
+SIZE = 256
+KEPT = 2000  # judgements of each backend
+SHARP = 4  # power of a similarity: texts that have only their language in common have about a half
+LONGEST = 2000  # characters of a request that are looked at, half of them at each end
+
+Vector = dict[int, float]
+
+
+def features(text: str) -> Vector:
+    """Hashed character trigrams of a text, of length 1; sparse."""
+    if len(text) > LONGEST:
+        text = text[: LONGEST // 2] + text[-LONGEST // 2 :]
+    text = f" {text.lower()} "
+    counts: Vector = {}
+    for place in range(len(text) - 2):
+        place_of = zlib.crc32(text[place : place + 3].encode()) % SIZE
+        counts[place_of] = counts.get(place_of, 0.0) + 1.0
+    length = sum(count * count for count in counts.values()) ** 0.5 or 1.0
+    return {key: count / length for key, count in counts.items()}
+
+
+def similarity(one: Vector, other: Vector) -> float:
+    """Cosine of two vectors of length 1."""
+    return sum(value * other.get(key, 0.0) for key, value in one.items())
+
+
+class _Quality(Chooser):
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.neighbours, self.trust = int(options["neighbours"]), float(options["trust"])
+        self.prior, self.enough = float(options["prior"]), float(options["enough"])
+        self.judged: dict[str, deque[tuple[Vector, float]]] = {}
+
+    def expected(self, vector: Vector, replica: Replica) -> float:
+        """The quality, 0 to 1, of this backend's answer."""
+        known = self.judged.get(replica.name, ())
+        near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
+            : self.neighbours
+        ]
+        weight = sum(alike for alike, _ in near)
+        return (self.trust * self.prior + sum(alike * quality for alike, quality in near)) / (self.trust + weight)
+
+    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+        vector = features(asked.text)
+        found = [(replica, self.expected(vector, replica)) for replica in replicas]
+        good = [(replica.price(asked, replica.predict(asked)), -quality, place)
+                for place, (replica, quality) in enumerate(found) if quality >= self.enough]  # fmt: skip
+        if good:
+            best = replicas[min(good)[2]]
+            reason = "cheapest_good"
+        else:
+            best = max(found, key=lambda one: one[1])[0]
+            reason = "best"
+        return Choice((best, *(one for one in replicas if one is not best)), reason, best.predict(asked))
+
+    def learn(self, asked: Asked, ended: Ended) -> None:
+        if ended.quality is not None:
+            known = self.judged.setdefault(ended.replica.name, deque(maxlen=KEPT))
+            known.append((features(asked.text), ended.quality))
+
+
+POLICY = Policy(
+    "quality",
+    "the cheapest backend whose answers to similar requests were judged good enough",
+    lambda options, slo: _Quality(options),
+    {"neighbours": 10, "trust": 1.0, "prior": 0.8, "enough": 0.7},
+)

@@ -1,0 +1,48 @@
+"""The backend that has most of the prompt in its prefix cache, until it is saturated.
+
+Saturated: more tokens wait there to be prefilled than it prefills in slo.ttft_ms, at the greatest rate that was seen
+(llm-d's default rule). Then it is the next warmest that is not; where all are, the one with the fewest such tokens.
+
+It loses to round robin where prompts share no beginning and answers are long: it balances tokens to prefill, and not
+those to generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
+from selfspec_cli.gateway.replica import Replica
+
+
+class _Sticky(Chooser):
+    def __init__(self, rate: float, seconds: float) -> None:
+        self.rate, self.seconds = rate, seconds
+
+    def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
+        def waiting(replica: Replica) -> float:
+            return replica.ahead() + replica.uncached(asked)
+
+        def saturated(replica: Replica) -> bool:
+            rate = self.rate or replica.timing.prefill_rate
+            if replica.ahead() == 0:
+                return False
+            return rate is None or waiting(replica) > rate * self.seconds  # no rate yet: one prompt at a time
+
+        warm = sorted(replicas, key=lambda one: (-one.cached_share(asked), one.ahead(), one.running()))
+        free = [one for one in warm if not saturated(one)]
+        if free:
+            rest = [one for one in warm if one is not free[0]]
+            reason = "cold" if free[0].cached_share(asked) == 0 else "warm" if free[0] is warm[0] else "next_warm"
+            return Choice((free[0], *rest), reason, free[0].predict(asked))
+        order = sorted(replicas, key=waiting)
+        return Choice(tuple(order), "saturated", order[0].predict(asked))
+
+
+POLICY = Policy(
+    "sticky_until_saturated",
+    "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
+    lambda options, slo: _Sticky(float(options["prefill_rate"]), slo.ttft_ms / 1000),
+    {"prefill_rate": 0.0},
+)

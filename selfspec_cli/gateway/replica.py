@@ -1,0 +1,187 @@
+"""One backend as routes see it: its state, what is in flight there, what it is expected to take, what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.load import Load
+from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.gateway.timing import Prediction, Timing
+
+PREFIXES = 20_000  # blocks of prompts that are remembered to lie in a backend's prefix cache
+
+
+class State(StrEnum):
+    """starting: not healthy yet; warming: healthy, first requests; up: takes requests; down: was healthy, is not."""
+
+    starting = "starting"
+    warming = "warming"
+    up = "up"
+    down = "down"
+
+
+@dataclass
+class Flight:
+    """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began."""
+
+    own: float
+    ahead: float
+    running: int
+    clock: float
+    has_token: bool = False
+
+
+@dataclass
+class Replica:
+    """A backend.
+
+    breaker: failures in a row, and until when (monotonic seconds) it is left alone after too many. draining: takes no
+    new requests. clock: seconds of the machine that one request got since the beginning, if it was there all the
+    time: the time is shared by all that are there.
+    """
+
+    settings: BackendSettings
+    weights: str = ""
+    vllm: bool = False
+    url: str = ""
+    model: str = ""
+    models: tuple[str, ...] = ()
+    state: State = State.starting
+    load: Load = field(default_factory=Load)
+    timing: Timing = field(default_factory=Timing)
+    now: Callable[[], float] = time.monotonic
+    draining: bool = False
+    failures: int = 0
+    open_until: float = 0.0
+    trying: bool = False
+    flights: dict[int, Flight] = field(default_factory=dict)
+    in_flight_at_look: int = 0
+    _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _clock: float = 0.0
+    _clock_at: float = 0.0
+    _next: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        return self.settings.name
+
+    def takes(self, model: str) -> bool:
+        """Whether it serves a model by that name; `auto` is served by all."""
+        return model in ("auto", *self.models, *self.settings.serves)
+
+    def available(self) -> bool:
+        """Whether a request may be sent there now. After too many failures one request at a time tries it."""
+        if self.state is not State.up or self.draining:
+            return False
+        if self.settings.at_once is not None and len(self.flights) >= self.settings.at_once:
+            return False
+        return self.open_until == 0 or (self.now() >= self.open_until and not self.trying)
+
+    def running(self) -> float:
+        """Requests that are there: our own, and those of others when it was looked at."""
+        return max(0.0, self.load.running + self.load.waiting - self.in_flight_at_look) + len(self.flights)
+
+    def idle(self) -> bool:
+        """Whether nothing is there."""
+        return self.running() == 0
+
+    # ---- tokens to prefill -------------------------------------------------------------------------------------------
+
+    def cached_share(self, asked: Asked) -> float:
+        """Share of the prompt that was sent there before, from its beginning, and so lies in its prefix cache."""
+        if not asked.blocks or not self.load.caches:
+            return 0.0
+        known = next((place for place, block in enumerate(asked.blocks) if block not in self._prefixes),
+                     len(asked.blocks))  # fmt: skip
+        return known / len(asked.blocks)
+
+    def uncached(self, asked: Asked) -> float:
+        """Tokens of the prompt that have to be prefilled there."""
+        return asked.prompt_tokens * (1.0 - self.cached_share(asked))
+
+    def ahead(self) -> float:
+        """Tokens to prefill of requests there that have no token yet."""
+        return sum(flight.own for flight in self.flights.values() if not flight.has_token)
+
+    # ---- what is expected --------------------------------------------------------------------------------------------
+
+    def predict(self, asked: Asked) -> Prediction | None:
+        """The times of a request if it were sent there now; None where too little was measured."""
+        first = self.timing.first(self.uncached(asked), self.ahead())
+        step = self.timing.step(self.running() + 1)
+        if first is None or step is None:
+            return None
+        token = step * self.load.work / self.load.tokens
+        return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
+
+    def slows(self, asked: Asked) -> float:
+        """Seconds that the request would add to the others there, all together, while it runs."""
+        alone, beside = self.timing.step(self.running()), self.timing.step(self.running() + 1)
+        if alone is None or beside is None:
+            return 0.0
+        more = (beside - alone) * self.load.work / self.load.tokens
+        return self.running() * more * asked.expected_tokens
+
+    def price(self, asked: Asked, expected: Prediction | None = None) -> float:
+        """What the request is expected to cost there; of an hourly price, its share of the machine's time."""
+        own = self.settings
+        cost = (asked.prompt_tokens * own.price_in + asked.expected_tokens * own.price_out) / 1e6
+        if own.price_hour and expected is not None:
+            cost += own.price_hour / 3600 * expected.e2e / (self.running() + 1)
+        return cost
+
+    # ---- a request there ---------------------------------------------------------------------------------------------
+
+    def begin(self, asked: Asked) -> int:
+        """A request is sent there; the number by which the other calls know it."""
+        self._advance()
+        flight = Flight(self.uncached(asked), self.ahead(), int(self.running()) + 1, self._clock)
+        self._next += 1
+        self.flights[self._next] = flight
+        if self.open_until:
+            self.trying = True
+        for block in asked.blocks:
+            self._prefixes[block] = None
+            self._prefixes.move_to_end(block)
+        while len(self._prefixes) > PREFIXES:
+            self._prefixes.popitem(last=False)
+        return self._next
+
+    def first_token(self, number: int, seconds: float) -> None:
+        """Its first token has come; seconds: since it was sent."""
+        flight = self.flights[number]
+        flight.has_token = True
+        self.timing.learn_ttft(flight.own, flight.ahead, seconds)
+
+    def end(self, number: int, tpot: float | None) -> float:
+        """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
+        took, which is shared by the requests that are there at once."""
+        running = (self.flights[number].running + self.running()) / 2
+        self._advance()
+        flight = self.flights.pop(number)
+        self.trying = False
+        if tpot is not None:
+            self.timing.learn_tpot(running, self.load.work, self.load.tokens, tpot)
+        return self._clock - flight.clock
+
+    def failed(self, most: int, seconds: float) -> None:
+        """A failure; after `most` in a row it is left alone for so many seconds."""
+        self.failures += 1
+        if self.failures >= most or self.open_until:
+            self.open_until = self.now() + seconds
+
+    def succeeded(self) -> None:
+        """An answer began as it should."""
+        self.failures, self.open_until = 0, 0.0
+
+    def _advance(self) -> None:
+        at = self.now()
+        if self.flights:
+            self._clock += (at - self._clock_at) / len(self.flights)
+        self._clock_at = at

@@ -1,0 +1,157 @@
+"""A gateway that serves: made of its settings, run by uvicorn, and ended without losing a request."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway.asked import ENDPOINTS
+from selfspec_cli.gateway.caching import Caching
+from selfspec_cli.gateway.client import Receive, Scope, Send
+from selfspec_cli.gateway.control import control
+from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.judging import judge
+from selfspec_cli.gateway.log import FILE, RequestLog
+from selfspec_cli.gateway.ports import AnswerCache
+from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
+from selfspec_cli.gateway.supervisor import Supervisor, replica
+from selfspec_cli.gateway.upstream import Upstream
+from selfspec_cli.record.gateway_log import FOLDER
+
+CACHE = "cache.sqlite"
+BACKLOG = 4096
+Say = Callable[[str], None]
+
+
+def made(settings: GatewaySettings) -> Gateway:
+    """The gateway of these settings, before it is opened; raises ConfigError."""
+    folder = Path(settings.results_dir) / FOLDER
+    log = RequestLog(Path(settings.log) if settings.log else folder / FILE, settings.log_text)
+    replicas, upstream = [replica(one) for one in settings.backends], Upstream(settings.limits)
+    judges = [one for one in replicas if one.name == settings.cache.judge]
+    found = _cache(settings.cache, folder, judge(upstream, judges[0]) if judges else None)
+    return Gateway(settings, replicas, upstream, log, Caching(settings.cache, found, log.fault))
+
+
+def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache | None:
+    if settings.kind == "none":
+        return None
+    from selfspec_cli.gateway import cache
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found: AnswerCache = cache.open_cache(folder / CACHE, settings.options, judged_by)
+    return found
+
+
+def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
+    """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface."""
+    surface = control(gateway)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in ENDPOINTS:
+            await gateway(scope, receive, send)
+        elif scope["type"] == "http":
+            await surface(scope, receive, send)
+
+    return app
+
+
+@asynccontextmanager
+async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterator[Supervisor]:
+    """A gateway with its client, its log, and its backends, for as long as the block lasts."""
+    folder = Path(gateway.settings.results_dir) / FOLDER
+
+    def looked() -> None:
+        gateway.batch.look()
+        gateway.caching.settle()
+
+    supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
+    await gateway.upstream.open()
+    gateway.log.open()
+    try:
+        await supervisor.open()
+        yield supervisor
+    finally:
+        await supervisor.close()
+        await gateway.upstream.close()
+        await gateway.log.close()
+        gateway.tracing.close()
+        if gateway.caching.cache is not None:
+            gateway.caching.cache.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which tells the gateway when it is asked to end, so that no new request is begun."""
+
+    gateway: Gateway
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, without raising them again in the end: the servers that were started are still to be ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self.handle_exit) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.gateway.draining = True
+        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+
+
+def server(gateway: Gateway) -> uvicorn.Server:
+    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings."""
+    settings = gateway.settings
+    config = uvicorn.Config(
+        application(gateway),
+        host=settings.host,
+        port=settings.port,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(settings.limits.drain_seconds),
+        timeout_keep_alive=75,
+        server_header=False,
+    )
+    found = _Server(config)
+    found.gateway = gateway
+    return found
+
+
+def serve(settings: GatewaySettings, say: Say) -> None:
+    """Run a gateway until it is told to end.
+
+    Raises:
+        ConfigError: what the settings ask for cannot be had, such as the port.
+    """
+
+    async def run() -> None:
+        gateway = made(settings)
+        async with opened(gateway, say):
+            gc.collect()
+            gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
+            say(f"listening on http://{settings.host}:{settings.port}/v1")
+            await server(gateway).serve()
+
+    import uvloop
+
+    try:
+        uvloop.run(run())
+    except SystemExit as error:  # uvicorn's, where it cannot listen
+        raise ConfigError(f"port={settings.port}: it cannot listen on {settings.host}:{settings.port}") from error

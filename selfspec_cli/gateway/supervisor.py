@@ -1,0 +1,173 @@
+"""Backends over time: started or adopted, found healthy, warmed up, looked at once a second, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import orjson
+
+from selfspec_cli import children
+from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.backends.base import environment, log_of
+from selfspec_cli.gateway.load import Counts, between, read
+from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of
+
+ANSWER_SECONDS = 5.0
+STOP_SECONDS = 20.0
+WARM_TOKENS = 4
+
+
+def replica(settings: BackendSettings) -> Replica:
+    """The backend of these settings, before anything is known of it."""
+    kind = BACKENDS[settings.kind]
+    return Replica(
+        settings, vllm=kind.vllm, url=_base(settings.url) if settings.url else "", model=settings.model or ""
+    )
+
+
+def _base(url: str) -> str:
+    """An address without the API's /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Supervisor:
+    """Starts what has to be started, and looks after all backends.
+
+    folder: for the logs of servers. looked: called after each look. say: told what happens, for people.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        upstream: Upstream,
+        folder: Path,
+        looked: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.replicas, self.upstream, self.folder = list(replicas), upstream, folder
+        self.looked, self.say = looked, say
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.counts: dict[str, Counts] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Start servers that do not run, and begin to look at all."""
+        for one in self.replicas:
+            await self._start(one)
+        self._tasks = [asyncio.ensure_future(self._look_on(one)) for one in self.replicas]
+
+    async def close(self) -> None:
+        """End the servers that were started here; those that were adopted go on."""
+        for task in self._tasks:
+            task.cancel()
+        ends = [asyncio.to_thread(children.end, process, signal.SIGINT, STOP_SECONDS)
+                for process in self.processes.values()]  # fmt: skip
+        await asyncio.gather(*ends)
+
+    async def ready(self, seconds: float, names: Sequence[str] = ()) -> bool:
+        """Wait until these backends (all, where none are named) take requests; False where they do not in time."""
+        until = time.monotonic() + seconds
+        wanted = [one for one in self.replicas if not names or one.name in names]
+        while time.monotonic() < until:
+            if all(one.state is State.up for one in wanted):
+                return True
+            if any((process := self.processes.get(one.name)) and process.poll() is not None for one in wanted):
+                return False
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _start(self, one: Replica) -> None:
+        kind, settings = BACKENDS[one.settings.kind], one.settings
+        if one.url and await self._answers(one):
+            return self.say(f"{one.name}: answers at {one.url}")
+        port = (urlsplit(one.url).port if one.url else None) or _free_port()
+        local = not one.url or urlsplit(one.url).hostname in ("127.0.0.1", "localhost")
+        command = kind.command(settings, port) if local and (settings.words or not one.url) else None
+        if command is None:
+            return self.say(f"{one.name}: nobody answers at {one.url} yet")
+        one.url = one.url or f"http://127.0.0.1:{port}"
+        log = log_of(settings, self.folder)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as out:
+            self.processes[one.name] = children.start(command, out, environment(settings))
+        self.say(f"{one.name}: starting at {one.url}; its log: {log}")
+
+    async def _answers(self, one: Replica) -> bool:
+        try:
+            await self.upstream.get(f"{one.url}/v1/models", ANSWER_SECONDS, key_of(one))
+        except BackendFailed:
+            return False
+        return True
+
+    async def _look_on(self, one: Replica) -> None:
+        while True:
+            try:
+                await self.look(one)
+                self.looked()
+            except Exception as error:  # what one backend answers must not end the looks at it
+                self.say(f"{one.name}: {type(error).__name__}: {error}")
+            await asyncio.sleep(self.upstream.limits.poll_seconds)
+
+    async def look(self, one: Replica) -> None:
+        """Ask a backend how it is; a new one is warmed up before it takes requests."""
+        was = one.state
+        try:
+            if one.vllm:
+                await self.upstream.get(f"{one.url}/health", ANSWER_SECONDS, key_of(one))
+            elif one.state is State.up:
+                return
+            if one.state in (State.starting, State.down):
+                await self._learn_models(one)
+                one.state = State.warming
+                await self._warm(one)
+                one.failures, one.open_until = 0, 0.0
+                one.state = State.up
+                self.say(f"{one.name}: up, serves {', '.join(one.models)}")
+        except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:
+            if was is State.up:
+                self.say(f"{one.name}: down: {error}")
+            one.state = State.starting if was is State.starting else State.down
+            return
+        if one.vllm:
+            with suppress(BackendFailed):
+                await self._read_metrics(one)
+
+    async def _learn_models(self, one: Replica) -> None:
+        found = orjson.loads(await self.upstream.get(f"{one.url}/v1/models", ANSWER_SECONDS, key_of(one)))
+        one.models = tuple(str(entry["id"]) for entry in found["data"])
+        one.model = one.settings.model or one.models[0]
+        quantised = " quantised" if BACKENDS[one.settings.kind].changes_weights else ""
+        one.weights = one.settings.weights or f"{one.model}{quantised}"
+
+    async def _warm(self, one: Replica) -> None:
+        """One short request: what is compiled or loaded at first use is no user's wait. vLLM only: others are paid."""
+        if not one.vllm:
+            return
+        body = {"model": one.model, "prompt": "1 2 3", "max_tokens": WARM_TOKENS, "temperature": 0}
+        with suppress(Exception):  # a model for embeddings alone has no completions
+            async with self.upstream.post(one, "/v1/completions", body, {}) as response:
+                await response.read()
+
+    async def _read_metrics(self, one: Replica) -> None:
+        inside = len(one.flights)
+        text = (await self.upstream.get(f"{one.url}/metrics", ANSWER_SECONDS, key_of(one))).decode(errors="replace")
+        counts = read(text)
+        one.load = between(self.counts.get(one.name), counts, one.load)
+        one.in_flight_at_look = inside
+        self.counts[one.name] = counts
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

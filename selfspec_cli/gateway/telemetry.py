@@ -1,0 +1,146 @@
+"""What the gateway counts, for Prometheus at /metrics, and spans for OpenTelemetry where a collector is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from selfspec_cli.gateway.outcome import Outcome
+from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.record.gateway_log import Gain
+
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Telemetry:
+    """The counters of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def make(kind: Any, name: str, about: str, labels: Sequence[str] = (), **more: Any) -> Any:
+            return kind(f"selfspec_gateway_{name}", about, labels, registry=self.registry, **more)
+
+        self.requests = make(Counter, "requests", "requests that ended", ("route", "reason", "class", "status"))
+        self.ttft = make(Histogram, "ttft_seconds", "time to first token, as measured", ("route",), buckets=_FIRST)
+        self.tpot = make(Histogram, "tpot_seconds", "time per output token, as measured", ("route",), buckets=_TOKEN)
+        self.e2e = make(Histogram, "e2e_seconds", "time to the last token", ("route", "plain"))
+        self.ttft_error = make(Histogram, "ttft_error_seconds", "distance of the predicted time to first token",
+                               ("route",), buckets=_FIRST)  # fmt: skip
+        self.tpot_error = make(Histogram, "tpot_error_seconds", "distance of the predicted time per output token",
+                               ("route",), buckets=_TOKEN)  # fmt: skip
+        self.expected_ttft = make(Gauge, "expected_ttft_seconds", "predicted for the newest request", ("route",))
+        self.expected_tpot = make(Gauge, "expected_tpot_seconds", "predicted for the newest request", ("route",))
+        self.cache = make(Counter, "cache", "requests by what the cache said", ("verdict",))
+        self.cost = make(Counter, "cost", "money", ("route",))
+        self.machine = make(Counter, "machine_seconds", "seconds of machines", ("route",))
+        self.tokens = make(Counter, "tokens", "tokens of prompts and answers", ("route", "kind"))
+        self.retries = make(Counter, "retries", "attempts that failed before a byte was sent", ("backend",))
+        self.survived = make(Counter, "streams_continued", "streams that another backend continued", ("backend",))
+        self.lost = make(Counter, "stream_lost_seconds", "time that clients waited for a continuation")
+        self.broken = make(Counter, "streams_broken", "streams that could not be continued", ("backend",))
+        self.queue = make(Gauge, "queue", "requests that wait", ("class",))
+        self.inside = make(Gauge, "in_flight", "requests in the gateway")
+        self.at = make(Gauge, "backend_in_flight", "requests at a backend, sent by this gateway", ("backend",))
+        self.up = make(Gauge, "backend_up", "1: takes requests; 0: does not", ("backend",))
+        self.load = make(Gauge, "backend_running", "requests at a backend by its own /metrics", ("backend",))
+        self.work = make(Gauge, "backend_round_work", "what a round costs there, in plain steps", ("backend",))
+        self.drafts = make(Gauge, "backend_round_tokens", "tokens that a round brings there", ("backend",))
+        self.gain = make(
+            Gauge, "gain", "plain over routed: seconds or money a token", ("model", "route", "of", "bound")
+        )
+
+    def ended(self, out: Outcome) -> None:
+        """Count one request."""
+        route = out.route or "none"
+        self.requests.labels(route, out.reason or "none", out.asked.kind, str(out.status)).inc()
+        self.cache.labels(out.cache).inc()
+        for measured, expected, times, errors, newest in (
+            (out.ttft, out.expected_ttft, self.ttft, self.ttft_error, self.expected_ttft),
+            (out.tpot, out.expected_tpot, self.tpot, self.tpot_error, self.expected_tpot),
+        ):
+            if measured is not None:
+                times.labels(route).observe(measured)
+            if expected is not None:
+                newest.labels(route).set(expected)
+            if measured is not None and expected is not None:
+                errors.labels(route).observe(abs(measured - expected))
+        if out.e2e is not None:
+            self.e2e.labels(route, str(out.plain).lower()).observe(out.e2e)
+        if out.cost is not None:
+            self.cost.labels(route).inc(out.cost)
+        if out.machine_seconds is not None:
+            self.machine.labels(route).inc(out.machine_seconds)
+        for kind, count in (("prompt", out.prompt_tokens), ("answer", out.tokens)):
+            if count is not None:
+                self.tokens.labels(route, kind).inc(count)
+        for name in out.tried:
+            self.retries.labels(name).inc()
+        if out.lost is not None:
+            self.lost.inc(out.lost)
+
+    def gains(self, found: Sequence[Gain]) -> None:
+        """What the ledger says."""
+        for one in found:
+            for bound, value in (("gain", one.gain), ("low", one.low), ("high", one.high)):
+                if value is not None:
+                    self.gain.labels(one.model, one.route, one.of, bound).set(value)
+
+    def text(self, replicas: Sequence[Replica]) -> bytes:
+        """Prometheus's text format."""
+        for one in replicas:
+            self.at.labels(one.name).set(len(one.flights))
+            self.up.labels(one.name).set(one.state is State.up and not one.draining and one.open_until == 0)
+            if one.load.known:
+                self.load.labels(one.name).set(one.load.running)
+                self.work.labels(one.name).set(one.load.work)
+                self.drafts.labels(one.name).set(one.load.tokens)
+        return bytes(generate_latest(self.registry))
+
+
+class Tracing:
+    """Spans of requests; without a collector's address they are nothing."""
+
+    def __init__(self, address: str | None) -> None:
+        self._tracer: Any = None
+        self._provider: Any = None
+        if address is None:
+            return
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "selfspec-gateway"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+        self._tracer = self._provider.get_tracer("selfspec")
+
+    def span(self, name: str, headers: dict[str, str] | None = None) -> AbstractContextManager[Any]:
+        """A span around one step of a request. headers: those of the client, whose trace it joins."""
+        if self._tracer is None:
+            return nullcontext()
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = None if headers is None else TraceContextTextMapPropagator().extract(headers)
+        return self._tracer.start_as_current_span(name, context=context)
+
+    def inject(self, headers: dict[str, str]) -> None:
+        """Let a backend join the trace."""
+        if self._tracer is not None:
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            TraceContextTextMapPropagator().inject(headers)
+
+    def flush(self) -> None:
+        """Send what is there."""
+        if self._provider is not None:
+            self._provider.force_flush()
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()

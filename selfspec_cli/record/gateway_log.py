@@ -1,0 +1,128 @@
+"""The log of a gateway's requests: what each route took, and what it won over the plain way.
+
+Which requests go the plain way is drawn at random, so the two sides are alike. Compared are seconds and money for one
+token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
+(`intervals`). A gain above 1 is a win.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.record.intervals import mean_ratio_interval
+
+FOLDER = "gateway"  # in the results folder
+KEPT = 2000  # newest requests of a route
+ALL = "all"  # routes together
+ASKED_FOR = "asked_for"  # the reason of a request whose client named the backend
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One route's, of one model. gain: plain over routed; low, high: its interval; None where one side has fewer than
+    two requests, or a route cost nothing. of: seconds or money."""
+
+    model: str
+    route: str
+    of: str
+    requests: int
+    plain_requests: int
+    gain: float | None
+    low: float | None
+    high: float | None
+
+
+class Ledger:
+    """Seconds and money a token, by model and route; the plain side is under the route None."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[tuple[str, str | None], deque[float]]] = {"seconds": {}, "money": {}}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A line of the log. A request whose client named the backend was not routed, and counts on no side."""
+        tokens, route, model = row.get("tokens"), row.get("route"), str(row.get("model") or "")
+        if row.get("status") != 200 or not tokens or route is None or row.get("reason") == ASKED_FOR:
+            return
+        seconds, cost = row.get("e2e_ms"), 0.0 if row.get("cache") == "hit" else row.get("cost")
+        for of, value in (("seconds", None if seconds is None else seconds / 1000), ("money", cost)):
+            if value is None:
+                continue
+            for key in [None] if row.get("plain") else [route, ALL]:
+                self.kept[of].setdefault((model, key), deque(maxlen=KEPT)).append(value / tokens)
+
+    def gains(self) -> list[Gain]:
+        """Of every model and route, and of all routes of a model together."""
+        return [_gain(model, route, of, tuple(kept[model, route]), tuple(kept.get((model, None), ())))
+                for of, kept in self.kept.items()
+                for model, route in sorted((model, route) for model, route in kept if route is not None)]  # fmt: skip
+
+
+def _gain(model: str, route: str, of: str, ours: Sequence[float], plain: Sequence[float]) -> Gain:
+    if min(len(ours), len(plain)) < 2 or sum(ours) == 0:
+        return Gain(model, route, of, len(ours), len(plain), None, None, None)
+    ratio = (sum(plain) / len(plain)) / (sum(ours) / len(ours))
+    interval = mean_ratio_interval(plain, ours)
+    low, high = interval if interval is not None else (None, None)
+    return Gain(model, route, of, len(ours), len(plain), ratio, low, high)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Every request of the logs of a results folder, the oldest first; lines that are no rows are left out."""
+    found = []
+    for file in sorted((folder / FOLDER).glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # one that a full disk cut off
+            if isinstance(row, dict) and "route" in row and "at" in row:
+                found.append(row)
+    return sorted(found, key=lambda row: row["at"])
+
+
+@dataclass(frozen=True)
+class Route:
+    """Requests of one model that went one way. Times are medians in milliseconds; None: not measured."""
+
+    model: str
+    route: str
+    plain: bool
+    requests: int
+    hits: int
+    ttft_ms: float | None
+    expected_ttft_ms: float | None
+    tpot_ms: float | None
+    expected_tpot_ms: float | None
+    e2e_ms: float | None
+    tokens: int
+    cost: float | None
+    machine_s: float | None
+    survived: int
+
+
+def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
+    """The requests that ended well, by model, route, and whether they went the plain way."""
+    groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row.get("status") == 200 and row.get("route") is not None:
+            groups.setdefault((str(row.get("model")), row["route"], bool(row.get("plain"))), []).append(row)
+    return [Route(*key, len(found), sum(row.get("cache") == "hit" for row in found), _middle(found, "ttft_ms"),
+                  _middle(found, "expected_ttft_ms"), _middle(found, "tpot_ms"), _middle(found, "expected_tpot_ms"),
+                  _middle(found, "e2e_ms"), sum(row.get("tokens") or 0 for row in found), _sum(found, "cost"),
+                  _sum(found, "machine_s"), sum(row.get("survived") or 0 for row in found))
+            for key, found in sorted(groups.items())]  # fmt: skip
+
+
+def _middle(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = sorted(row[name] for row in rows if row.get(name) is not None)
+    return values[len(values) // 2] if values else None
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) if values else None

@@ -1,0 +1,160 @@
+// All decoder layers of a draft step in one kernel; layout.py makes what it reads, launch.py compiles and launches it.
+//
+// One block a multiprocessor. Every warp has a stream of 4-bit weights of its own, in the order in which it needs them
+// in the whole trunk, and copies it ahead of time into a ring in shared memory. So the memory is read without a pause
+// while blocks exchange activations. They do that without a barrier: what a phase writes is words of 64 bits, 32 of
+// them a flag that tells the layer and the launch, and who needs a word reads it until its flag is right.
+//
+// A weight tile is 16 rows. Of its columns a record holds one group of 64: 512 bytes of integers in the order in which
+// lanes multiply them, and 16 scales in half precision. Tokens are rounded to signed bytes by 32 columns and multiplied
+// on tensor cores, tokens as the even columns of a product with 16 rows of weights. A weight is the high half of a byte
+// there, so 16 times itself.
+//
+// Constants by -D: LAYERS HIDDEN INTER QH KVH DIM (query heads, heads, dimensions) NT (tokens) WARPS NB (blocks) RECORDS
+// (of a chunk of a ring, at most) SLOTS (chunks of a ring) CHUNKS (of a layer, at most) TILES (most tiles of a block in a
+// phase) ROWS (most tiles of the residual in a block) PAGE BIAS QKNORM ROPE_FLOAT EPSILON DIRECT (most splits that
+// readers add up themselves), and SHARED and WORDS, which launch.py counted, too.
+//
+// The parts, in order: exchange.cu, weights.cu, tokens.cu, parts.cu, attention.cu, trunk.cu.
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+#define QKV ((QH + 2 * KVH) * DIM)
+#define HEADS_OUT (QH * DIM)
+#define GROUP_HEADS (QH / KVH)
+#define THREADS (WARPS * 32)
+#define RECORD 544
+#define CHUNK (RECORD * RECORDS)
+#define GROUPS_H (HIDDEN / 64)
+#define GROUPS_O (HEADS_OUT / 64)
+#define GROUPS_I (INTER / 64)
+#define MAX2(a, b) ((a) > (b) ? (a) : (b))
+#define MOST_GROUPS ((MAX2(MAX2(GROUPS_H, GROUPS_O), GROUPS_I) + WARPS - 1) / WARPS)
+#define SPLITS (MAX2(1, NB / (NT * KVH)) < 64 ? MAX2(1, NB / (NT * KVH)) : 64)
+#define FULL 0xffffffffu
+#define LOG2E 1.4426950408889634f
+
+// ---- shared memory, in bytes -----------------------------------------------------------------------------------
+#define ACT_WARP (MOST_GROUPS * NT * 64)
+#define FAC_WARP (MOST_GROUPS * NT * 8)
+#define SUMS_GEMV (WARPS * (TILES + ROWS) * NT * 16 * 4)
+#define SUMS_ATT (WARPS * GROUP_HEADS * (DIM + 2) * 4)
+#define SUMS ((MAX2(SUMS_GEMV, SUMS_ATT) + 15) / 16 * 16)
+#define AT_ACT (WARPS * SLOTS * CHUNK)
+#define AT_FAC (AT_ACT + WARPS * ACT_WARP)
+#define AT_SUMS (AT_FAC + WARPS * FAC_WARP)
+#define AT_SQUARES (AT_SUMS + SUMS)
+#define AT_RESIDUAL (AT_SQUARES + WARPS * NT * 4)
+#define AT_QUERY (AT_RESIDUAL + (ROWS * 16 * NT * 4 + 15) / 16 * 16)
+#define AT_NEW (AT_QUERY + 8 * (DIM + 8) * 2)
+#define AT_ROPE (AT_NEW + 2 * DIM * 2)
+#define AT_BARRIERS (AT_ROPE + NT * DIM * 4)
+#define AT_SIZES (AT_BARRIERS + WARPS * SLOTS * 8)
+#define SHARED_BYTES (AT_SIZES + WARPS * CHUNKS * 2)
+
+// ---- words that blocks exchange, in units of 8 bytes -----------------------------------------------------------
+#define PK_X 0                                      // [NT][HIDDEN / 2] the residual before a layer
+#define PK_QKV (PK_X + NT * HIDDEN / 2)             // [NT][QKV / 2]
+#define PK_PART (PK_QKV + NT * QKV / 2)             // [NT][SPLITS][HEADS_OUT / 2] attention of some keys
+#define PK_LSE (PK_PART + NT * SPLITS * HEADS_OUT / 2)  // [NT][SPLITS][QH] log2 of the sum of their shares
+#define PK_ATT (PK_LSE + (NT * SPLITS * QH + 1) / 2 * 2)  // [NT][HEADS_OUT / 2] attention
+#define PK_MID (PK_ATT + NT * HEADS_OUT / 2)        // [NT][HIDDEN / 2] the residual after attention
+#define PK_GATED (PK_MID + NT * HIDDEN / 2)         // [NT][INTER / 4] what comes before down, as bytes
+#define PK_FACTOR (PK_GATED + NT * INTER / 4)       // [NT][INTER / 32] and their factors
+#define PK_WORDS (PK_FACTOR + NT * INTER / 32)
+
+static_assert(SHARED_BYTES == SHARED && PK_WORDS == WORDS, "launch.py counts otherwise");
+
+struct Arguments {
+    const char* stream;        // every warp's records
+    const long long* offsets;  // [NB * WARPS] where its stream begins, in bytes
+    const int* plan;           // [NB][6] first tile and tiles of qkv, of the residual's rows (o and down), of gate and up
+    const u16* norms;          // [LAYERS][2][HIDDEN]
+    const u16* bias;           // [LAYERS][QKV]
+    const u16* head_norms;     // [LAYERS][2][DIM], of queries and keys
+    const u16* final_norm;     // [HIDDEN]
+    const u16* embedding;      // [vocabulary][HIDDEN]
+    const void* rope;          // [positions][DIM] cosines, then sines
+    const u64* caches;         // [LAYERS] addresses of the layers' keys
+    u64* words;                // [PK_WORDS]
+    u32* launches;
+    const int* ids;
+    const long long* positions;
+    const int* lengths;
+    const long long* slots;
+    const int* table;
+    u16* out;                  // [NT][HIDDEN]
+    long long cache_block, cache_head, cache_token, cache_value;  // strides, and where values begin, in elements
+    long long table_row;
+    float scale;               // of the scores, times log2(e)
+};
+
+// With -DPATIENCE=N who waits in vain gives up after N tries, to find an error by.
+#ifdef PATIENCE
+#define TRY(n) if (++n > PATIENCE) __trap()
+#else
+#define TRY(n)
+#endif
+
+// ---- small things ----------------------------------------------------------------------------------------------
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float plain(u16 value) { return __uint_as_float(u32(value) << 16); }
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+__device__ __forceinline__ float half_to_float(u32 bits) {
+    float value;
+    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(bits));
+    return value;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
+
+struct Two {
+    u32 a, flag_a, b, flag_b;
+    __device__ __forceinline__ bool there(u32 flag) const { return flag_a == flag && flag_b == flag; }
+};
+__device__ __forceinline__ Two read_two(const u64* place) {
+    u64 a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(place) : "memory");
+    return {u32(a), u32(a >> 32), u32(b), u32(b >> 32)};
+}
+__device__ __forceinline__ u64 read_one(const u64* place) {
+    u64 a;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(place) : "memory");
+    return a;
+}
+__device__ __forceinline__ u32 wait_one(const u64* place, u32 flag) {
+    u64 word = read_one(place);
+    [[maybe_unused]] u32 tries = 0;
+    while (u32(word >> 32) != flag) {
+        TRY(tries);
+        word = read_one(place);
+    }
+    return u32(word);
+}
+__device__ __forceinline__ void wait_both(const u64* place, const u64* other, u32 flag, u32& one, u32& two) {
+    u64 word = read_one(place), another = read_one(other);
+    [[maybe_unused]] u32 tries = 0;
+    while (u32(word >> 32) != flag || u32(another >> 32) != flag) {
+        TRY(tries);
+        word = read_one(place), another = read_one(other);
+    }
+    one = u32(word), two = u32(another);
+}
+__device__ __forceinline__ void tell(u64* place, u32 value, u32 flag) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(u64(flag) << 32 | value) : "memory");
+}

@@ -1,0 +1,200 @@
+"""Compiles the kernel for a whole trunk (exchange.cu begins it) with NVRTC, which PyTorch brings, and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape, share
+
+NAME = b"draft_trunk"
+PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
+"""Of one source."""
+SPLITS = 64  # most parts that the keys of a request are split into
+FEWEST_SLOTS = 3  # chunks of a warp's ring
+DIRECT = 8  # most of them that readers add up themselves, with one token
+
+
+@dataclass(frozen=True)
+class Build:
+    """One number of tokens. at_once: records of a copy; slots: such copies that a warp's ring has room for."""
+
+    shape: Shape
+    plan: Plan
+    tokens: int
+    at_once: int
+    slots: int
+
+    @property
+    def splits(self) -> int:
+        """Parts that the keys of a request can be split into."""
+        return min(SPLITS, max(1, len(self.plan.blocks) // (self.tokens * self.shape.heads)))
+
+    @property
+    def words(self) -> int:
+        """Words of 64 bits through which blocks exchange activations."""
+        shape, n = self.shape, self.tokens
+        attended = shape.query_heads * shape.dim
+        parts = n * self.splits * attended // 2 + -(-n * self.splits * shape.query_heads // 2) * 2
+        gated = n * (shape.intermediate // 4 + shape.intermediate // 32)
+        return n * (2 * shape.hidden + shape.qkv + attended) // 2 + gated + parts
+
+    @property
+    def options(self) -> list[str]:
+        """What the kernel is compiled with."""
+        shape, plan = self.shape, self.plan
+        direct = min(DIRECT, self.splits) if self.tokens == 1 else 1
+        values = {
+            "LAYERS": shape.layers, "HIDDEN": shape.hidden, "INTER": shape.intermediate, "QH": shape.query_heads,
+            "KVH": shape.heads, "DIM": shape.dim, "PAGE": shape.page, "BIAS": int(shape.bias),
+            "QKNORM": int(shape.head_norms), "ROPE_FLOAT": int(shape.rope_float), "EPSILON": f"{shape.epsilon!r}f",
+            "NT": self.tokens, "WARPS": plan.warps, "NB": len(plan.blocks), "TILES": plan.most_tiles,
+            "ROWS": plan.most_rows, "RECORDS": self.at_once, "SLOTS": self.slots,
+            "CHUNKS": chunks(shape, plan, self.at_once), "DIRECT": direct,
+            "SHARED": self.shared_bytes, "WORDS": self.words,
+        }  # fmt: skip
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        rings = self.slots * self.plan.warps * (self.at_once * RECORD + 8)
+        return rings + fixed_bytes(self.shape, self.plan, self.tokens, self.at_once)
+
+
+def chunks(shape: Shape, plan: Plan, at_once: int) -> int:
+    """Most chunks of a warp in a layer."""
+
+    def of(tiles: int, groups: int) -> int:
+        shares = {len(share(groups, warp, plan.warps)) for warp in range(plan.warps)}
+        return max(-(-tiles // (at_once // n)) if n <= at_once else tiles * -(-n // at_once) for n in shares)
+
+    groups = shape.groups
+    return max(of(q, groups["qkv"]) + of(rows, groups["o"]) + of(rows, groups["down"]) + of(g, groups["gate_up"])
+               for _, q, _, rows, _, g in plan.blocks)  # fmt: skip
+
+
+def fixed_bytes(shape: Shape, plan: Plan, tokens: int, at_once: int) -> int:
+    """Shared memory of a block beside the warps' rings."""
+    most = -(-max(shape.groups.values()) // plan.warps)
+    gemv = plan.warps * (plan.most_tiles + plan.most_rows) * tokens * 16 * 4
+    attention = plan.warps * (shape.query_heads // shape.heads) * (shape.dim + 2) * 4
+    sums = -(-max(gemv, attention) // 16) * 16
+    residual = -(-plan.most_rows * 16 * tokens * 4 // 16) * 16
+    queries = 8 * (shape.dim + 8) * 2 + 2 * shape.dim * 2
+    per_token = plan.warps * most * (64 + 8) + plan.warps * 4 + shape.dim * 4
+    return tokens * per_token + sums + residual + queries + plan.warps * chunks(shape, plan, at_once) * 2
+
+
+def built(shape: Shape, plan: Plan, tokens: int, at_once: int, shared: int) -> Build:
+    """With as many slots as `shared` bytes have room for.
+
+    Raises ValueError where these are too few, or where a block would have to attend to more than one head.
+    """
+    if tokens * shape.heads > len(plan.blocks):
+        raise ValueError(f"{tokens} tokens of {shape.heads} KV heads are more than {len(plan.blocks)} multiprocessors")
+    room = shared - fixed_bytes(shape, plan, tokens, at_once)
+    slots = room // (plan.warps * (at_once * RECORD + 8))
+    if slots < FEWEST_SLOTS:
+        raise ValueError(f"{shared} bytes of shared memory have no room for the weights of {tokens} tokens")
+    return Build(shape, plan, tokens, at_once, slots)
+
+
+class Arguments(ctypes.Structure):
+    """`struct Arguments` of exchange.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "stream", "offsets", "plan", "norms", "bias", "head_norms", "final_norm", "embedding", "rope", "caches",
+            "words", "launches", "ids", "positions", "lengths", "slots", "table", "out")),
+        *((name, ctypes.c_longlong) for name in (
+            "cache_block", "cache_head", "cache_token", "cache_value", "table_row")),
+        ("scale", ctypes.c_float),
+    ]  # fmt: skip
+
+
+class Kernel:
+    """A build on one device. folder: where compiled code is kept, if anywhere; a start that finds it compiles nothing.
+
+    Raises RuntimeError for any error of CUDA's.
+    """
+
+    def __init__(
+        self, build: Build, device: torch.device, folder: Path | None = None, more_options: Sequence[str] = ()
+    ) -> None:
+        from cuda.bindings import driver
+
+        self.build = build
+        code = _compiled(device, [*build.options, *more_options], folder)
+        torch.cuda.current_stream(device).synchronize()  # a context must exist before a module is loaded into it
+        self._module = check(driver.cuModuleLoadData(code))
+        self._function = check(driver.cuModuleGetFunction(self._module, NAME))
+        attributes = driver.CUfunction_attribute
+        most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._function, most, build.shared_bytes))
+        local = attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        self.spilled = int(check(driver.cuFuncGetAttribute(local, self._function)))  # bytes of a thread; costs dearly
+        self.words = torch.zeros(build.words, dtype=torch.int64, device=device)
+        self.launches = torch.ones(1, dtype=torch.int32, device=device)
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Launch it on the current stream. All blocks must run at a time, so it is a cooperative launch."""
+        from cuda.bindings import driver
+
+        arguments.words, arguments.launches = self.words.data_ptr(), self.launches.data_ptr()
+        values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        grid, threads = len(self.build.plan.blocks), self.build.plan.warps * 32
+        stream, shared = torch.cuda.current_stream().cuda_stream, self.build.shared_bytes
+        sizes = (grid, 1, 1, threads, 1, 1, shared, stream)
+        check(driver.cuLaunchCooperativeKernel(self._function, *sizes, ctypes.addressof(values)))
+
+
+def _compiled(device: torch.device, options: Sequence[str], folder: Path | None) -> bytes:
+    """Machine code for a device, from `folder` or by NVRTC."""
+    from cuda.bindings import nvrtc
+
+    folder_of_parts = files("selfspec_cli.vllm_plugin.fused_step")
+    source = b"".join((folder_of_parts / part).read_bytes() for part in PARTS)
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device", *options]
+    version = check(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(b"\0".join([source, repr((version, options)).encode()])).hexdigest()
+    kept = None if folder is None else folder / f"draft_trunk_{key[:24]}.cubin"
+    if kept is not None and kept.exists():
+        return kept.read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(source, b"trunk.cu", 0, None, None))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), [one.encode() for one in options])
+    if int(status[0]):
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC: {log.decode(errors='replace')}")
+    code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, code))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as written:
+            written.write(code)
+        Path(written.name).replace(kept)  # whole, or not there
+    return code
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-bindings returned, without its status. Raises RuntimeError for any but success."""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {getattr(status, 'name', status)}")
+    return values[0] if len(values) == 1 else tuple(values)

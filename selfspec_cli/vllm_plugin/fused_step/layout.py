@@ -1,0 +1,179 @@
+"""Weights as the kernel for a whole trunk reads them (exchange.cu says how it works). Needs torch alone.
+
+Copies of 4 bits (`early_exit.draft_weights.integers`) are laid out anew, integers and scales as they are. A record is a
+tile of 16 rows times one group of 64 columns; every warp of every block has the records of all layers in one stream, in
+the order in which it multiplies them: its share of the columns of each of its block's tiles, for queries, keys and
+values, the output product, gate and up, and down.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+
+ROWS = 16  # of a tile
+RECORD = 544  # bytes: 16 * 64 / 2 of integers, and 16 scales of two bytes
+TOGETHER = 4  # tiles of gate and up, whose 32 results are rounded to bytes by one block
+PHASES = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for, apart from the number of tokens. page: tokens of a block of the KV cache."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    query_heads: int
+    heads: int
+    dim: int
+    page: int
+    epsilon: float
+    bias: bool = False
+    head_norms: bool = False
+    rope_float: bool = False
+
+    @property
+    def qkv(self) -> int:
+        """Rows of the product that gives queries, keys and values."""
+        return (self.query_heads + 2 * self.heads) * self.dim
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Groups of columns of each product."""
+        attended = self.query_heads * self.dim
+        columns = {"qkv": self.hidden, "o": attended, "gate_up": self.hidden, "down": self.intermediate}
+        return {name: count // GROUP for name, count in columns.items()}
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """Tiles of rows of each product."""
+        rows = {"qkv": self.qkv, "o": self.hidden, "gate_up": 2 * self.intermediate, "down": self.hidden}
+        return {name: count // ROWS for name, count in rows.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tiles each block multiplies: (first, how many) of qkv, of the rows of the residual, of gate and up."""
+
+    blocks: tuple[tuple[int, int, int, int, int, int], ...]
+    warps: int
+
+    @property
+    def most_tiles(self) -> int:
+        """Most tiles of a block in one phase."""
+        return max(max(one[1::2]) for one in self.blocks)
+
+    @property
+    def most_rows(self) -> int:
+        """Most tiles of a block of the residual."""
+        return max(one[3] for one in self.blocks)
+
+    def tensor(self) -> Tensor:
+        """int32 [blocks, 6]."""
+        return torch.tensor(self.blocks, dtype=torch.int32)
+
+
+def planned(shape: Shape, blocks: int, warps: int, evenly: float = 1.0) -> Plan:
+    """Tiles for `blocks` blocks, so that each reads about as much of a layer.
+
+    evenly: how much of what a block reads for the rows of the residual counts where tiles of gate and up are given out;
+    with 0 every block gets as many of these.
+    """
+    tiles, groups = shape.tiles, shape.groups
+    qkv, rows = _counts(tiles["qkv"], blocks), _counts(tiles["o"], blocks)[::-1]
+    load = [(evenly * (q * groups["qkv"] + r * (groups["o"] + groups["down"])), b) for b, (q, r) in
+            enumerate(zip(qkv, rows, strict=True))]  # fmt: skip
+    heapq.heapify(load)
+    gated = [0] * blocks
+    for _ in range(tiles["gate_up"] // TOGETHER):
+        some, block = heapq.heappop(load)
+        gated[block] += TOGETHER
+        heapq.heappush(load, (some + TOGETHER * groups["gate_up"], block))
+    parts = [list(zip(_starts(counts), counts, strict=True)) for counts in (qkv, rows, gated)]
+    return Plan(tuple((*a, *b, *c) for a, b, c in zip(*parts, strict=True)), warps)
+
+
+def _counts(tiles: int, blocks: int) -> list[int]:
+    return [tiles // blocks + (block < tiles % blocks) for block in range(blocks)]
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:n]) for n in range(len(counts))]
+
+
+def share(groups: int, warp: int, warps: int) -> range:
+    """Groups of columns that are a warp's."""
+    part = warp ^ (warp // 4 & 1)  # uneven shares alternate; every scheduler of a multiprocessor gets some of both
+    return range(groups * part // warps, groups * (part + 1) // warps)
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+def records(copy: Mapping[str, Tensor]) -> Tensor:
+    """A copy of 4 bits of a weight [out, in] as records, uint8 [out / 16, in / 64, 544].
+
+    Lane 4 * row + t of a warp reads four words: of rows `row` and `row + 8`, of columns 8t to 8t + 7, then the same of
+    columns 32 + 8t to 32 + 8t + 7. A word has four columns in the low halves of its bytes, and four in the high ones.
+    """
+    scales = copy["scales"]
+    q = integers(copy, 4) & 15  # [out, groups, 64]
+    tiles, groups = len(q) // ROWS, q.shape[1]
+    # tile, below, row, group, half, t, high, byte
+    split = q.view(tiles, 2, 8, groups, 2, 4, 2, 4)
+    bytes_ = (split[..., 0, :] | (split[..., 1, :] << 4)).to(torch.uint8)  # tile, below, row, group, half, t, byte
+    words = bytes_.permute(0, 3, 2, 5, 4, 1, 6).reshape(tiles, groups, 512)  # ... row, t, half, below, byte
+    pairs = scales.to(torch.float16).view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()  # ... row, below
+    return torch.cat([words, pairs.view(torch.uint8).reshape(tiles, groups, 32)], dim=2)
+
+
+def gate_and_up(copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy whose rows are gates and then what they gate, with eight of each in every tile of 16."""
+    return {
+        name: tensor.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2)
+        for name, tensor in copy.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+class Stream:
+    """All warps' records. `put` layer after layer what `records` makes of the four weights."""
+
+    def __init__(self, shape: Shape, plan: Plan, at_once: int, device: torch.device) -> None:
+        """at_once: records of a copy into shared memory, by which the last of a stream may read too far."""
+        self.layers = shape.layers
+        groups, tiles = shape.groups, shape.tiles
+        base, first = 0, {}
+        for name in PHASES:
+            first[name], base = base, base + groups[name] * tiles[name]
+        source: list[Tensor] = []
+        counts: list[int] = []
+        for q0, qn, o0, on, g0, gn in plan.blocks:
+            for warp in range(plan.warps):
+                own = []
+                for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
+                    columns = share(groups[name], warp, plan.warps)
+                    tile = torch.arange(start, start + count)[:, None] * groups[name]
+                    own.append((first[name] + tile + torch.arange(columns.start, columns.stop)[None, :]).flatten())
+                source += own
+                counts.append(sum(map(len, own)))
+        each = torch.tensor(counts)
+        starts = torch.cumsum(each * shape.layers, 0) - each * shape.layers
+        self.offsets = (starts * RECORD).to(device)
+        inside = torch.arange(int(each.sum())) - torch.repeat_interleave(torch.cumsum(each, 0) - each, each)
+        self._source = torch.cat(source).to(device)
+        self._places = (torch.repeat_interleave(starts, each) + inside).to(device)
+        self._step = torch.repeat_interleave(each, each).to(device)
+        self.records = torch.zeros(int(each.sum()) * shape.layers + at_once, RECORD, dtype=torch.uint8, device=device)
+
+    def put(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+        """weights: records of each of PHASES, [tiles, groups, 544]."""
+        all_records = torch.cat([weights[name].flatten(0, 1) for name in PHASES])
+        self.records[self._places + layer * self._step] = all_records[self._source]

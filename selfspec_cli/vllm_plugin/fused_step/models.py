@@ -1,0 +1,157 @@
+"""Which models the kernel for a whole trunk knows, and what it is compiled for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec_cli.early_exit.draft_weights.integers import GROUP
+from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
+from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, ROWS, Shape
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
+
+WARPS = 12  # of a block
+MODELS = ("qwen2.Qwen2Model", "qwen3.Qwen3Model", "llama.LlamaModel", "mistral.MistralModel")
+LAYERS = tuple(name.removesuffix("Model") + "DecoderLayer" for name in MODELS)
+"""Whose forward is what the kernel does. vLLM's other layers have other norms, sums or multipliers."""
+
+
+def reason_against(trunk: nn.Module, vllm_config: Any, device: torch.device) -> str | None:
+    """Why the kernel cannot run this trunk on this device; None if it can."""
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        return "weights are split over tensor-parallel ranks"
+    model, layers = type(trunk).__mro__[1], layers_of(trunk)
+    unknown = next((name for one, known in ((model, MODELS), *((type(layer), LAYERS) for layer in layers))
+                    if (name := _name(one)) not in known), None)  # fmt: skip
+    if unknown is not None:
+        return f"it does not know {unknown}"
+    different = next(filter(None, map(_difference, layers)), None) or _unlike(layers)
+    if different is not None:
+        return different
+    shape = shape_of(trunk, page=16)
+    return _misfit(shape) or _machine(shape, device)
+
+
+def layers_of(trunk: Any) -> list[Any]:
+    return list(trunk.layers)[: trunk.end_layer]
+
+
+def _name(kind: type) -> str:
+    """Such as llama.LlamaModel; the whole name of what is not vLLM's."""
+    return f"{kind.__module__}.{kind.__name__}".removeprefix("vllm.model_executor.models.")
+
+
+def linears_of(layer: Any) -> dict[str, Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return {"qkv": attention.qkv_proj, "o": attention.o_proj, "gate_up": mlp.gate_up_proj, "down": mlp.down_proj}
+
+
+def _difference(layer: Any) -> str | None:
+    """What of a layer the kernel does not do."""
+    attention, rotary = layer.self_attn, layer.self_attn.rotary_emb
+    linears = linears_of(layer)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms_of(attention)]
+    checks = {
+        "the copies are not of 4 bits in the layout of an engine for up to 32 requests":
+            not all(_has_plain_copy(linear) for linear in linears.values()),
+        "the attention is not one to the whole context on a KV cache of bfloat16":
+            not isinstance(attention.attn, OneQueryAttention),
+        "a product other than that of queries, keys and values has a bias":
+            any(linears[name].bias is not None for name in PHASES[1:]),
+        "its norms are not RMS norms of all columns with weights of bfloat16":
+            not all(_is_plain_norm(norm) for norm in norms),
+        "its activation is not SiLU times the other half":
+            type(layer.mlp.act_fn).__name__ not in ("Activation", "SiluAndMul"),
+        "its positions are not rotary ones over whole heads": not _is_plain_rotary(rotary, attention.head_dim),
+        "queries are scaled by their positions": bool(getattr(attention, "do_llama_4_scaling", False)),
+        "its norms depend on a condition": getattr(layer, "ada_rms_norm_t_cond", None) is not None,
+    }  # fmt: skip
+    return next((reason for reason, found in checks.items() if found), None)
+
+
+def head_norms_of(attention: Any) -> list[Any]:
+    """Norms of queries and keys, where there are any."""
+    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+
+
+def _has_plain_copy(linear: Any) -> bool:
+    copy = getattr(linear, "copy_of_weight", None)
+    if type(copy) is not CopiedWeight:
+        return False
+    tensors = dict(copy.named_parameters())
+    return set(tensors) == {"words", "scales"} and tensors["words"].shape[1] * 8 == tensors["scales"].shape[1] * GROUP
+
+
+def _is_plain_norm(norm: Any) -> bool:
+    whole = getattr(norm, "variance_size_override", None) is None
+    dtype = getattr(getattr(norm, "weight", None), "dtype", None)
+    return type(norm).__name__ == "RMSNorm" and dtype is torch.bfloat16 and whole
+
+
+def _is_plain_rotary(rotary: Any, dim: int) -> bool:
+    """Whether cosines and sines are all that a rotary embedding has of its own."""
+    base: Any = next((one for one in type(rotary).__mro__ if one.__name__ == "RotaryEmbedding"), None)
+    own = base is not None and type(rotary).forward_native is base.forward_native
+    whole = own and rotary.is_neox_style and rotary.rotary_dim == rotary.head_size == dim
+    return bool(whole) and rotary.cos_sin_cache.dtype in (torch.float32, torch.bfloat16)
+
+
+def _unlike(layers: list[Any]) -> str | None:
+    """Whether layers differ in what the kernel is compiled for."""
+    kinds = {
+        (
+            *(tuple(linear.copy_of_weight.scales.shape) for linear in linears_of(layer).values()),
+            linears_of(layer)["qkv"].bias is not None, len(head_norms_of(layer.self_attn)),
+            layer.self_attn.num_heads, layer.self_attn.num_kv_heads, layer.input_layernorm.variance_epsilon,
+        )
+        for layer in layers
+    }  # fmt: skip
+    return None if len(kinds) == 1 else "its layers are not all alike"
+
+
+def shape_of(trunk: Any, page: int) -> Shape:
+    """What the kernel is compiled for. page: tokens of a block of the KV cache."""
+    layers = layers_of(trunk)
+    attention, linears = layers[0].self_attn, linears_of(layers[0])
+    return Shape(
+        layers=len(layers),
+        hidden=linears["qkv"].copy_of_weight.scales.shape[1] * GROUP,
+        intermediate=linears["down"].copy_of_weight.scales.shape[1] * GROUP,
+        query_heads=attention.num_heads,
+        heads=attention.num_kv_heads,
+        dim=attention.head_dim,
+        page=page,
+        epsilon=layers[0].input_layernorm.variance_epsilon,
+        bias=linears["qkv"].bias is not None,
+        head_norms=bool(head_norms_of(attention)),
+        rope_float=attention.rotary_emb.cos_sin_cache.dtype is torch.float32,
+    )
+
+
+def _misfit(shape: Shape) -> str | None:
+    """What of a shape the kernel has no code for."""
+    fewest = min(shape.groups.values())
+    if shape.dim not in (64, 128) or shape.query_heads // shape.heads > 8:
+        shared = shape.query_heads // shape.heads
+        return f"heads have {shape.dim} dimensions and {shared} share a KV head; it knows 64 and 128, and at most 8"
+    if fewest < WARPS:
+        return f"rows of {fewest * GROUP} values are too short for {WARPS} warps"
+    if shape.hidden % ROWS or shape.qkv % ROWS or shape.intermediate % 32:
+        return "its weights do not divide into tiles of 16 rows"
+    return None
+
+
+def _machine(shape: Shape, device: torch.device) -> str | None:
+    """Why the kernel cannot run on a device."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return "it needs an NVIDIA GPU of compute capability 9.0"
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return f"cuda-bindings cannot be imported ({error})"
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    if shape.heads > blocks or shape.tiles["gate_up"] < 4 * blocks:
+        return f"{blocks} multiprocessors do not each find a share of its layers"
+    return None

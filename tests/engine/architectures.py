@@ -1,0 +1,335 @@
+"""Every decoder-only architecture of vLLM's registry, as a tiny model of random weights: does early exit work with it?
+
+    python tests/engine/architectures.py --out FILE [NAME ...]
+
+asks each in a process of its own, forked from one that has imported vLLM, and appends a line of JSON to FILE; an
+architecture that is in FILE already is left out. docs/compatibility.md has a table that is made of such a file
+(tests/contract/architecture_table.py). A line:
+
+- `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
+- `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
+  `reason`), "wrong" (another output), "fails" (an error of ours), "vllm" (the plain engine cannot run it here, with
+  `reason`), "no model" (transformers has no such class, so no tiny model can be made).
+- `drafted`, `accepted`: tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LAYERS, EXIT, K = 4, 2, 3
+VOCAB, MAX_LEN = 256, 512
+PROMPTS, TOKENS = 6, 32
+DAMPING = 0.2  # of the weights of the layers after the exit, so that its drafts are often the model's tokens
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
+    "intermediate_size": 128, "n_inner": 128, "ffn_dim": 128, "ffn_hidden_size": 128, "intermediate_size_mlp": 128,
+    "num_hidden_layers": LAYERS, "n_layer": LAYERS, "n_layers": LAYERS, "num_layers": LAYERS,
+    "num_attention_heads": 2, "n_head": 2, "n_heads": 2, "num_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": MAX_LEN, "n_positions": MAX_LEN, "n_ctx": MAX_LEN, "max_seq_len": MAX_LEN,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rotary_dim": 16, "sliding_window": 48,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 0, "n_shared_experts": 1,
+    "moe_num_shared_experts": 1, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "q_lora_rank": None,
+    "query_pre_attn_scalar": 32, "attention_chunk_size": 64, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+"""Fields of a tiny model's config; each config takes those that it has."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
+                        "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 1},
+    "GptOssForCausalLM": {"head_dim": 64, "hidden_size": 128},
+    "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 16},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB,
+                           "hidden_size_per_layer_input": 32},
+    "OPTForCausalLM": {"do_layer_norm_before": True},
+    "StableLmForCausalLM": {"partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""What single architectures need beside it."""
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc"},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "AfmoeForCausalLM": {"score_func": "sigmoid"},
+}
+"""What vLLM asks of a checkpoint's config.json that the class of transformers 5 does not write."""
+
+BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "MiMoForCausalLM": ("Qwen2ForCausalLM", {"num_nextn_predict_layers": 1}),
+    "MiniCPMForCausalLM": ("LlamaForCausalLM", {"dim_model_base": 8, "scale_emb": 12, "scale_depth": 1.4,
+                                                "num_experts": 0}),
+    "InternLM3ForCausalLM": ("LlamaForCausalLM", {}),
+    "IQuestCoderForCausalLM": ("LlamaForCausalLM", {}),
+    "TeleChat3ForCausalLM": ("LlamaForCausalLM", {}),
+    "LLaMAForCausalLM": ("LlamaForCausalLM", {}),
+}  # fmt: skip
+"""Architectures that transformers has no class for, and whose checkpoints have the config and the names of weights of
+one that it has -> that one, and what their config says beside it."""
+
+
+ATTEMPTS: tuple[dict[str, Any], ...] = ({"dtype": "bfloat16"}, {"load_format": "dummy"},
+                                        {"load_format": "dummy", "dtype": "bfloat16"})  # fmt: skip
+"""What else is tried where the plain engine cannot run a model in float32 from its file: kernels for bfloat16 alone,
+and checkpoints that transformers 5 saves under other names than vLLM reads; then they are vLLM's random ones."""
+
+
+def names() -> dict[str, str]:
+    """Architecture -> vLLM's class for it: what vLLM lists as decoders that generate text."""
+    from vllm.model_executor.models import registry
+
+    backend = registry._TRANSFORMERS_SUPPORTED_MODELS.items()
+    text = {
+        name: kind for name, kind in backend if kind[1] in ("TransformersForCausalLM", "TransformersMoEForCausalLM")
+    }
+    return {name: kind for name, (_, kind) in sorted({**registry._TEXT_GENERATION_MODELS, **text}.items())}
+
+
+def save(name: str, folder: Path) -> None:
+    """Make a tiny model of an architecture. Raises LookupError where transformers has no class for it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    source, more = BORROWED.get(name, (name, {}))
+    kind = getattr(transformers, source, None)
+    if kind is None:
+        raise LookupError("transformers has no class for it")
+    known = kind.config_class()
+    shape = {key: value for key, value in SHAPE.items() if hasattr(known, key)} | CHANGES.get(name, {})
+    model = _made(kind, shape).float().eval()
+    config = model.config
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            _randomise(key, weight, "gemma" in config.model_type)
+    model.save_pretrained(folder)
+    more = more | EXTRA.get(name, {})
+    if more or source != name:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | more | {"architectures": [name]}))
+
+
+def _made(kind: Any, shape: dict[str, Any]) -> Any:
+    """A model of a class of transformers'; fields of the config that it does not take so are left as it has them."""
+    while True:
+        try:
+            return kind(kind.config_class(**shape))
+        except Exception as error:
+            field = re.search(r"(?:field|property) '(\w+)'", str(error))
+            if field is None or field[1] not in shape:
+                raise
+            shape = {key: value for key, value in shape.items() if key != field[1]}
+
+
+def _randomise(name: str, weight: Any, gain_beside_one: bool) -> None:
+    """Matrices that keep the size of what they map, norms that are not all ones; layers after the exit matter less."""
+    import torch
+
+    norm = weight.dim() == 1
+    if norm:
+        weight.add_(0.2 * torch.randn_like(weight))
+    else:
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if numbers and numbers[0] >= EXIT:
+        if norm and gain_beside_one and "norm" in name:
+            weight.copy_((1 + weight) * DAMPING - 1)
+        else:
+            weight.mul_(DAMPING)
+
+
+SPEC = ("draft_weights", "skip_layers")
+"""Of what may be asked for beside, what belongs in the speculative_config."""
+
+
+def ask(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A plain engine and one that drafts, over a model that was saved: everything of a line but its name.
+
+    changes: to the engine's arguments, and to the speculative_config.
+    """
+    from harness import greedy, layer_skip, live, ragged_prompts, tokens
+
+    from selfspec_cli.early_exit.errors import SettingsError
+    from selfspec_cli.vllm_plugin.decoder import place_of
+
+    prompts, found, problems = ragged_prompts(PROMPTS, VOCAB), {}, []
+    spec = {key: changes.pop(key) for key in SPEC if key in changes}
+    params = greedy(TOKENS)
+    for more in ({}, *ATTEMPTS):
+        try:
+            with live(folder, **changes, **more) as engine:
+                model = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+                found |= {"served_by": type(model).__name__, **more}
+                want = tokens(engine.generate(prompts, params))
+            changes |= more
+            break
+        except Exception as error:
+            problems.append(_in_a_line(error))
+    else:
+        return found | {"verdict": "vllm", "reason": problems[-1], "first": problems[0]}
+    try:
+        place = place_of(model)
+        found["layers"] = ".".join((*place.path, place.name))
+        del model
+        with live(folder, layer_skip(EXIT, K, **spec), **changes) as engine:
+            got = tokens(engine.generate(prompts, params))
+            counts = engine.counts()
+    except SettingsError as error:
+        return found | {"verdict": "refused", "reason": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        return found | {"verdict": "fails", "reason": _in_a_line(error)}
+    found |= {
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "distinct": len({one for row in want for one in row}),
+    }
+    if got != want:
+        wrong = sum(one != other for one, other in zip(got, want, strict=True))
+        return found | {"verdict": "wrong", "reason": f"{wrong} of {PROMPTS} outputs are not the plain engine's"}
+    if not counts.accepted:
+        return found | {"verdict": "fails", "reason": "no draft was accepted"}
+    return found | {"verdict": "works"}
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
+
+
+def line(name: str, **changes: Any) -> dict[str, Any]:
+    """What is said of one architecture."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save(name, Path(folder))
+        except LookupError as error:
+            return {"name": name, "verdict": "no model", "reason": str(error)}
+        except Exception as error:
+            return {"name": name, "verdict": "no model", "reason": f"not made: {_in_a_line(error)}"}
+        return {"name": name, **ask(Path(folder), **changes)}
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Call it before the first engine."""
+    _inspect_here()
+    _useful_dummies()
+
+
+def _inspect_here() -> None:
+    """Let vLLM look at a model's class in this process: it starts another one for each, which imports all of vLLM."""
+    from vllm.model_executor.models import registry
+
+    def inspect_model_cls(self: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls
+
+
+def _useful_dummies() -> None:
+    """Weights of vLLM's load_format=dummy that keep the size of what they map; those of layers after the exit are
+    damped as in a file. vLLM's own are so small that every logit is the same."""
+    import torch
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    own = DummyModelLoader.load_weights
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        own(self, model, model_config)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for key, weight in model.named_parameters():
+                if weight.is_floating_point():
+                    plain = torch.ones_like(weight, dtype=torch.float32)
+                    _randomise(key, plain, False)
+                    weight.copy_(plain)
+
+    DummyModelLoader.load_weights = load_weights
+
+
+def _in_a_fork(name: str, seconds: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """The line of one architecture, made in a child of this process, which ends with it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        import signal
+
+        os.close(reading)
+        signal.alarm(seconds)
+        try:
+            found = line(name, **changes)
+        except BaseException as error:
+            found = {"name": name, "verdict": "fails", "reason": _in_a_line(error)}
+        with os.fdopen(writing, "w") as out:
+            out.write(json.dumps(found))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    return (
+        json.loads(text) if text else {"name": name, "verdict": "fails", "reason": f"the process ended with {status}"}
+    )
+
+
+def _wanted(out: Path, chosen: list[str]) -> Iterator[str]:
+    """What the file does not have yet, nor has got meanwhile from another run of this script."""
+    known = names()
+    for name in chosen or known:
+        if name not in known:
+            raise SystemExit(f"{name}: vLLM's registry has no such decoder")
+        if not out.exists() or name not in {json.loads(text)["name"] for text in out.read_text().splitlines()}:
+            yield name
+
+
+def main() -> None:
+    """Ask what FILE does not have yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="architectures; all of vLLM's registry where none is given")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines, to append to")
+    parser.add_argument("--seconds", type=int, default=120, help="for one architecture")
+    parser.add_argument("--for-minutes", type=float, default=1e9, help="begin no other one after so long")
+    parser.add_argument("--transformers", action="store_true", help="all of them through vLLM's Transformers backend")
+    parser.add_argument("--compiled", action="store_true", help="not eagerly")
+    given = parser.parse_args()
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+                      VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # fmt: skip
+    import time
+
+    import harness  # noqa: F401
+    import transformers  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    prepare()
+    changes: dict[str, Any] = {"model_impl": "transformers"} if given.transformers else {}
+    if given.compiled:
+        changes["enforce_eager"] = False
+    began = time.monotonic()
+    for name in _wanted(given.out, given.names):
+        if time.monotonic() - began > 60 * given.for_minutes:
+            break
+        found = _in_a_fork(name, given.seconds, changes)
+        with open(given.out, "a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+        print(f"{found['verdict']:9} {name} {found.get('layers', '')} {found.get('accepted', '')}/"
+              f"{found.get('drafted', '')} {found.get('reason', '')}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

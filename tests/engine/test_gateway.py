@@ -1,0 +1,184 @@
+"""The gateway in front of two vLLM servers of one model, early exit and plain: clients, drafts, a server killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import START_SECONDS, free_port, metric, served
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ("def read_lines(path):\n", "class Stack:\n", "# grüße, 世界 🙂\nimport os\n", "for index in range(10):\n")
+EXAMPLE = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": ' \
+          '{"shared_storage_path": "%s"}}'  # fmt: skip
+
+
+@dataclass
+class Both:
+    """The gateway's address, the servers' own, and the process of the one with early exit."""
+
+    url: str
+    early: str
+    plain: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    client: openai.OpenAI
+
+    def complete(self, prompt: str, tokens: int = 48, backend: str | None = None, **more: Any) -> Any:
+        wishes = {"selfspec": {"backend": backend} if backend else {}, "ignore_eos": True}
+        return self.client.completions.create(model="reference", prompt=prompt, max_tokens=tokens, temperature=0,
+                                              extra_body=wishes, **more)  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        time.sleep(0.6)  # the log is written several times a second
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    folders = [tmp_path_factory.mktemp(name) for name in ("early", "plain", "gateway")]
+    storage = ["--kv-transfer-config", EXAMPLE % tmp_path_factory.mktemp("storage")]
+    with (
+        served(folders[0], ["layer=3", "k=4", "gate=margin"], storage) as (process, early, _),
+        served(folders[1], ["method=baseline"], storage) as (_, plain, _),
+        gateway(folders[2], early, plain) as url,
+    ):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)
+        yield Both(url, early, plain, process, folders[2] / "gateway" / "requests.jsonl", client)
+
+
+@contextmanager
+def gateway(folder: Path, early: str, plain: str) -> Iterator[str]:
+    """`selfspec gateway` over these servers, once all of its backends take requests."""
+    port, file = free_port(), folder / "gateway.yaml"
+    backends = [{"name": "plain", "kind": "local", "url": plain}, {"name": "early", "kind": "local", "url": early},
+                {"name": "split", "kind": "split", "url": early, "prefill": plain, "weights": "split"}]  # fmt: skip
+    settings = {"port": port, "results_dir": str(folder), "ledger": {"plain_share": 0.0}, "log_text": True,
+                "backends": [{**one, "serves": ["reference"]} for one in backends]}  # fmt: skip
+    file.write_text(json.dumps(settings))
+    with open(folder / "gateway.log", "wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", "gateway", str(file)], stdout=out, stderr=out)
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    try:
+        while time.monotonic() < until:
+            assert process.poll() is None, (folder / "gateway.log").read_text()
+            with suppress(httpx.HTTPError):
+                if len(httpx.get(f"{url}/health").json()["backends"]) == 3:
+                    break
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_clients_get_the_models_own_text_from_every_backend(both):
+    before = metric(both.early, "spec_decode_num_accepted_tokens_total")
+    for prompt in PROMPTS:
+        texts = {name: both.complete(prompt, backend=name).choices[0].text for name in ("plain", "early")}
+        stream = both.complete(prompt, backend="early", stream=True)
+        texts["streamed"] = "".join(part.choices[0].text for part in stream)
+        texts["routed"] = both.complete(prompt).choices[0].text
+        assert set(texts.values()) == {texts["plain"]}
+    assert metric(both.early, "spec_decode_num_accepted_tokens_total") > before
+
+
+def test_what_clients_ask_for_comes_through(both):
+    answer = both.complete(PROMPTS[0], tokens=4, backend="early", logprobs=2, stream=True,
+                           stream_options={"include_usage": True})  # fmt: skip
+    parts = list(answer)
+    assert sum(len(part.choices[0].logprobs.tokens) for part in parts if part.choices) == 4
+    assert parts[-1].usage.completion_tokens == 4
+    several = both.client.completions.create(
+        model="reference", prompt="def ", max_tokens=8, n=3, seed=1, temperature=1.0
+    )
+    assert len({choice.text for choice in several.choices}) > 1
+    picked = both.client.completions.create(model="reference", prompt="def ", max_tokens=8, temperature=0,
+                                            extra_body={"structured_outputs": {"choice": ["yes", "no"]}})  # fmt: skip
+    assert picked.choices[0].text in ("yes", "no")
+    with pytest.raises(openai.BadRequestError) as refused:
+        both.complete("x", tokens=100_000)
+    assert refused.value.body["backend"] in ("plain", "early", "split")
+    with pytest.raises(openai.NotFoundError, match=r"allowed: .*reference"):
+        both.client.completions.create(model="nothing", prompt="x")
+
+
+def test_prefill_on_one_server_and_drafts_on_the_other(both):
+    """By vLLM's example connector: the plain server prefills, the other one decodes with early exit."""
+    prompt = "".join(f"def function_{number}(argument):\n    return argument + {number}\n\n" for number in range(20))
+    names = ("request_prefill_kv_computed_tokens_sum", "spec_decode_num_accepted_tokens_total")
+    before = [metric(both.early, name) for name in names]
+    prefills = metric(both.plain, "request_success_total")
+    split = both.complete(prompt, backend="split")
+    computed, accepted = (metric(both.early, name) - old for name, old in zip(names, before, strict=True))
+    assert metric(both.plain, "request_success_total") == prefills + 1
+    assert accepted > 0
+    # On a CPU a block has 128 tokens; those of whole blocks came from the other server.
+    assert split.usage.prompt_tokens > 128
+    assert 0 <= computed <= split.usage.prompt_tokens - 128
+    assert split.choices[0].text == both.complete(prompt, backend="plain").choices[0].text
+
+
+def test_the_gateway_knows_what_drafts_are_worth(both):
+    for _ in range(3):
+        for prompt in PROMPTS:
+            for name in ("early", "plain"):
+                list(both.complete(prompt, backend=name, stream=True))
+    time.sleep(1.5)  # a look at /metrics
+    backends = {one["name"]: one for one in httpx.get(f"{both.url}/gateway/routes").json()["backends"]}
+    assert backends["early"]["round_tokens"] > 1.0 == backends["plain"]["round_tokens"]
+    assert backends["early"]["round_work"] > 1.0
+    row = both.rows()[-1]
+    assert row["expected_tpot_ms"] > 0 and row["tpot_ms"] > 0
+    text = httpx.get(f"{both.url}/metrics").text
+    assert re.search(r'selfspec_gateway_backend_round_tokens\{backend="early"\} [1-9]', text)
+
+
+def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
+    from selfspec_cli.config import paths
+
+    code = "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); " \
+           "serve.add_cli_args(parser); serve.main(parser.parse_args())"  # fmt: skip
+    words = ["--backend", "openai", "--base-url", both.url, "--model", "reference", "--tokenizer",
+             str(paths.reference_model_dir()), "--dataset-name", "random", "--random-input-len", "16",
+             "--random-output-len", "16", "--num-prompts", "8", "--max-concurrency", "4", "--save-result",
+             "--result-dir", str(tmp_path), "--ignore-eos"]  # fmt: skip
+    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=START_SECONDS,
+                         check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert (found["completed"], found["total_output_tokens"]) == (8, 8 * 16)
+
+
+def test_an_answer_survives_the_death_of_its_server(both):
+    """The last test: the server with early exit is killed."""
+    prompt, tokens = PROMPTS[2], 160
+    wanted = both.complete(prompt, tokens, backend="plain").choices[0].text
+    text, usage = "", None
+    stream = both.complete(prompt, tokens, backend="early", stream=True, stream_options={"include_usage": True})
+    for number, part in enumerate(stream):
+        text += "".join(choice.text for choice in part.choices)
+        if number == 3:
+            os.kill(both.process.pid, signal.SIGKILL)
+        usage = part.usage
+    assert text == wanted
+    assert usage.completion_tokens == tokens
+    row = both.rows()[-1]
+    assert (row["route"], row["survived"], row["tried"]) == ("plain", 1, ["early"])
+    assert row["lost_ms"] > 0
+    assert both.complete(prompt, tokens).choices[0].text == wanted

@@ -1,0 +1,204 @@
+"""Backends without a model, inside the test's event loop. They answer as vLLM does, and fail when they are told to.
+
+The next token is a function of all tokens before it, so an answer that is continued from its token ids is the very same
+answer, and one that was cut into tokens anew is not: text is cut by letters, but a generated token has several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+WORDS = [f"w{number} " for number in range(997)]
+LETTERS = 1000  # ids from here on are letters of prompts
+
+
+def encode(text: str) -> list[int]:
+    return [LETTERS + ord(letter) for letter in text]
+
+
+def following(ids: list[int]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(ids).encode()).digest()[:4], "big") % len(WORDS)
+
+
+def generated(ids: list[int], count: int) -> list[int]:
+    found = list(ids)
+    for _ in range(count):
+        found.append(following(found))
+    return found[len(ids) :]
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(WORDS[token] for token in tokens)
+
+
+def answer(prompt: str, count: int) -> str:
+    """What every healthy backend answers."""
+    return text_of(generated(encode(prompt), count))
+
+
+@dataclass
+class Fake:
+    """A backend. In the stream of a request, after so many tokens: die_after closes the connection, hang_after sends
+    nothing more, garbage_after sends what is no event, error_after sends an error as an event. `times`: for so many
+    requests, then it is healthy. refuse: status of every answer. whole_garbage: what it answers where no stream is
+    asked for. unsure: logprob of its tokens for prompts with the word hard. dead: closes every connection at once.
+    step: seconds between two tokens; first: before the first."""
+
+    name: str = "fake"
+    model: str = "toy"
+    step: float = 0.0
+    first: float = 0.0
+    die_after: int | None = None
+    hang_after: int | None = None
+    garbage_after: int | None = None
+    error_after: int | None = None
+    times: int = 10**9
+    refuse: int | None = None
+    whole_garbage: bytes | None = None
+    unsure: float = -0.01
+    dead: bool = False
+    vllm: bool = True
+    metrics: str = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    running: int = 0
+    aborted: int = 0
+    url: str = ""
+    runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.tell)
+        app.router.add_get("/v1/models", self.models)
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+            app.router.add_post(path, self.complete)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        assert self.runner is not None
+        await self.runner.cleanup()
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self.dead else 200)
+
+    async def tell(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": self.model}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.asked.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.dead:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.refuse is not None:
+            return web.json_response({"error": {"message": "refused here", "type": "x"}}, status=self.refuse)
+        self.running += 1
+        try:
+            if request.path == "/v1/embeddings":
+                return web.json_response({"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}})
+            return await (self.stream if body.get("stream") else self.whole)(request, body)
+        except (asyncio.CancelledError, ConnectionError):
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def plan(self, body: dict[str, Any]) -> tuple[list[int], list[int]]:
+        prompt = body.get("prompt") or "".join(one["content"] for one in body["messages"])
+        ids = list(prompt) if isinstance(prompt, list) else encode(prompt)
+        return ids, generated(ids, body.get("max_tokens") or body.get("max_completion_tokens") or 20)
+
+    async def whole(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if self.whole_garbage is not None and self.times > 0:
+            self.times -= 1
+            return web.Response(body=self.whole_garbage)
+        ids, tokens = self.plan(body)
+        await asyncio.sleep(self.first + self.step * len(tokens))
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
+        inner = {"text": text_of(tokens)} if "prompt" in body else {"message": {"content": text_of(tokens)}}
+        choice = {"index": 0, "finish_reason": "length", "logprobs": None, **inner}
+        if body.get("logprobs"):
+            prompt = str(body.get("prompt") or body["messages"])
+            logs = [self.unsure if "hard" in prompt else -0.01 for _ in tokens]
+            chat = {"content": [{"token": "x", "logprob": one} for one in logs]}
+            choice["logprobs"] = {"token_logprobs": logs} if "prompt" in body else chat
+        return web.json_response({"id": "x", "model": self.model, "choices": [choice], "usage": usage})
+
+    async def stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        ids, tokens = self.plan(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        broken = self.times > 0
+        self.times -= 1
+        await asyncio.sleep(self.first)
+        chat = "messages" in body
+        if chat:
+            await self.send(response, body, {"role": "assistant", "content": ""}, None, ids, chat=True, extra=True)
+        for place, token in enumerate(tokens):
+            if broken and await self.fails(request, response, place):
+                return response
+            last = place + 1 == len(tokens)
+            more = ids if place == 0 and not chat else None
+            await self.send(response, body, WORDS[token], [token], more, chat=chat, finish="length" if last else None)
+            if self.step:
+                await asyncio.sleep(self.step)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
+            await response.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def fails(self, request: web.Request, response: web.StreamResponse, place: int) -> bool:
+        if place == self.die_after:
+            assert request.transport is not None
+            request.transport.abort()
+            return True
+        if place == self.hang_after:
+            await asyncio.sleep(3600)
+        if place == self.garbage_after:
+            await response.write(b"<html>502 Bad Gateway</html>\n\n")
+            return True
+        if place == self.error_after:
+            await response.write(b'data: {"error": {"message": "engine died"}}\n\ndata: [DONE]\n\n')
+            return True
+        return False
+
+    async def send(
+        self,
+        response: web.StreamResponse,
+        body: dict[str, Any],
+        text: Any,
+        ids: list[int] | None,
+        prompt: list[int] | None,
+        *,
+        chat: bool,
+        finish: str | None = None,
+        extra: bool = False,
+    ) -> None:
+        wanted = bool(body.get("return_token_ids")) and self.vllm
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+        choice |= {"delta": text if extra else {"content": text}} if chat else {"text": text}
+        if self.vllm and not extra:
+            choice["token_ids"] = ids if wanted else None
+            if not chat:
+                choice["prompt_token_ids"] = prompt if wanted else None
+        event = {"id": f"cmpl-{self.name}", "object": "chunk", "created": 1, "model": self.model, "choices": [choice]}
+        if extra:
+            event["prompt_token_ids"] = prompt if wanted else None
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -1,0 +1,117 @@
+"""A gateway and its fake backends in one event loop, and clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from fake import Fake
+
+from selfspec_cli.gateway import server
+from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LedgerSettings, LimitSettings
+
+QUICK = LimitSettings(first_byte_seconds=2.0, stall_seconds=0.5, poll_seconds=0.05, open_seconds=0.3, failures=2)
+
+
+@dataclass
+class Running:
+    """A gateway that listens, and its backends by name."""
+
+    gateway: Gateway
+    url: str
+    fakes: dict[str, Fake]
+    session: aiohttp.ClientSession
+    log: Path
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+        """(status, JSON, headers)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, json.loads(await response.read()), response.headers
+
+    async def stream(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Stream:
+        """A stream, read to its end."""
+        async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as response:
+            raw = await response.read()
+            return Stream(response.status, raw, dict(response.headers))
+
+    async def settled(self) -> None:
+        """Wait until what was asked is counted too, which is after its answer was sent."""
+        for _ in range(4000):
+            if self.gateway.inside == 0:
+                return
+            await asyncio.sleep(0.005)
+
+    async def get(self, path: str, **headers: str) -> tuple[int, str]:
+        await self.settled()
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text()
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """The log so far."""
+        await self.settled()
+        self.gateway.log.write()
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@dataclass
+class Stream:
+    """What a client got of a stream."""
+
+    status: int
+    raw: bytes
+    headers: dict[str, str]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        lines = [part.removeprefix("data: ") for part in self.raw.decode().split("\n\n") if part]
+        assert lines[-1] == "[DONE]"
+        assert "[DONE]" not in lines[:-1]
+        return [json.loads(line) for line in lines[:-1]]
+
+    @property
+    def text(self) -> str:
+        choices = [event["choices"][0] for event in self.events if event.get("choices")]
+        return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+
+
+@asynccontextmanager
+async def running(
+    fakes: Sequence[Fake], folder: Path, *, kinds: dict[str, str] | None = None, backends: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Running]:  # fmt: skip
+    """A gateway over these backends. kinds, backends: by the backend's name, its kind and more of its settings."""
+    for fake in fakes:
+        await fake.start()
+    more = {
+        "policy": "fixed",
+        "ledger": LedgerSettings(plain_share=0.0),
+        "limits": QUICK,
+        "results_dir": str(folder),
+        "port": 0,
+    } | settings
+    made = [BackendSettings(name=one.name, kind=(kinds or {}).get(one.name, "local"), url=one.url,
+                            **(backends or {}).get(one.name, {})) for one in fakes]  # fmt: skip
+    gateway = server.made(GatewaySettings(backends=made, **more))
+    async with server.opened(gateway) as supervisor:
+        web = server.server(gateway)
+        task = asyncio.ensure_future(web.serve())
+        while not web.started:
+            await asyncio.sleep(0.01)
+        port = web.servers[0].sockets[0].getsockname()[1]
+        assert await supervisor.ready(10, [one.name for one in fakes if not one.dead])
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            log = folder / server.FOLDER / "requests.jsonl"
+            yield Running(gateway, f"http://127.0.0.1:{port}", {one.name: one for one in fakes}, session, log)
+        web.should_exit = True
+        await task
+    for fake in fakes:
+        await fake.stop()

@@ -1,0 +1,110 @@
+"""The answer cache on a request's way. What it promises is tested beside it."""
+
+import asyncio
+import json
+
+import pytest
+from fake import Fake, answer
+from running import running
+
+from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
+
+PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+EXACT = CacheSettings(kind="exact")
+
+
+async def test_the_same_request_is_answered_from_the_cache_in_every_form(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        first = await on.stream(PROMPT)
+        again = await on.stream(PROMPT)
+        usage = await on.stream(PROMPT | {"stream_options": {"include_usage": True}})
+        status, whole, headers = await on.post(PROMPT)
+        assert first.text == again.text == usage.text == whole["choices"][0]["text"] == answer("once", 12)
+        assert len(on.fakes["a"].asked) == 2  # the warm-up, and once
+        assert usage.events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 12
+        assert "usage" not in again.events[-1] or again.events[-1]["usage"] is None
+        assert headers["x-selfspec-cache"].startswith("hit")
+        assert status == 200
+        rows = await on.rows()
+        assert [row["cache"] for row in rows] == ["miss", "hit", "hit", "hit"]
+        assert [row["tokens"] for row in rows] == [12] * 4
+        assert {row["route"] for row in rows[1:]} == {"cache"}
+        assert 'selfspec_gateway_cache_total{verdict="hit"} 3.0' in (await on.get("/metrics"))[1]
+
+
+async def test_wishes_and_walls(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        wishes = ({}, {"selfspec": {"cache": "none"}}, {"temperature": 1.0}, {"seed": 3}, {"seed": 3})
+        for more in wishes:
+            await on.post(PROMPT | more)
+            await on.settled()
+        await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
+        verdicts = [row["cache"] for row in await on.rows()]
+        assert verdicts == ["miss", "bypassed", "miss", "miss", "miss", "bypassed"]
+
+
+async def test_plain_requests_of_the_ledger_see_no_cache(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT, ledger=LedgerSettings(plain_share=1.0)) as on:
+        for _ in range(2):
+            await on.post(PROMPT)
+        assert len(on.fakes["a"].asked) == 3
+
+
+@pytest.mark.parametrize("fault", [{"die_after": 5}, {"error_after": 5}])
+async def test_a_broken_answer_is_never_kept(tmp_path, fault):
+    async with running([Fake("a", step=0.001, times=1, **fault)], tmp_path, cache=EXACT) as on:
+        assert "error" in (await on.stream(PROMPT)).events[-1]
+        on.gateway.replicas[0].succeeded()
+        assert (await on.stream(PROMPT)).text == answer("once", 12)
+
+
+async def test_an_answer_that_another_backend_continued_is_kept_whole(tmp_path):
+    async with running([Fake("a", step=0.001, times=1, die_after=5), Fake("b")], tmp_path, cache=EXACT) as on:
+        await on.stream(PROMPT)
+        await on.settled()
+        assert (await on.stream(PROMPT)).text == answer("once", 12)
+        assert (await on.rows())[-1]["cache"] == "hit"
+
+
+async def test_a_wrong_hit_is_told_and_forgotten(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        await on.post(PROMPT)
+        await on.settled()
+        _, _, headers = await on.post(PROMPT)
+        entry = headers["x-selfspec-cache"].partition("entry=")[2]
+        async with on.session.post(f"{on.url}/gateway/feedback", json={"entry": entry, "quality": 0}) as response:
+            assert response.status == 200
+        await on.post(PROMPT)
+        assert [row["cache"] for row in await on.rows()] == ["miss", "hit", "miss"]
+        _, _, headers = await on.post(PROMPT)
+        entry = headers["x-selfspec-cache"].partition("entry=")[2]
+        async with on.session.delete(f"{on.url}/gateway/cache/{entry}") as response:
+            assert response.status == 200
+        await on.post(PROMPT)
+        assert (await on.rows())[-1]["cache"] == "miss"
+        assert json.loads((await on.get("/gateway/routes"))[1])["cache"]["entries"] == 1
+
+
+async def test_a_cache_that_fails_costs_no_request(tmp_path, monkeypatch, capsys):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        monkeypatch.setattr(on.gateway.caching.cache, "lookup", lambda request: 1 / 0)
+        assert (await on.post(PROMPT))[0] == 200
+        assert (await on.rows())[0]["cache"] == "failed"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def test_answers_are_judged_while_the_backend_idles(tmp_path):
+    seen = []
+    fake = Fake("a")
+
+    async def settle(most):
+        judged = on.gateway.caching.cache._judge
+        seen.append(await judged("q", "one", "two"))
+        return 1
+
+    async with running([fake], tmp_path, cache=CacheSettings(kind="exact", judge="a")) as on:
+        on.gateway.caching.cache.settle = settle
+        await asyncio.sleep(0.3)
+        assert seen
+        assert set(seen) == {None}  # this backend says neither yes nor no
+        assert "Do both answers say the same" in fake.asked[-1]["messages"][0]["content"]

@@ -1,0 +1,94 @@
+"""A real Prometheus scrapes a gateway, and every panel of its dashboard has data. `make programs` installs it."""
+
+import asyncio
+import json
+import math
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import aiohttp
+import programs
+import pytest
+from fake import Fake
+from running import running
+
+from selfspec_cli.gateway.settings import CacheSettings, LedgerSettings
+
+pytestmark = [pytest.mark.slow, programs.needs("prometheus")]
+INFRA = Path(__file__).parents[2] / "infra"
+PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+SECONDS = 40.0  # for the tests' minute, Prometheus's start included
+METRICS = (
+    "vllm:num_requests_running 1\nvllm:spec_decode_num_drafts_total 9\nvllm:spec_decode_num_accepted_tokens_total 18\n"
+)
+
+
+def queries():
+    dashboard = json.loads((INFRA / "grafana" / "gateway.json").read_text(encoding="utf-8"))
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return [query.replace("$__rate_interval", "5m") for query in found]
+
+
+async def test_every_panel_has_data(tmp_path):
+    backends = {"a": {"price_hour": 3600.0}, "b": {"price_hour": 3600.0}}
+    fakes = [Fake("a", step=0.001, metrics=METRICS), Fake("b", step=0.0005, times=2, die_after=5)]
+    more = {"policy": "round_robin", "ledger": LedgerSettings(plain_share=0.5), "cache": CacheSettings(kind="exact")}
+    async with running(fakes, tmp_path, backends=backends, **more) as on:
+        with open(tmp_path / "log", "wb") as out:
+            port = free_port()
+            process = subprocess.Popen(command(on.url, tmp_path, port), stdout=out, stderr=out)
+        try:
+            await traffic(on)
+            await until_finite(port, ["selfspec_gateway_in_flight"])
+            await traffic(on)  # a rate needs two looks
+            await until_finite(port, queries())
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+async def traffic(on):
+    for number in range(12):
+        await on.stream(
+            PROMPT | {"prompt": f"once {number % 8}", "selfspec": {"cache": "exact" if number > 5 else "none"}}
+        )
+    await on.settled()
+    assert (await on.get("/gateway/routes"))[0] == 200
+
+
+def command(url, folder, port):
+    text = (INFRA / "prometheus" / "gateway.yml").read_text(encoding="utf-8")
+    assert "localhost:8080" in text and "15s" in text
+    text = text.replace("localhost:8080", url.removeprefix("http://")).replace("15s", "1s")
+    (folder / "prometheus.yml").write_text(text, encoding="utf-8")
+    return ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+
+
+async def until_finite(port, wanted):
+    """Until every query has data, and all of it is numbers."""
+    until, left = time.monotonic() + SECONDS, list(wanted)
+    async with aiohttp.ClientSession() as session:
+        while left:
+            assert time.monotonic() < until, left
+            try:
+                address = f"http://127.0.0.1:{port}/api/v1/query"
+                async with session.get(address, params={"query": left[0]}) as response:
+                    found = await response.json()
+            except (aiohttp.ClientError, ValueError):
+                await asyncio.sleep(0.3)
+                continue
+            assert found["status"] == "success", found
+            values = [float(one["value"][1]) for one in found["data"]["result"]]
+            if values and any(map(math.isfinite, values)):
+                left.pop(0)
+            else:
+                await asyncio.sleep(0.3)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

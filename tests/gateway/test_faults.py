@@ -1,0 +1,247 @@
+"""Backends that die, hang and answer garbage, clients that vanish and that are slow, and very many of them."""
+
+import asyncio
+import gc
+import json
+import os
+
+import pytest
+from fake import Fake, answer
+from running import QUICK, running
+
+from selfspec_cli.gateway.settings import LimitSettings
+
+PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 30, "temperature": 0}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once upon"}], "max_tokens": 30, "temperature": 0}
+PATHS = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
+WANTED = answer("once upon", 30)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fault", ["die_after", "hang_after", "garbage_after", "error_after"])
+@pytest.mark.parametrize("at", [0, 1, 11, 29])
+async def test_a_stream_survives_and_the_client_gets_the_very_text_once(tmp_path, path, fault, at):
+    bad, good = Fake("bad", step=0.001, times=1, **{fault: at}), Fake("good")
+    async with running([bad, good], tmp_path) as on:
+        usage = {"stream_options": {"include_usage": True}}
+        stream = await on.stream(PATHS[path] | usage, path)
+        assert stream.text == WANTED
+        finishes = [one["choices"][0]["finish_reason"] for one in stream.events if one.get("choices")]
+        assert finishes[-1] == "length" and set(finishes[:-1]) == {None}
+        assert stream.events[-1]["usage"]["completion_tokens"] == 30
+        assert len({event["id"] for event in stream.events if event.get("choices")}) == 1
+        (row,) = await on.rows()
+        assert (row["status"], row["tokens"], row["route"]) == (200, 30, "good")
+        begun = path != "/v1/completions" or at > 0  # a chat begins with the role, before any token
+        assert row["tried"] == ["bad"]
+        assert row["survived"] == (1 if begun else 0)
+        assert (row["lost_ms"] is not None) == begun
+        if begun:
+            continued = on.fakes["good"].asked[-1]
+            assert isinstance(continued["prompt"], list) or at == 0  # token ids: no text is cut into tokens anew
+            assert continued["max_tokens"] == 30 - at
+            text = (await on.get("/metrics"))[1]
+            assert 'selfspec_gateway_streams_continued_total{backend="good"} 1.0' in text
+            assert "selfspec_gateway_stream_lost_seconds_total 0.0\n" not in text
+
+
+async def test_it_survives_twice(tmp_path):
+    fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=9), Fake("c")]
+    async with running(fakes, tmp_path) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+        assert on.fakes["c"].asked[-1]["max_tokens"] == 30 - 7 - 9
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_greedy_request_with_state_is_asked_again_and_what_the_client_has_is_left_out(tmp_path, path):
+    fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=3), Fake("c")]
+    async with running(fakes, tmp_path) as on:
+        stream = await on.stream(PATHS[path] | {"stop": ["never"]}, path)
+        assert stream.text == WANTED
+        assert on.fakes["c"].asked[-1]["max_tokens"] == 30
+        assert on.fakes["c"].asked[-1]["stop"] == ["never"]
+
+
+async def test_another_answer_is_never_glued_to_the_first(tmp_path):
+    """The second backend has another model under the same name: what it says is not what the client has."""
+    bad, other = Fake("bad", die_after=7), Fake("other")
+    other.plan = lambda body: ([1], [5] * 30)  # type: ignore[method-assign]
+    async with running([bad, other], tmp_path) as on:
+        stream = await on.stream(PROMPT | {"stop": ["never"]})
+        assert "error" in stream.events[-1]
+        assert "w5 w5" not in stream.text
+        assert WANTED.startswith(stream.text)
+        assert len(on.fakes["other"].asked) >= 2  # the warm-up, and what was compared, and not sent
+
+
+@pytest.mark.parametrize(
+    ("more", "backends"),
+    [
+        ({"temperature": 1.0, "stop": ["never"]}, {}),  # sampled, with state
+        ({"n": 2}, {}),
+        ({}, {"good": {"weights": "other"}}),  # no backend has the same weights
+    ],
+)
+async def test_what_cannot_be_continued_ends_with_an_error_that_names_the_backend(tmp_path, more, backends):
+    async with running([Fake("bad", times=1, die_after=7), Fake("good")], tmp_path, backends=backends) as on:
+        stream = await on.stream(PROMPT | more)
+        assert stream.events[-1]["error"]["backend"] == "bad"
+        assert (await on.rows())[0]["status"] == 502
+
+
+async def test_a_quantised_backend_does_not_continue_the_whole_model(tmp_path):
+    kinds = {"good": "quantised"}
+    async with running([Fake("bad", times=1, die_after=7), Fake("good")], tmp_path, kinds=kinds) as on:
+        assert "error" in (await on.stream(PROMPT)).events[-1]
+
+
+@pytest.mark.parametrize("garbage", [b"<html>", b"", b"[1, 2]", b'{"error": "x"}'])
+async def test_garbage_in_place_of_an_answer_is_asked_of_the_next(tmp_path, garbage):
+    async with running([Fake("bad", whole_garbage=garbage), Fake("good")], tmp_path) as on:
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["choices"][0]["text"]) == (200, WANTED)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 401])
+async def test_an_error_of_a_backend_is_asked_of_the_next(tmp_path, status):
+    async with running([Fake("bad", refuse=status), Fake("good")], tmp_path) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        assert (await on.stream(PROMPT)).text == WANTED
+
+
+async def test_where_all_fail_the_client_is_told_which(tmp_path):
+    async with running([Fake("a", refuse=500), Fake("b", refuse=503)], tmp_path) as on:
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["error"]["backend"]) == (503, "b")
+
+
+async def test_the_breaker_opens_and_closes(tmp_path):
+    async with running([Fake("a", refuse=500), Fake("b")], tmp_path) as on:
+        for _ in range(4):
+            await on.post(PROMPT)
+        asked = len(on.fakes["a"].asked)
+        assert asked == 1 + QUICK.failures  # the warm-up, and then it is left alone
+        assert 'backend_up{backend="a"} 0.0' in (await on.get("/metrics"))[1]
+        on.fakes["a"].refuse = None
+        await asyncio.sleep(QUICK.open_seconds + 0.05)
+        assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "a"
+        assert 'backend_up{backend="a"} 1.0' in (await on.get("/metrics"))[1]
+
+
+async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path) as on:
+        on.fakes["a"].dead = True
+        await asyncio.sleep(0.2)
+        assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "b"
+        assert json.loads((await on.get("/gateway/routes"))[1])["backends"][0]["state"] == "down"
+        on.fakes["a"].dead = False
+        await asyncio.sleep(0.2)
+        assert (await on.post(PROMPT))[2]["x-selfspec-backend"] == "a"
+        on.fakes["b"].dead = on.fakes["a"].dead = True
+        await asyncio.sleep(0.2)
+        status, _, headers = await on.post(PROMPT)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert (await on.get("/health"))[0] == 503
+
+
+async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path):
+    async with running([Fake("a", step=0.05)], tmp_path) as on:
+        other = asyncio.ensure_future(on.stream(PROMPT | {"max_tokens": 15}))
+        for stream in (True, False):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(on.post(PROMPT | {"stream": stream, "max_tokens": 200}), 0.2)
+        assert (await other).text == answer("once upon", 15)
+        await asyncio.sleep(0.3)
+        assert on.fakes["a"].running == 0
+        assert on.fakes["a"].aborted == 2
+        assert len(on.gateway.replicas[0].flights) == 0
+        assert sorted(row["status"] for row in await on.rows()) == [200, 499, 499]
+
+
+async def test_a_slow_client_gets_everything_and_holds_up_nobody(tmp_path):
+    async with running([Fake("a")], tmp_path) as on:
+        body = PROMPT | {"stream": True, "max_tokens": 1500}
+        async with on.session.post(on.url + "/v1/completions", json=body) as response:
+            first = await response.content.readany()
+            assert (await on.stream(PROMPT)).text == WANTED
+            parts = [first]
+            while part := await response.content.read(2000):
+                parts.append(part)
+                await asyncio.sleep(0.0005)
+        lines = b"".join(parts).decode().split("\n\n")
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]) == answer("once upon", 1500)
+
+
+async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path):
+    fakes = [Fake("a", first=0.3), Fake("b", first=0.3, die_after=5, times=25)]
+    patient = LimitSettings(connect_seconds=30, first_byte_seconds=50, stall_seconds=50, failures=1000)
+    async with running(fakes, tmp_path, policy="round_robin", limits=patient) as on:
+        await many(on, 50)  # what is allocated once
+        fakes[1].times = 25
+        before = resident()
+        texts = await many(on, 1000)
+        assert [text for text in texts if text is None] == []
+        assert max(fake.running for fake in fakes) == 0
+        assert on.gateway.inside == 0
+        assert all(not one.flights for one in on.gateway.replicas)
+        assert sum(len(row["tried"]) for row in await on.rows()) == 50
+        gc.collect()
+        assert resident() < before + 120, "MiB"
+        left = len(asyncio.all_tasks())
+        await asyncio.sleep(1.0)
+        assert len(asyncio.all_tasks()) <= left
+
+
+async def many(on, count):
+    async def one(number):
+        stream = await on.stream(PROMPT | {"prompt": f"number {number}", "max_tokens": 8})
+        return stream.text if stream.text == answer(f"number {number}", 8) else None
+
+    return await asyncio.gather(*map(one, range(count)))
+
+
+def resident():
+    """MiB of memory that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.parametrize("raw", [b"GET /\r\n\r\n", b"\x00\xff" * 500, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+async def test_what_is_no_http_hurts_nobody(tmp_path, raw):
+    async with running([Fake("a")], tmp_path) as on:
+        host, port = on.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(raw)
+        await writer.drain()
+        writer.close()
+        body = b'{"model": "toy", "prompt": ' + b"[" * 100_000
+        assert (await on.post(body))[0] == 400
+        assert (await on.post(PROMPT))[0] == 200
+
+
+async def test_a_request_in_flight_ends_when_the_gateway_is_told_to(tmp_path):
+    async with running([Fake("a", step=0.02)], tmp_path) as on:
+        running_stream = asyncio.ensure_future(on.stream(PROMPT))
+        await asyncio.sleep(0.2)
+        on.gateway.draining = True
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["error"]["message"]) == (503, "the gateway is ending")
+        assert (await running_stream).text == WANTED
+
+
+async def test_a_fault_of_the_gateways_own_is_one_requests_alone(tmp_path, monkeypatch, capsys):
+    async with running([Fake("a")], tmp_path) as on:
+        monkeypatch.setattr(on.gateway, "_route", lambda *_: 1 / 0)
+        status, found, _ = await on.post(PROMPT)
+        assert (status, found["error"]["type"]) == (500, "internal_error")
+        monkeypatch.undo()
+        assert (await on.post(PROMPT))[0] == 200
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+async def test_a_backend_that_cannot_be_reached_costs_no_request(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="round_robin") as on:
+        await on.fakes["a"].stop()
+        results = await asyncio.gather(*(on.post(PROMPT) for _ in range(20)))
+        assert [status for status, _, _ in results] == [200] * 20
+        await on.fakes["a"].start()  # `running` stops it once more

@@ -1,0 +1,293 @@
+"""The parts of the gateway one by one: batches, the ledger, predictions, what a server says of itself, events."""
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+from fake import Fake
+from running import running
+
+from selfspec_cli.gateway import events
+from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
+from selfspec_cli.gateway.limits import Bucket
+from selfspec_cli.gateway.load import Counts, Load, between, read
+from selfspec_cli.gateway.replica import Replica, State
+from selfspec_cli.gateway.settings import BackendSettings, BatchSettings, LedgerSettings
+from selfspec_cli.gateway.timing import Timing
+from selfspec_cli.record.gateway_log import Ledger
+
+PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+
+# ---- class batch -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not(tmp_path):
+    batch = BatchSettings(enough=100, deadline_seconds=30)
+    async with running([Fake("a", step=0.03)], tmp_path, batch=batch, backends={"a": {"priorities": True}}) as on:
+        order = []
+
+        async def one(name, **wishes):
+            assert (await on.post(PROMPT | {"selfspec": wishes}))[0] == 200
+            order.append(name)
+
+        first = asyncio.ensure_future(one("first"))
+        await asyncio.sleep(0.1)
+        late = [asyncio.ensure_future(one("batch", **{"class": "batch"})) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        second = asyncio.ensure_future(one("second"))
+        await asyncio.gather(first, second, *late)
+        assert order == ["first", "second", "batch", "batch"]
+        assert [asked["priority"] for asked in on.fakes["a"].asked[1:]] == [0, 0, 10, 10]
+        rows = {row["class"]: row for row in await on.rows()}
+        assert rows["batch"]["reason"] == "first_idle"
+        assert rows["batch"]["waited_ms"] > 100
+        assert rows["interactive"]["waited_ms"] is None
+
+
+@pytest.mark.parametrize(("enough", "deadline", "reason"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])
+async def test_a_batch_goes_when_enough_wait_and_when_its_deadline_comes(tmp_path, enough, deadline, reason):
+    async with running([Fake("a", step=0.2)], tmp_path, batch=BatchSettings(enough=enough)) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT | {"max_tokens": 8}))
+        await asyncio.sleep(0.1)
+        wishes = {"selfspec": {"class": "batch", "deadline_ms": deadline}}
+        await asyncio.gather(*(on.post(PROMPT | {"max_tokens": 1} | wishes) for _ in range(3)))
+        await busy
+        assert {row["reason"] for row in await on.rows() if row["class"] == "batch"} == {reason}
+
+
+async def test_a_client_that_vanishes_from_the_queue_leaves_nothing(tmp_path):
+    async with running([Fake("a", step=0.1)], tmp_path) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT))
+        await asyncio.sleep(0.1)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(on.post(PROMPT | {"selfspec": {"class": "batch"}}), 0.2)
+        await asyncio.sleep(0.1)
+        assert on.gateway.batch.waiting == []
+        await busy
+        assert len(on.fakes["a"].asked) == 2  # the warm-up and the first
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+async def test_some_requests_go_the_plain_way_and_the_ledger_compares(tmp_path):
+    metrics = "vllm:spec_decode_num_drafts_total 0\nvllm:num_requests_running 0\n"
+    fakes = [Fake("slow", step=0.004, metrics=metrics), Fake("fast", step=0.0005)]
+    more = {"backends": {"slow": {"price_hour": 3600.0}, "fast": {"price_out": 1.0}}}
+    ledger = LedgerSettings(plain_share=0.4)
+    async with running(fakes, tmp_path, ledger=ledger, policy_options={"fixed": {"backend": "fast"}}, **more) as on:
+        await asyncio.sleep(0.1)  # a look at /metrics tells that the first one can draft
+        for _ in range(30):
+            await on.stream(PROMPT)
+        rows = await on.rows()
+        plain = [row for row in rows if row["plain"]]
+        assert 5 < len(plain) < 20
+        assert {row["route"] for row in plain} == {"slow"}
+        assert {row["route"] for row in rows if not row["plain"]} == {"fast"}
+        asked = on.fakes["slow"].asked[1:]
+        assert all(one["vllm_xargs"] == {"selfspec_k": 0} for one in asked)
+        assert all("vllm_xargs" not in one for one in on.fakes["fast"].asked)
+        gains = {(one.route, one.of): one for one in on.gateway.ledger.gains()}
+        assert gains["fast", "seconds"].low > 1
+        assert gains["fast", "money"].gain > 100
+        assert gains["fast", "seconds"].plain_requests == len(plain)
+        shown = json.loads((await on.get("/gateway/routes"))[1])["gains"]
+        assert {one["route"] for one in shown} == {"fast", "all"}
+
+
+def test_a_gain_has_an_interval_and_what_was_not_measured_has_none():
+    ledger, draw = Ledger(), random.Random(0)
+    for number in range(400):
+        plain = number % 4 == 0
+        ms = draw.lognormvariate(0, 0.3) * (100 if plain else 50)
+        ledger.add({"status": 200, "plain": plain, "route": "a", "tokens": 10, "e2e_ms": ms, "cost": None})
+    route, all_routes = ledger.gains()
+    assert (route.route, all_routes.route, route.of) == ("a", "all", "seconds")
+    assert route.low < 2.0 < route.high
+    assert route.high - route.low < 0.5
+    few = Ledger()
+    few.add({"status": 200, "plain": False, "route": "a", "tokens": 10, "e2e_ms": 1.0})
+    few.add({"status": 502, "plain": True, "route": "a", "tokens": 10, "e2e_ms": 1.0})
+    for _ in range(3):
+        few.add({"status": 200, "plain": False, "route": "a", "tokens": 1, "e2e_ms": 1, "reason": "asked_for"})
+    assert [one.requests for one in few.gains()] == [1, 1]
+    assert {one.gain for one in few.gains()} == {None}
+
+
+def test_a_hit_costs_nothing_and_counts_for_all_routes():
+    ledger = Ledger()
+    for plain, route, cost in ((True, "a", 2.0), (True, "a", 2.0), (False, "a", 2.0), (False, "cache", None)):
+        ledger.add({"status": 200, "plain": plain, "route": route, "tokens": 1, "e2e_ms": 1.0, "cost": cost,
+                        "cache": "hit" if route == "cache" else "miss"})  # fmt: skip
+    gains = {(one.route, one.of): one.gain for one in ledger.gains()}
+    assert gains["all", "money"] == 2.0
+    assert gains["cache", "money"] is None
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_times_are_learnt_and_followed_when_they_change():
+    timing, draw = Timing(), random.Random(1)
+    assert timing.step(1) is None and timing.first(10, 0) is None
+    for _ in range(300):
+        running_now, own, ahead = draw.randint(1, 16), draw.randint(10, 2000), draw.choice([0, 0, 500])
+        timing.learn_tpot(running_now, 1.5, 3.0, (0.010 + 0.001 * running_now) * 1.5 / 3.0)
+        timing.learn_ttft(own, ahead, 0.02 + (own + ahead) / 4000)
+    assert timing.step(8) == pytest.approx(0.018, rel=0.02)
+    assert timing.first(1000, 500) == pytest.approx(0.02 + 1500 / 4000, rel=0.02)
+    assert timing.prefill_rate == pytest.approx(4000, rel=0.2)
+    for _ in range(200):
+        running_now = draw.randint(1, 16)
+        timing.learn_tpot(running_now, 1.0, 1.0, 0.020 + 0.002 * running_now)
+    assert timing.step(8) == pytest.approx(0.036, rel=0.05)
+
+
+def test_a_load_that_never_varies_does_not_make_predictions_explode():
+    timing = Timing()
+    for _ in range(5000):
+        timing.learn_tpot(1, 1.0, 1.0, 0.01)
+    timing.learn_tpot(1, 1.0, 1.0, 0.0101)
+    assert timing.step(1) == pytest.approx(0.01, rel=0.05)
+    assert 0 < timing.step(2) < 0.1
+
+
+def test_what_a_server_says_of_itself():
+    text = (
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 2.0\n'
+        "vllm:num_requests_waiting 1\nvllm:prefix_cache_queries_total 0.0\n"
+        'vllm:spec_decode_num_drafts_total{engine="0"} 10.0\nvllm:spec_decode_num_accepted_tokens_total 25.0\n'
+        "vllm:selfspec_draft_rounds_total 10\nvllm:selfspec_draft_steps_total 40\nvllm:selfspec_draft_cost 0.2\n"
+        'vllm:other{a="b"} 7\n'
+    )
+    load = between(None, read(text), Load())
+    assert (load.running, load.waiting, load.known, load.drafts, load.caches) == (5, 1, True, True, False)
+    assert (load.tokens, load.work) == (3.5, pytest.approx(1.8))
+    same = between(read(text), read(text), load)
+    assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
+    anew = between(Counts(drafts=100, accepted=250), Counts(running=0, drafts=10, accepted=0), load)
+    assert anew.tokens == 1.0  # the server was started anew
+    assert not between(None, read("nothing\n"), Load()).known
+
+
+def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():
+    clock = {"at": 0.0}
+    one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
+    asked = Asked("/v1/completions", {"prompt": "x"})
+    first = one.begin(asked)
+    clock["at"] = 2.0
+    second = one.begin(asked)
+    clock["at"] = 6.0
+    assert one.end(second, None) == pytest.approx(2.0)  # four seconds, for two
+    clock["at"] = 7.0
+    assert one.end(first, None) == pytest.approx(2.0 + 2.0 + 1.0)
+
+
+async def test_the_gateway_learns_from_what_it_measures(tmp_path):
+    async with running([Fake("a", step=0.004)], tmp_path) as on:
+        for _ in range(6):
+            await on.stream(PROMPT)
+        row = (await on.rows())[-1]
+        assert row["expected_ttft_ms"] is not None
+        assert 1 < row["expected_tpot_ms"] < 40
+        text = (await on.get("/metrics"))[1]
+        assert 'selfspec_gateway_tpot_error_seconds_count{route="a"}' in text
+
+
+# ---- small parts -----------------------------------------------------------------------------------------------------
+
+
+def test_events_are_cut_where_they_end_wherever_the_parts_do():
+    raw = b'data: {"a": 1}\n\ndata: {"b": 2}\r\n\r\n: note\n\ndata: [DONE]\n\n'
+    for size in range(1, len(raw)):
+        frames, found = Frames(), []
+        for place in range(0, len(raw), size):
+            found += frames.feed(raw[place : place + size])
+        assert [one for one in found if one] == [b'data: {"a": 1}', b'data: {"b": 2}', b": note", b"data: [DONE]"], size
+        assert frames.rest == b""
+
+
+def test_token_ids_are_taken_out_and_text_is_left_alone():
+    kept = Kept(ids=True)
+    event = b'data: {"choices":[{"text":"say \\"token_ids\\":[1,2]","prompt_token_ids":[7, 8],"token_ids":[9]}]}'
+    wanted = event.replace(b"[7, 8]", b"null").replace(b"[9]", b"null")
+    assert kept.take(event) == wanted
+    assert (kept.prompt_ids(), kept.token_ids()) == ([7, 8], [9])
+    later = b'data: {"choices":[{"text":"x","prompt_token_ids":[7,8,9],"token_ids":[10,11]}]}'
+    kept.take(later)
+    assert (kept.prompt_ids(), kept.token_ids()) == ([7, 8], [9, 10, 11])
+    assert kept.only_text
+    kept.take(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}')
+    assert not kept.only_text
+
+
+@pytest.mark.parametrize("event", [b"<html>", b"data: {broken", b'data: {"error": {"message": "x"}}', b"data: 7"])
+def test_what_is_no_event_of_an_answer_is_broken(event):
+    with pytest.raises(BrokenStream):
+        events.check(event)
+
+
+def test_a_bucket_fills_as_time_goes():
+    clock = {"at": 0.0}
+    bucket = Bucket(60, now=lambda: clock["at"])
+    for _ in range(60):
+        assert bucket.wait() == 0
+        bucket.take(1)
+    assert bucket.wait() == pytest.approx(1.0)
+    clock["at"] = 1.1
+    assert bucket.wait() == 0
+    bucket.take(200)  # an answer was longer than what was left
+    assert bucket.wait() > 190
+
+
+async def test_spans_reach_a_collector_and_the_backend_joins_the_trace(tmp_path):
+    from aiohttp import web
+
+    posted = []
+
+    async def take(request):
+        posted.append(await request.read())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with running([Fake("a")], tmp_path, tracing=address) as on:
+        await on.stream(PROMPT, traceparent=f"00-{trace}-b7ad6b7169203331-01")
+        await on.settled()
+        assert trace in on.fakes["a"].headers[-1]["traceparent"]
+        await asyncio.to_thread(on.gateway.tracing.flush)
+    raw = b"".join(posted)
+    assert bytes.fromhex(trace) in raw
+    assert b"selfspec.route" in raw and b"selfspec-gateway" in raw
+    await runner.cleanup()
+
+
+async def test_a_log_that_selfspec_load_can_read(tmp_path):
+    from selfspec_cli.texts import prompt_files
+
+    async with running([Fake("a")], tmp_path, log_text=True) as on:
+        await on.post(PROMPT)
+        chat = {"model": "toy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        await on.post(chat, "/v1/chat/completions")
+        await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
+        await on.rows()
+        found = prompt_files.read(str(on.log), column=None, category="route")
+        assert [(one.text, one.chat, one.category) for one in found] == [("once", False, "a"), ("hello", True, "a")]
+
+
+async def test_the_log_is_written_while_requests_come(tmp_path):
+    async with running([Fake("a")], tmp_path) as on:
+        await asyncio.gather(*(on.post(PROMPT) for _ in range(50)))
+        until = time.monotonic() + 10
+        while time.monotonic() < until and (not on.log.exists() or len(on.log.read_text().splitlines()) < 50):
+            await asyncio.sleep(0.05)
+        rows = [json.loads(line) for line in on.log.read_text().splitlines()]
+        assert len({row["id"] for row in rows}) == 50

@@ -1,0 +1,210 @@
+"""Each policy on a workload made for it, where it beats round robin, and on one where it loses."""
+
+from dataclasses import replace
+
+import pytest
+from simulated import Request, Server, asked_of, poisson, simulate
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.policies.cascade import sureness
+from selfspec_cli.gateway.settings import SloSettings
+
+
+def plain(count=400, rate=4.0, prompt=100, answer=50, seed=1):
+    """Requests without anything in common."""
+    return poisson(rate, count, seed, lambda draw, number: (f"{number:08d}", prompt, answer))
+
+
+def both(policy, servers, requests, slo=None, judge=None, **options):
+    """(what the policy reaches, what round robin does) on the same requests."""
+    ours = simulate(policy, servers(), requests, slo, judge, **options)
+    return ours, simulate("round_robin", servers(), requests, slo, judge)
+
+
+def early_exit_and_plain():
+    """Early exit is fast alone, and its rounds cost more with every request; the plain server is slower alone."""
+    return [Server("early", step=0.02, slope=0.004, work=2.0, tokens=3.6), Server("plain", step=0.02, slope=0.0008)]
+
+
+def test_least_time_wins_where_one_backend_is_faster():
+    ours, turn = both("least_time", early_exit_and_plain, plain(rate=1.0))
+    assert ours.mean() < 0.9 * turn.mean()
+    assert ours.p99() < turn.p99()
+    assert ours.routes["early"] > ours.routes["plain"] > 0  # the slower one is looked at now and then
+
+
+def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better_backend_alone():
+    requests, at = [], 0.0
+    for rate in (1.0, 3.0, 6.0, 12.0):
+        requests += [replace(one, at=one.at + at) for one in plain(rate=rate, count=300, seed=int(rate))]
+        at = requests[-1].at
+    ours, turn = both("least_time", early_exit_and_plain, requests)
+    alone = [simulate("fixed", early_exit_and_plain(), requests, backend=name).p99() for name in ("early", "plain")]
+    assert ours.p99() <= min(alone)
+    assert ours.p99() < 0.8 * turn.p99()
+
+
+def test_least_time_follows_acceptance_at_once():
+    """The early exit's drafts are accepted no more: its first request after that is predicted to take longer."""
+    servers = early_exit_and_plain()
+    simulate("least_time", servers, plain(count=200))
+    early = servers[0].replica
+    asked = asked_of(Request(0.0, "x", 100, 50))
+    before = early.predict(asked)
+    early.load = replace(early.load, tokens=1.1)
+    assert early.predict(asked).tpot == pytest.approx(before.tpot * 3.6 / 1.1)
+
+
+def test_least_time_loses_where_times_have_another_reason():
+    """Each backend has a neighbour that takes turns with the other's: what was learnt is always a little old."""
+
+    def servers():
+        return [Server("a", extra=lambda at: 0.05 * (at % 2 < 1)), Server("b", extra=lambda at: 0.05 * (at % 2 >= 1))]
+
+    ours, turn = both("least_time", servers, plain(rate=4.0, answer=40))
+    assert ours.mean() > turn.mean()
+
+
+def test_the_cheapest_within_the_limits_costs_less_and_keeps_them():
+    def servers():
+        return [Server("dear", step=0.01, settings={"price_out": 10.0}),
+                Server("cheap", step=0.03, slope=0.004, settings={"price_out": 1.0})]  # fmt: skip
+
+    requests = plain(rate=2.5, count=500)
+    slo = SloSettings(ttft_ms=1000, tpot_ms=60)
+    ours, turn = both("cheapest_within_slo", servers, requests, slo)
+    assert ours.cost < 0.8 * turn.cost
+    late = sum(one > 60 * 0.060 for one in ours.seconds)
+    assert late <= 0.05 * len(ours.seconds)
+    assert ours.routes["dear"] > 0  # when the cheap one could not have kept the limit
+    assert ours.mean() > turn.mean()  # where it loses: it is slower for less money
+
+
+def test_sticky_wins_where_prompts_begin_alike():
+    """Twelve long documents, each asked about many times: a backend that has seen one prefills its end alone."""
+
+    def ask(draw, number):
+        return (f"document {draw.randrange(12):03d} " * 40 + f"{number:08d}", 3000, 20)
+
+    def servers():
+        return [Server(name, rate=4000.0) for name in "abc"]
+
+    requests = poisson(2.5, 300, 3, ask)
+    ours, turn = both("sticky_until_saturated", servers, requests, SloSettings(ttft_ms=2000))
+    assert sum(ours.ttft) < 0.7 * sum(turn.ttft)
+
+
+def test_sticky_leaves_a_saturated_backend():
+    """All ask about one document at once: it does not pile up where the document is warm."""
+    requests = poisson(400.0, 60, 3, lambda draw, number: ("the same beginning " * 4 + f"{number:08d}" * 40, 2000, 5))
+    slo = SloSettings(ttft_ms=300)
+    ours = simulate("sticky_until_saturated", [Server(name) for name in "abc"], requests, slo)
+    assert min(ours.routes.values()) >= 10
+
+
+def test_sticky_loses_where_answers_are_long_and_nothing_is_alike():
+    """Two conversations alternate; the beginning that they share keeps them on one backend."""
+    requests = poisson(6.0, 300, 4, lambda draw, number: ("system prompt of all " * 4 + f"{number:08d}", 40, 120))
+
+    def servers():
+        return [Server(name, slope=0.002) for name in "ab"]
+
+    ours, turn = both("sticky_until_saturated", servers, requests)
+    assert ours.mean() > turn.mean()
+
+
+HARD = "prove that the integral of this function converges "
+
+
+def test_quality_sends_what_the_small_model_can_do_to_the_small_model():
+    def ask(draw, number):
+        hard = draw.random() < 0.5
+        text = HARD if hard else "what is the colour of the sky on day "
+        return (f"{text}{number}", 30, 30)
+
+    def judge(name, prompt):
+        return 1.0 if name == "large" or not prompt.startswith(HARD) else 0.0
+
+    def servers():
+        return [Server("small", settings={"price_out": 1.0}), Server("large", settings={"price_out": 10.0})]
+
+    requests = poisson(3.0, 400, 5, ask)
+    ours, turn = both("quality", servers, requests, judge=judge)
+    assert ours.quality > 0.95 > turn.quality
+    assert ours.cost < 1.2 * turn.cost
+    assert ours.routes["small"] > 0.4 * 400
+
+
+def test_quality_loses_where_nobody_judges():
+    requests = plain(rate=8.0)
+
+    def servers():
+        return [Server("small", slope=0.004, settings={"price_out": 1.0}), Server("large", settings={"price_out": 9.0})]
+
+    ours, turn = both("quality", servers, requests)
+    assert ours.routes["large"] == 0
+    assert ours.mean() > turn.mean()
+
+
+def cascaded(sure_of_hard, right_of_hard):
+    """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
+    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
+    chooser, both_ways = POLICIES["cascade"].chooser({}, SloSettings()), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
+    for number in range(100):
+        hard = number % 4 < 2
+        choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
+        assert [one.name for one in choice.order] == ["small", "large"]
+        sure = sure_of_hard if hard else 0.95
+        again = sure < choice.sure
+        right = 1.0 if again or not hard else right_of_hard
+        turn = (1.0, 10.0) if number % 2 else (right_of_hard if hard else 1.0, 1.0)
+        for way, (quality, cost) in {"ours": (right, 11.0 if again else 1.0), "turn": turn}.items():
+            both_ways[way][0] += quality / 100
+            both_ways[way][1] += cost
+    return both_ways["ours"], both_ways["turn"]
+
+
+def test_a_cascade_wins_where_the_small_model_knows_what_it_does_not_know():
+    ours, turn = cascaded(sure_of_hard=0.3, right_of_hard=0.0)
+    assert ours[0] == pytest.approx(1.0) and turn[0] == pytest.approx(0.75)
+    assert ours[1] < 1.1 * turn[1]
+
+
+def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
+    ours, turn = cascaded(sure_of_hard=0.9, right_of_hard=0.0)
+    assert ours[0] < turn[0]
+
+
+def test_how_sure_an_answer_is():
+    assert sureness({"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}]}) == pytest.approx(
+        0.3679, abs=1e-3
+    )
+    assert sureness({"choices": [{"logprobs": {"content": [{"logprob": 0.0}]}}]}) == 1.0
+    for strange in ({}, {"choices": []}, {"choices": [{}]}, {"choices": [{"logprobs": {"content": [{}]}}]}, [], None):
+        assert sureness(strange) is None
+
+
+def test_fixed_and_round_robin():
+    servers = [Server(name) for name in "abc"]
+    assert simulate("round_robin", servers, plain(count=30)).routes == {"a": 10, "b": 10, "c": 10}
+    servers = [Server(name) for name in "abc"]
+    assert simulate("fixed", servers, plain(count=30)).routes == {"a": 30, "b": 0, "c": 0}
+
+
+def test_the_same_simulation_has_the_same_result():
+    first, second = (simulate("least_time", early_exit_and_plain(), plain()) for _ in range(2))
+    assert first == second
+
+
+def test_options_are_checked():
+    with pytest.raises(ConfigError, match="did you mean 'explore'"):
+        POLICIES["least_time"].check({"exlore": 5})
+    with pytest.raises(ConfigError, match="int is needed"):
+        POLICIES["least_time"].check({"explore": "often"})
+    with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
+        POLICIES["roundrobin"]
+    assert next(iter(POLICIES)) == "least_time"
+    for policy in POLICIES.values():
+        assert policy.help

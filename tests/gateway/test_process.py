@@ -1,0 +1,123 @@
+"""`selfspec gateway` as a process, and servers that a gateway starts."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from fake import Fake, answer
+
+from selfspec_cli.gateway import server
+from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.backends.base import BackendKind
+from selfspec_cli.gateway.replica import State
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
+
+SERVER = Path(__file__).parents[2] / "experiments" / "gateway" / "overhead.py"
+PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 40, "temperature": 0, "stream": True}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+async def until_up(session, url):
+    for _ in range(400):
+        try:
+            async with session.get(f"{url}/health") as response:
+                if response.status == 200:
+                    return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.1)
+    pytest.fail("the gateway did not come up")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wish", [signal.SIGTERM, signal.SIGINT])
+async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wish):
+    fake = Fake("a", step=0.03)
+    await fake.start()
+    port = free_port()
+    backend = {"name": "a", "kind": "local", "url": fake.url}
+    file = tmp_path / "gateway.yaml"
+    file.write_text(json.dumps({"port": port, "results_dir": str(tmp_path), "backends": [backend]}))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", str(file),
+                                                   stderr=asyncio.subprocess.PIPE)  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        await until_up(session, url)
+        async with session.post(f"{url}/v1/completions", json=PROMPT) as response:
+            raw = await response.content.readany()
+            process.send_signal(wish)
+            raw += await response.read()
+    _, told = await process.communicate()
+    assert process.returncode == 0, told.decode()
+    parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
+    (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
+    assert json.loads(row)["tokens"] == 40
+    assert "listening on" in told.decode()
+    await fake.stop()
+
+
+@pytest.mark.slow
+async def test_a_port_that_is_taken_is_bad_input(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["two_servers", f"port={port}", "backends.0.words=[]", "backends.1.words=[]", f"results_dir={tmp_path}"]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", *words,
+                                                       stderr=asyncio.subprocess.PIPE)  # fmt: skip
+        _, told = await process.communicate()
+    assert process.returncode == 2
+    assert f"port={port}" in told.decode()
+
+
+def command(settings, port):
+    return [sys.executable, str(SERVER), "--serve", str(port), "--step", "0.01"]
+
+
+async def test_a_server_is_started_adopted_by_the_next_gateway_and_ended_by_its_own(tmp_path, monkeypatch):
+    kind = BackendKind("tiny", "a server without a model", lambda settings: None, command)
+    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
+    quick = LimitSettings(poll_seconds=0.1)
+
+    def made(**more):
+        backend = BackendSettings(name="one", kind="tiny", words=["x=1"], **more)
+        return server.made(GatewaySettings(backends=[backend], limits=quick, results_dir=str(tmp_path)))
+
+    first = made()
+    async with server.opened(first) as supervisor:
+        assert await supervisor.ready(40)
+        process = supervisor.processes["one"]
+        second = made(url=first.replicas[0].url)
+        async with server.opened(second) as adopting:
+            assert await adopting.ready(10)
+            assert adopting.processes == {}
+        assert process.poll() is None  # who adopts a server does not end it
+        process.kill()
+        for _ in range(100):
+            if first.replicas[0].state is State.down:
+                break
+            await asyncio.sleep(0.05)
+        assert first.replicas[0].state is State.down
+    assert process.poll() is not None
+
+
+async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatch):
+    kind = BackendKind("tiny", "no server", lambda settings: None, lambda settings, port: [
+        sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)])  # fmt: skip
+    monkeypatch.setitem(BACKENDS._found, "tiny", kind)
+    backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
+    gateway = server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
+    async with server.opened(gateway) as supervisor:
+        assert not await supervisor.ready(30)
+    assert "no luck" in (tmp_path / "gateway" / "backend-one.log").read_text()

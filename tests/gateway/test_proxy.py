@@ -1,0 +1,167 @@
+"""The way of one request: what comes through unchanged, and what is refused."""
+
+import hashlib
+import json
+
+import pytest
+from fake import Fake, answer
+from running import running
+
+from selfspec_cli.gateway.settings import KeySettings, LimitSettings
+
+PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "max_tokens": 12}
+
+
+async def test_answers_come_through_whole_and_in_parts(tmp_path):
+    async with running([Fake("a")], tmp_path) as on:
+        status, found, headers = await on.post(PROMPT)
+        assert (status, found["choices"][0]["text"]) == (200, answer("once", 12))
+        assert headers["x-selfspec-backend"] == "a"
+        assert headers["x-request-id"]
+        stream = await on.stream(PROMPT)
+        assert stream.text == answer("once", 12)
+        assert len(stream.events) == 12  # no usage, which the client has not asked for
+        assert "token_ids" not in on.fakes["a"].asked[-2]
+        assert on.fakes["a"].asked[-1]["return_token_ids"] is True
+        assert all(event["choices"][0]["token_ids"] is None for event in stream.events)
+        chat = await on.stream(CHAT | {"stream_options": {"include_usage": True}}, "/v1/chat/completions")
+        assert chat.text == answer("once", 12)
+        assert chat.events[-1]["usage"]["completion_tokens"] == 12
+        assert chat.events[0]["choices"][0]["delta"]["role"] == "assistant"
+        status, found, _ = await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
+        assert found["data"][0]["embedding"] == [0.5]
+
+
+async def test_what_the_gateway_does_not_know_is_handed_on(tmp_path):
+    own = {"tools": [{"type": "function"}], "logprobs": 2, "n": 1, "vllm_xargs": {"selfspec_k": 2}, "new_key": [1]}
+    async with running([Fake("a")], tmp_path) as on:
+        await on.post(PROMPT | own | {"selfspec": {"class": "interactive"}})
+        asked = on.fakes["a"].asked[-1]
+        assert own.items() <= asked.items()
+        assert "selfspec" not in asked
+        assert "priority" not in asked
+
+
+async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
+    async with running([Fake("a", refuse=422)], tmp_path) as on:
+        status, found, _ = await on.post(PROMPT)
+        assert status == 422
+        assert found["error"] == {"message": "refused here", "type": "x", "param": None, "code": 422, "backend": "a"}
+        assert len(on.fakes["a"].asked) == 2  # one of them the warm-up: nobody else is asked the same
+        for body, word in (
+            (b"{", "not JSON"),
+            (b"[1]", "JSON object"),
+            ({"model": "toy"}, "prompt is missing"),
+            ({**PROMPT, "model": 3}, "model=3"),
+            ({**PROMPT, "stream": "yes"}, "stream='yes'"),
+            ({**PROMPT, "selfspec": {"polic": "x"}}, "did you mean 'policy'"),
+            ({**PROMPT, "selfspec": {"policy": "round_robbin"}}, "did you mean 'round_robin'"),
+            ({**PROMPT, "selfspec": {"class": "bulk"}}, "interactive, batch"),
+            ({**PROMPT, "selfspec": 7}, "JSON object"),
+            ({**PROMPT, "selfspec": {"backend": "b"}}, "allowed: a"),
+        ):
+            status, found, _ = await on.post(body)
+            assert status == 400, body
+            assert word in found["error"]["message"]
+        status, found, _ = await on.post({**PROMPT, "model": "other"})
+        assert status == 404
+        assert "allowed: toy" in found["error"]["message"]
+        status, text = await on.get("/v1/nothing")
+        assert status == 404
+        assert "error" in json.loads(text)
+        status, text = await on.get("/v1/completions")
+        assert status == 405
+
+
+async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answered(tmp_path):
+    async with running([Fake("a")], tmp_path, limits=LimitSettings(body_mib=0.01, poll_seconds=0.05)) as on:
+        status, found, _ = await on.post({**PROMPT, "prompt": "x" * 200_000})
+        assert status == 413
+        assert "0.01 MiB" in found["error"]["message"]
+        status, _, _ = await on.post(PROMPT)
+        assert status == 200
+
+
+async def test_keys_and_their_limits(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_ANN", "ann's")
+    keys = [
+        KeySettings(name="ann", env="KEY_OF_ANN", requests_per_minute=3, admin=True),
+        KeySettings(name="bob", sha256=hashlib.sha256(b"bob's").hexdigest(), tokens_per_minute=10),
+    ]
+    async with running([Fake("a")], tmp_path, keys=keys) as on:
+        for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "ann's"}):
+            status, found, _ = await on.post(PROMPT, **wrong)
+            assert (status, found["error"]["type"]) == (401, "authentication_error")
+        assert (await on.get("/gateway/routes"))[0] == 401
+        assert (await on.get("/health"))[0] == 200
+        ann, bob = {"Authorization": "Bearer ann's"}, {"Authorization": "Bearer bob's"}
+        looks = [(await on.get(path, **bob))[0] for path in ("/v1/models", "/gateway/routes", "/gateway/config")]
+        assert looks == [200, 403, 403]
+        statuses = [(await on.post(PROMPT, **ann))[0] for _ in range(4)]
+        assert statuses == [200, 200, 200, 429]
+        statuses = [(await on.post(PROMPT, **bob))[0] for _ in range(2)]
+        assert statuses == [200, 429]  # the first took 16 tokens
+        assert {row["tenant"] for row in await on.rows()} == {"ann", "bob"}
+        assert "ann's" not in (await on.get("/gateway/config", **ann))[1]
+        assert all("authorization" not in headers for headers in on.fakes["a"].headers)
+
+
+async def test_request_ids_are_kept_and_handed_on(tmp_path):
+    async with running([Fake("a")], tmp_path) as on:
+        _, _, headers = await on.post(PROMPT, **{"X-Request-Id": "mine-1"})
+        assert headers["x-request-id"] == "mine-1"
+        assert on.fakes["a"].headers[-1]["x-request-id"] == "mine-1"
+        _, _, headers = await on.post(PROMPT, **{"X-Request-Id": "x" * 200})
+        assert headers["x-request-id"].startswith("gw-")
+
+
+async def test_wishes_of_a_request(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, backends={"b": {"priorities": True}}) as on:
+        _, _, headers = await on.post(PROMPT, **{"X-Selfspec-Backend": "b", "X-Selfspec-Priority": "3"})
+        assert headers["x-selfspec-backend"] == "b"
+        assert on.fakes["b"].asked[-1]["priority"] == 3
+        used = [(await on.post({**PROMPT, "selfspec": {"policy": "round_robin"}}))[2]["x-selfspec-backend"]
+                for _ in range(4)]  # fmt: skip
+        assert sorted(used) == ["a", "a", "b", "b"]
+        _, _, headers = await on.post({**PROMPT, "model": "auto"})
+        assert headers["x-selfspec-backend"] == "a"
+        assert on.fakes["a"].asked[-1]["model"] == "toy"
+        assert [row["reason"] for row in await on.rows()][:2] == ["asked_for", "turn"]
+
+
+async def test_the_control_surface(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path) as on:
+        await on.stream(PROMPT)
+        models = json.loads((await on.get("/v1/models"))[1])
+        assert [one["id"] for one in models["data"]] == ["toy"]
+        routes = json.loads((await on.get("/gateway/routes"))[1])
+        assert [one["state"] for one in routes["backends"]] == ["up", "up"]
+        text = (await on.get("/metrics"))[1]
+        (line,) = [line for line in text.splitlines() if line.startswith("selfspec_gateway_requests_total{")]
+        assert all(label in line for label in ('class="interactive"', 'reason="first"', 'route="a"', 'status="200"'))
+        assert line.endswith(" 1.0")
+        assert 'selfspec_gateway_backend_up{backend="b"} 1.0' in text
+        async with on.session.post(f"{on.url}/gateway/backends/a/drain") as response:
+            assert (await response.json())["takes_requests"] is False
+        _, _, headers = await on.post(PROMPT)
+        assert headers["x-selfspec-backend"] == "b"
+        async with on.session.post(f"{on.url}/gateway/backends/a/resume") as response:
+            assert (await response.json())["takes_requests"] is True
+        async with on.session.post(f"{on.url}/gateway/feedback", json={"request_id": "no", "quality": 1}) as response:
+            assert response.status == 404
+        async with on.session.post(f"{on.url}/gateway/feedback", json={"quality": 3}) as response:
+            assert response.status == 422
+
+
+@pytest.mark.parametrize("text", [True, False])
+async def test_the_log_holds_hashes_unless_text_is_wanted(tmp_path, text):
+    async with running([Fake("a")], tmp_path, log_text=text) as on:
+        await on.post(PROMPT)
+        (row,) = await on.rows()
+        assert row["prompt"] == ("once" if text else None)
+        assert row["sha256"] == hashlib.sha256(b"once").hexdigest()
+        assert (row["tokens"], row["prompt_tokens"], row["status"]) == (12, 4, 200)
+        assert row["ttft_ms"] is None  # it was no stream
+        assert row["e2e_ms"] > 0
+        assert row["cost"] is None  # no price is set

@@ -1,0 +1,97 @@
+"""The configuration: files, overrides, and what is said of mistakes in them."""
+
+import pytest
+from typer.testing import CliRunner
+
+from selfspec_cli.commands.app import app
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.gateway import settings
+from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.settings import BackendSettings
+
+ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
+
+
+def test_every_named_gateway_can_be_read(monkeypatch):
+    monkeypatch.setenv("REMOTE_API_KEY", "x")
+    assert {"demo", "two_servers"} <= set(settings.choices())
+    for name in settings.choices():
+        assert settings.load(name).backends
+
+
+def test_overrides_reach_backends_by_number_and_by_name():
+    made = settings.load(
+        "two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"]
+    )
+    assert (made.backends[1].price_hour, made.backends[0].words, made.limits.attempts) == (3.0, ["layer=4"], 2)
+    made = settings.load(None, [*ONE, "backends.1.name=b", "backends.1.kind=openai", "backends.1.url=http://x"])
+    assert [one.kind for one in made.backends] == ["openai", "openai"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["polcy=fixed"], "did you mean 'policy'"),
+        (["policy=fixd"], "did you mean 'fixed'"),
+        (["limits.atempts=2"], "did you mean 'limits.attempts'"),
+        (["limits.attempts=0"], "limits.attempts=0: allowed: 1 or more"),
+        (["limits.attempts=many"], "limits.attempts='many': int is needed"),
+        (["port=70000"], "from 0 to 65535"),
+        (["cache.kind=semantic"], "none, exact, meaning"),
+        (["policy"], "write KEY=VALUE"),
+        (["policy=["], "policy=["),
+        (["backends.0.kind=opnai"], "did you mean 'openai'"),
+        (["backends.0.url=localhost"], "write http://HOST:PORT"),
+        (["backends.0.key_env=NOT_THERE"], "that environment variable is not set"),
+        (["backends.1.name=a", "backends.1.url=http://x"], "a name of its own"),
+        (["backends.x.name=a"], "there is no item 'x'"),
+        (["keys.0.name=ann"], "either env or sha256"),
+        (["policy_options.least_time.exlore=3"], "did you mean 'explore'"),
+        (["limits=3"], "a mapping of settings is needed"),
+        (["backends.0.words=3"], "a list is needed"),
+        (["survive=1"], "bool is needed"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(words, message):
+    with pytest.raises((ConfigError, SettingsError)) as found:
+        settings.load(None, [*ONE, *words])
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        (BackendSettings(name="a", kind="local"), "give url, or words"),
+        (BackendSettings(name="a", kind="local", words=["layer"]), "write KEY=VALUE"),
+        (BackendSettings(name="a", kind="quantised", words=["layer=3"]), "say nothing of fewer bits"),
+        (BackendSettings(name="a", kind="pool"), "give replicas"),
+        (BackendSettings(name="a", kind="pool", replicas=["http://x"], options=["program=/no/router"]), "no program"),
+        (BackendSettings(name="a", kind="openai"), "write http://HOST:PORT"),
+    ],
+)
+def test_each_kind_of_backend_checks_its_settings(backend, message):
+    with pytest.raises(ConfigError, match=message):
+        BACKENDS[backend.kind].check(backend)
+
+
+def test_what_a_backend_is_started_with():
+    words = BACKENDS["local"].command(BackendSettings(name="a", words=["k=4"], priorities=True, options=["--x"]), 81)
+    at = words.index("serve")
+    assert words[at : at + 7] == ["serve", "k=4", "--", "--host", "127.0.0.1", "--port", "81"]
+    assert words[at + 7 :] == ["--scheduling-policy", "priority", "--x"]
+    pool = BackendSettings(
+        name="p", kind="pool", replicas=["http://x", "http://y"], options=["program=r", "--policy", "z"]
+    )
+    assert BACKENDS["pool"].command(pool, 82) == ["r", "--worker-urls", "http://x", "http://y", "--host", "127.0.0.1",
+                                                  "--port", "82", "--policy", "z"]  # fmt: skip
+    for kind in BACKENDS.values():
+        assert kind.help
+
+
+def test_the_command_shows_what_it_would_run_and_refuses_bad_input():
+    shown = CliRunner().invoke(app, ["gateway", "two_servers", "--dry-run", "--json"])
+    assert shown.exit_code == 0
+    assert '"price_hour": 1.0' in shown.stdout
+    for words in ((), ("nothing",), ("demo", "two_servers"), ("two_servers", "prt=1")):
+        assert CliRunner().invoke(app, ["gateway", *words, "--dry-run"]).exit_code == 2

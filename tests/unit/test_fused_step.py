@@ -1,0 +1,282 @@
+"""The kernel for a whole trunk, as far as a CPU can tell: its layout of the weights, and which models get it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
+from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
+from selfspec_cli.vllm_plugin.fused_step import models
+from selfspec_cli.vllm_plugin.fused_step.launch import PARTS, built, chunks
+from selfspec_cli.vllm_plugin.fused_step.layout import (
+    PHASES,
+    RECORD,
+    Shape,
+    Stream,
+    gate_and_up,
+    planned,
+    records,
+    share,
+)
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
+
+QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
+LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5)
+SMALL = Shape(2, 512, 1024, 4, 2, 64, 16, 1e-6)
+SHARED = 232448  # bytes of shared memory that a block of a Hopper GPU can have
+
+
+def multiplied(record: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What the lanes of a warp make of a record [544] and 64 signed bytes x: [16], before factors of tokens.
+
+    Written from the PTX manual's fragments of mma.m16n8k32, with the token in column 0.
+    """
+    words, scales = record[:512].view(torch.int32).tolist(), record[512:].view(torch.float16).float()
+    place = [(c % 32) // 8 * 16 + c // 32 * 8 + c % 8 for c in range(64)]
+    laid_out = [0] * 64
+    for column, where in enumerate(place):
+        laid_out[where] = int(x[column])
+    sums = torch.zeros(16)
+    for row in range(8):
+        for pair in range(4):
+            for half in range(2):  # the two products, of 32 columns each
+                token = laid_out[pair * 16 + half * 8 : pair * 16 + half * 8 + 8]
+                for below in range(2):
+                    word = words[(row * 4 + pair) * 4 + half * 2 + below] & 0xFFFFFFFF
+                    for high in range(2):
+                        shifted = ((word if high else word << 4) & 0xF0F0F0F0).to_bytes(4, "little")
+                        signed = [byte - 256 if byte > 127 else byte for byte in shifted]
+                        products = zip(signed, token[high * 4 : high * 4 + 4], strict=True)
+                        sums[row + 8 * below] += sum(a * b for a, b in products) / 16
+    return sums * scales.view(8, 2).t().flatten()
+
+
+def test_a_record_is_what_the_lanes_of_a_warp_multiply():
+    torch.manual_seed(0)
+    copy = WEIGHTS.quantise(torch.randn(32, 128))
+    x = torch.randint(-127, 128, (128,))
+    made, weight = records(copy), WEIGHTS.dequantise(copy, torch.float32)
+    for tile in range(2):
+        for group in range(2):
+            part = weight[tile * 16 : tile * 16 + 16, group * 64 : group * 64 + 64]
+            torch.testing.assert_close(
+                multiplied(made[tile, group], x[group * 64 :][:64]), part @ x[group * 64 :][:64].float()
+            )
+
+
+def test_a_tile_of_gate_and_up_has_eight_rows_of_each():
+    copy = WEIGHTS.quantise(torch.arange(64.0).repeat(32, 1) + 100 * torch.arange(32.0)[:, None])
+    mixed = gate_and_up(copy)
+    wanted = [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23]
+    assert mixed["words"][:16].equal(copy["words"][wanted]) and mixed["scales"][:16].equal(copy["scales"][wanted])
+    assert mixed["words"][16:].equal(copy["words"][[row + 8 for row in wanted]])
+
+
+@pytest.mark.parametrize("shape", [QWEN, LLAMA])
+@pytest.mark.parametrize("evenly", [0.0, 0.5, 1.0])
+def test_every_tile_is_one_blocks_and_the_blocks_read_about_as_much(shape, evenly):
+    plan = planned(shape, 132, 12, evenly)
+    for place, name in ((0, "qkv"), (2, "o"), (4, "gate_up")):
+        taken = [tile for one in plan.blocks for tile in range(one[place], one[place] + one[place + 1])]
+        assert taken == list(range(shape.tiles[name]))
+    assert all(one[5] and one[5] % 4 == 0 for one in plan.blocks)  # 32 results of a block are rounded together
+    groups = shape.groups
+    reads = [one[1] * groups["qkv"] + one[3] * (groups["o"] + groups["down"]) + one[5] * groups["gate_up"]
+             for one in plan.blocks]  # fmt: skip
+    assert max(reads) < 1.15 * sum(reads) / len(reads)
+
+
+@pytest.mark.parametrize("warps", [8, 12, 16])
+def test_warps_share_the_columns(warps):
+    for groups in (24, 64, 76, 140):
+        shares = [share(groups, warp, warps) for warp in range(warps)]
+        assert sorted(group for one in shares for group in one) == list(range(groups))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_streams_hold_every_record_in_the_order_of_its_use():
+    blocks, warps = 4, 8
+    plan = planned(SMALL, blocks, warps, 0.5)
+    stream = Stream(SMALL, plan, 4, torch.device("cpu"))
+    for layer in range(SMALL.layers):
+        weights, number = {}, 1 + layer * 100_000
+        for name in PHASES:
+            shape = SMALL.tiles[name], SMALL.groups[name]
+            count = shape[0] * shape[1]
+            numbers = torch.arange(number, number + count, dtype=torch.int32).view(*shape, 1)
+            weights[name] = numbers.expand(*shape, RECORD // 4).contiguous().view(torch.uint8)
+            number += count
+        stream.put(layer, weights)
+    numbers = stream.records[:, :4].contiguous().view(torch.int32).flatten()
+    held = numbers[numbers > 0]
+    in_a_layer = sum(SMALL.tiles[name] * SMALL.groups[name] for name in PHASES)
+    assert sorted(held.tolist()) == sorted({*range(1, 1 + in_a_layer), *range(100_001, 100_001 + in_a_layer)})
+    q0, qn, o0, on, g0, gn = plan.blocks[1]
+    at = int(stream.offsets[1 * warps + 3]) // RECORD
+    first, wanted = 1, []
+    for name, start, count in (("qkv", q0, qn), ("o", o0, on), ("gate_up", g0, gn), ("down", o0, on)):
+        groups = SMALL.groups[name]
+        wanted += [first + tile * groups + group for tile in range(start, start + count)
+                   for group in share(groups, 3, warps)]  # fmt: skip
+        first += SMALL.tiles[name] * groups
+    assert numbers[at : at + 2 * len(wanted)].tolist() == wanted + [100_000 + number for number in wanted]
+
+
+@pytest.mark.parametrize(("shape", "tokens", "slots"), [(QWEN, 1, 4), (QWEN, 4, 3), (LLAMA, 1, 4)])
+def test_a_build_takes_the_shared_memory_that_there_is(shape, tokens, slots):
+    build = built(shape, planned(shape, 132, 12, 0.5), tokens, 6, SHARED)
+    assert build.slots == slots and build.shared_bytes <= SHARED < build.shared_bytes + 12 * (6 * RECORD + 8)
+    options = dict(option[2:].split("=") for option in build.options)
+    assert options["SHARED"] == str(build.shared_bytes) and options["WORDS"] == str(build.words)
+    assert int(options["CHUNKS"]) == chunks(shape, build.plan, 6)
+
+
+def test_a_build_without_room_for_weights_is_refused():
+    with pytest.raises(ValueError, match="65536 bytes of shared memory have no room for the weights of 4 tokens"):
+        built(LLAMA, planned(LLAMA, 132, 12, 0.5), 4, 6, 65536)
+
+
+def test_a_build_for_more_heads_than_blocks_is_refused():
+    heads = dataclasses.replace(LLAMA, heads=32)
+    with pytest.raises(ValueError, match="4 tokens of 32 KV heads are more than 114 multiprocessors"):
+        built(heads, planned(heads, 114, 12, 0.5), 4, 6, SHARED)
+
+
+def test_the_kernel_travels_with_the_package():
+    from importlib.resources import files
+
+    folder = files("selfspec_cli.vllm_plugin.fused_step")
+    assert all((folder / part).is_file() for part in PARTS)
+
+
+# ---- for which models -----------------------------------------------------------------------------------------------
+
+
+def kind(name: str, module: str, *bases: type) -> type:
+    return type(name, bases or (SimpleNamespace,), {"__module__": f"vllm.model_executor.models.{module}"})
+
+
+def linear(rows: int, columns: int, bias: bool = False, width: str = "words") -> Any:
+    copy: Any = CopiedWeight.__new__(CopiedWeight)
+    nn.Module.__init__(copy)
+    tensors = {"words": torch.zeros(rows, columns // 8, dtype=torch.int32),
+               "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
+    if width != "words":
+        tensors = {width: tensors["words"]}
+    for name, tensor in tensors.items():
+        copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return SimpleNamespace(copy_of_weight=copy, bias=torch.zeros(rows) if bias else None)
+
+
+class RMSNorm:
+    def __init__(self, size: int, epsilon: float = 1e-6) -> None:
+        self.weight, self.variance_epsilon, self.variance_size_override = torch.ones(size).bfloat16(), epsilon, None
+
+
+class RotaryEmbedding:
+    is_neox_style, rotary_dim, head_size = True, 128, 128
+    cos_sin_cache = torch.zeros(8, 128)
+
+    def forward_native(self) -> None: ...
+
+
+class SiluAndMul: ...
+
+
+def attention_module() -> Any:
+    return OneQueryAttention(SimpleNamespace(layer_name="layers.0"))
+
+
+def a_layer(module: str = "qwen2", layer: str = "Qwen2DecoderLayer") -> Any:
+    hidden, inner = 1536, 8960
+    made: Any = kind(layer, module)()
+    made.input_layernorm, made.post_attention_layernorm = RMSNorm(hidden), RMSNorm(hidden)
+    made.self_attn = SimpleNamespace(
+        qkv_proj=linear(2048, hidden, bias=True), o_proj=linear(hidden, hidden), attn=attention_module(),
+        rotary_emb=RotaryEmbedding(), head_dim=128, num_heads=12, num_kv_heads=2,
+    )  # fmt: skip
+    made.mlp = SimpleNamespace(
+        gate_up_proj=linear(2 * inner, hidden), down_proj=linear(hidden, inner), act_fn=SiluAndMul()
+    )
+    return made
+
+
+def a_trunk(layers: list[Any], model: str = "Qwen2Model", module: str = "qwen2") -> Any:
+    trunk: Any = kind(f"{model}_first", module, kind(model, module))()
+    trunk.layers, trunk.end_layer = layers, len(layers)
+    return trunk
+
+
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+
+
+def reason(trunk: Any, config: Any = CONFIG) -> str | None:
+    return models.reason_against(trunk, config, torch.device("cpu"))
+
+
+def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone():
+    trunk = a_trunk([a_layer(), a_layer()])
+    assert reason(trunk) == "it needs an NVIDIA GPU of compute capability 9.0"
+    assert models.shape_of(trunk, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
+
+
+def change(path: str, value: Any) -> Any:
+    def make() -> Any:
+        layer = a_layer()
+        *parents, name = path.split(".")
+        owner = layer
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, value)
+        return layer
+
+    return make
+
+
+class Turned(RotaryEmbedding):
+    def forward_native(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (change("self_attn.qkv_proj", linear(2048, 1536, True, "marlin")), "layout of an engine for up to 32 requests"),
+        (change("self_attn.attn", SimpleNamespace()), "the attention is not one to the whole context"),
+        (change("self_attn.o_proj", linear(1536, 1536, bias=True)), "has a bias"),
+        (change("input_layernorm", SimpleNamespace(weight=torch.ones(8))), "RMS norms"),
+        (change("mlp.act_fn", SimpleNamespace()), "not SiLU"),
+        (change("self_attn.rotary_emb", Turned()), "rotary ones over whole heads"),
+        (change("self_attn.do_llama_4_scaling", True), "scaled by their positions"),
+        (change("ada_rms_norm_t_cond", object()), "depend on a condition"),
+        (lambda: a_layer("granite", "GraniteDecoderLayer"), "it does not know granite.GraniteDecoderLayer"),
+        (change("self_attn.num_kv_heads", 1), "are not all alike"),
+    ],
+)
+def test_another_layer_is_left_to_the_kernels_for_single_products(make, wanted):
+    assert wanted in reason(a_trunk([a_layer(), make()]))
+
+
+def test_other_models_and_ranks_are_named():
+    assert reason(a_trunk([a_layer()], "Gemma2Model", "gemma2")) == "it does not know gemma2.Gemma2Model"
+    ranks = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    assert reason(a_trunk([a_layer()]), ranks) == "weights are split over tensor-parallel ranks"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"dim": 96}, "heads have 96 dimensions and 6 share a KV head; it knows 64 and 128, and at most 8"),
+        ({"heads": 1}, "heads have 128 dimensions and 12 share a KV head"),
+        ({"hidden": 576, "query_heads": 9, "heads": 3, "dim": 64}, "rows of 576 values are too short for 12 warps"),
+        ({}, None),
+    ],
+)
+def test_shapes_without_code_are_named(changes, wanted):
+    found = models._misfit(dataclasses.replace(QWEN, **changes))
+    assert (found is None) if wanted is None else wanted in found

@@ -23,6 +23,7 @@ from selfspec_cli.early_exit.head_module import ExitHead
 
 ROUNDS = 50  # of Newton's method; some ten are enough
 HALVINGS = 40
+PIECE = 64  # states at a time: some eight tensors of [PIECE, V] fp32 are alive at once
 ENOUGH = 1e-7  # nats a token
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -57,7 +58,8 @@ def fit_scale(head: ExitHead, counts: Tensor, batches: Batches) -> HeadScale | N
     counts: how often each token was a target of the fit, [V]. batches: held-out (x [n, hidden], target ids int64 [n]).
     Raises FitError for no data.
     """
-    held_out, prior = list(batches), log_frequencies(counts)
+    held_out = [part for x, target in batches for part in zip(x.split(PIECE), target.split(PIECE), strict=True)]
+    prior = log_frequencies(counts)
     if not sum(len(target) for _, target in held_out):
         raise FitError("no held-out positions to fit a scale on")
     before = _loss(head, prior, held_out, torch.tensor([1.0, 0.0], dtype=torch.float64))

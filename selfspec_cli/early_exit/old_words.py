@@ -119,7 +119,9 @@ def answer_for_arguments(command: str, arguments: Sequence[str]) -> str | None:
     old, rest = in_arguments(arguments)
     if not old:
         return None
-    line = " ".join(filter(None, ["selfspec", command, shlex.join(rest), words(settings(old))]))
+    split = rest.index("--") if "--" in rest else len(rest)  # what stands behind it is handed to vLLM
+    parts = [shlex.join(rest[:split]), words(settings(old)), shlex.join(rest[split:])]
+    line = " ".join(filter(None, ["selfspec", command, *parts]))
     return f"words of the first sprint are settings now; type:\n{line}"
 
 

@@ -21,7 +21,8 @@ from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
 from selfspec_cli.early_exit.head_scale import fit_scale, log_frequencies, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.early_exit.legacy import save_pt
-from selfspec_cli.stages import fit
+from selfspec_cli.early_exit.settings import GateConfig, HeadConfig
+from selfspec_cli.stages import fit, preflight
 
 HIDDEN, VOCAB, PAIRS = 16, 120, 6000
 
@@ -152,3 +153,15 @@ def test_the_heads_of_a_fit_are_written_as_pt_too(tmp_path):
     assert made == [tmp_path / "ee_head" / "ee_layer12_lsq.pt"]
     assert reports[1]["pt"] == str(made[0])
     assert torch.equal(load_head(made[0]).head.weight, head.weight)
+
+
+def test_a_sweep_is_warned_of_a_flat_head_once(tmp_path):
+    head, _ = _solved()
+    file = save_head(
+        tmp_path / "layer3_lsq.safetensors", head, HeadMetadata("lsq", 3, HIDDEN, VOCAB, target="next_token")
+    )
+    cfgs = [RunConfig(layer=3, gate=GateConfig(kind), head=HeadConfig(path=str(file)), k=k, tau=tau)
+            for kind, tau in (("maxp", 0.5), ("none", None)) for k in (2, 4)]  # fmt: skip
+    found = [line for line in preflight.warnings(cfgs) if "reads a distribution" in line]
+    assert len(found) == 1 and "gate 'maxp'" in found[0]
+    assert not preflight.warnings(cfgs[2:])

@@ -50,6 +50,11 @@ def test_old_arguments_are_answered_with_the_line_to_type(arguments, line):
     assert not old, "the answer holds no old word itself"
 
 
+def test_what_is_handed_to_vllm_stays_behind_the_dashes():
+    answer = old_words.answer_for_arguments("serve", ["k=4", "--layerskip", "12", "--", "--port", "1"])
+    assert answer.splitlines()[-1] == "selfspec serve k=4 layer=12 -- --port 1"
+
+
 def test_with_json_the_answer_is_one_line_of_json():
     found = call("bench", "--layerskip", "12", "--json")
     line = "selfspec bench --json layer=12"

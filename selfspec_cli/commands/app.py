@@ -5,8 +5,10 @@ Exit codes: 0 all went well, 1 a run failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -22,11 +24,20 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config import options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit import old_words
 from selfspec_cli.report.formats import Format
 from selfspec_cli.stages import doctor as doctor_stage
 from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.terminal import kept_apart
 from selfspec_cli.texts import corpora
+
+
+class HeadFormat(StrEnum):
+    """What a fitted head is written as."""
+
+    safetensors = "safetensors"
+    pt = "pt"
+
 
 app = typer.Typer(
     name="selfspec",
@@ -68,8 +79,10 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 
 @app.callback()
-def main(version: Version = False) -> None:
+def main(ctx: typer.Context, version: Version = False) -> None:
     """Early-exit self-speculative decoding inside vLLM, measured."""
+    answer = old_words.answer_for_environment(os.environ, ctx.invoked_subcommand or "COMMAND")
+    warn([answer] if answer else [])
 
 
 @app.command(epilog="Example: selfspec doctor model=/models/llama3", cls=TakesSettings)
@@ -210,6 +223,11 @@ Corpus = Annotated[
 ]
 
 
+Ridge = Annotated[
+    float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; chosen on held-out pairs if absent.")
+]
+
+
 @app.command(
     "fit-lsq",
     epilog="Example: selfspec fit-lsq --layer 12   and then: selfspec sweep head=lens,lsq layer=12",
@@ -219,23 +237,37 @@ def fit_lsq(
     layer: Annotated[list[int], typer.Option("--layer", help="Exit layer E, after which the head reads; repeatable.")],
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
+    ridge: Ridge = None,
+    corpus: Corpus = "stdlib",
+    form: Annotated[
+        HeadFormat, typer.Option("--format", help="pt also writes ee_layer<E>_lsq.pt into head_dir (torch.save).")
+    ] = HeadFormat.safetensors,
     as_json: Json = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
     """Fit least-squares exit heads by running the model in vLLM; head=lsq finds them in head_dir."""
     with guard(as_json, debug):
+        corpora.check(corpus)
         for one_layer in layer:
             cfg = configs.one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
             preflight.check(cfg)
         if dry_run:
-            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "folder": str(head_folder(cfg))}
+            plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "corpus": corpus, "ridge": ridge,
+                    "folder": str(head_folder(cfg))}  # fmt: skip
             return emit({"dry_run": True, **plan}) if as_json else screen.show_facts(plan)
         from selfspec_cli.stages import fit
 
         with at_work("fit-lsq", cfg.results_dir, debug) as shown:
-            fitted = fit.run(cfg, layers=layer, pairs=pairs, open_engine=shown_starting(shown), progress=shown)
-        emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
+            more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
+            fitted = fit.run(cfg, layers=layer, pairs=pairs, ridge=ridge, corpus=corpus, **more)
+        made = fit.save_as_pt(cfg, fitted) if form is HeadFormat.pt else []
+        warn(fitted.warnings)
+        if as_json:
+            return emit(asdict(fitted))
+        screen.show_heads(fitted.reports, fitted.seconds)
+        for file in made:
+            say(f"also {file}")
 
 
 @app.command(
@@ -246,9 +278,7 @@ def fit_lsq(
 def fit_heads(
     overrides: Overrides = None,
     pairs: Pairs = 50_000,
-    ridge: Annotated[
-        float | None, typer.Option("--ridge", help="Relative ridge, 0 for none; chosen on held-out pairs if absent.")
-    ] = None,
+    ridge: Ridge = None,
     corpus: Corpus = "stdlib",
     as_json: Json = False,
     dry_run: DryRun = False,
@@ -265,6 +295,7 @@ def fit_heads(
         with at_work("fit", plan.cfg.results_dir, debug) as shown:
             more: dict[str, Any] = {"open_engine": shown_starting(shown), "progress": shown}
             fitted = fit.run(plan.cfg, **plan.request(), pairs=pairs, ridge=ridge, corpus=corpus, **more)
+        warn(fitted.warnings)
         emit(asdict(fitted)) if as_json else screen.show_heads(fitted.reports, fitted.seconds)
 
 

@@ -131,10 +131,11 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: HeadMeta
 
 
 def _load_legacy(file: Path) -> LoadedHead:
-    head, layer = load_pt(file)
+    head, layer, scale = load_pt(file)
     vocab_size, hidden = head.tensors["weight"].shape
     bias = "bias" in head.tensors
-    return LoadedHead(head, HeadMetadata(LEGACY_KIND, layer, hidden, vocab_size, bias=bias))
+    fit = {} if scale is None else {"scale": scale}
+    return LoadedHead(head, HeadMetadata(LEGACY_KIND, layer, hidden, vocab_size, bias=bias, fit=fit))
 
 
 def _umask() -> int:

@@ -147,6 +147,11 @@ class NormalEquations:
         product = up @ down
         return down, up, self._intercept(product), self._report(product, ridge, rank, report.condition)
 
+    @property
+    def target_counts(self) -> Tensor:
+        """Sum of each target over the pairs, fp64 [outputs]: of token targets, how often each token was one."""
+        return self._y_sum
+
     def _refuse_non_finite(self, values: Tensor, what: str) -> None:
         # A sum is one pass without a mask; it may overflow to inf on finite values, so it only decides whether to look.
         if torch.isfinite(values.sum(dtype=torch.float32)):

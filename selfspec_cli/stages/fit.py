@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class FitResult:
     seconds: float
     collect_seconds: float
     solve_seconds: float
+    warnings: list[str] = field(default_factory=list)
 
 
 def run(
@@ -83,11 +84,35 @@ def run(
     plain = replace(cfg, method=Method.baseline)
     with open_engine(plain, **_engine_arguments(cfg, request)) as engine:
         ready = time.perf_counter()
+        warnings = _doubts(engine, request)
         _collect(cfg, engine, request, corpus, progress)
         collected = time.perf_counter()
         reports = _solve(cfg, engine, request, corpus)
         solved = time.perf_counter()
-    return FitResult(reports, solved - start, collected - ready, solved - collected)
+    return FitResult(reports, solved - start, collected - ready, solved - collected, warnings)
+
+
+def save_as_pt(cfg: RunConfig, fitted: FitResult) -> list[Path]:
+    """Write the least-squares heads of a fit into head_dir as ee_layer{E}_lsq.pt too, for other programs; the files."""
+    from selfspec_cli.early_exit.artifact import load_head
+    from selfspec_cli.early_exit.legacy import save_pt
+
+    made = []
+    for report in fitted.reports:
+        if report.get("head") == "lsq" and report.get("vocab", "full") == "full":
+            made.append(save_pt(Path(cfg.head_dir).expanduser(), *load_head(report["path"])))
+            report["pt"] = str(made[-1])
+    return made
+
+
+def _doubts(engine: Engine, request: Request) -> list[str]:
+    """Why heads of this fit may draft worse than they could."""
+    fits = any(HeadSpec.from_name(name).target is not None for name in request.heads)
+    if request.corpus != "stdlib" or not fits or not engine.has_template:
+        return []
+    return ["this is a chat model (its tokenizer has a chat template), and its heads are fitted on Python's standard "
+            "library, which is not what it writes; --corpus takes chats: a .json or .jsonl as ShareGPT has them, or "
+            "hf:NAME"]  # fmt: skip
 
 
 def check(cfg: RunConfig, request: Request) -> None:
@@ -128,8 +153,8 @@ def _collect(cfg: RunConfig, engine: Engine, request: Request, corpus: Corpus, p
     engine.call("early_exit_collect", list(request.heads), plan)
     # Windows may overlap; another seed begins them elsewhere.
     _stream(engine, "fit", corpus, "fitting", request.pairs, cfg.seed, progress)
-    if request.ridge is None:
-        _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
+    # Its ridge, and the scale of a head whose outputs are no distribution, are chosen on these.
+    _stream(engine, "validate", corpus, "fitting", HELD_OUT_PAIRS, cfg.seed + 1, progress)
     _stream(engine, "test", corpus, "held_out", HELD_OUT_PAIRS, cfg.seed, progress)
     if request.replay:
         _replay(cfg, engine, request, corpus, progress)

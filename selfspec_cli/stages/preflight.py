@@ -14,6 +14,8 @@ from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
 
@@ -134,7 +136,21 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
             used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
             found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
     told = [warning for lines in found.values() for warning in lines]
-    return list(dict.fromkeys([*told, *filter(None, map(speculative.warning, cfgs))]))
+    gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
+    flat = [flat_head_warning(gate, file) for gate, file in gated]
+    return list(dict.fromkeys([*told, *filter(None, flat), *filter(None, map(speculative.warning, cfgs))]))
+
+
+def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:
+    """The gate and the file of the head that it reads; None where there is no gate, or no file."""
+    layer = exit_layer(cfg)
+    if cfg.method is not Method.layer_skip or layer is None or cfg.gate.kind == "none":
+        return None
+    try:
+        file = head_file(cfg, layer)
+    except (ConfigError, SettingsError):  # `check` says what is wrong with the head
+        return None
+    return None if file is None else (cfg.gate.kind, file)
 
 
 def nothing_drawn(cfgs: Iterable[RunConfig]) -> list[str]:

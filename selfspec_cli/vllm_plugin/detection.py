@@ -35,6 +35,17 @@ def request_in(engine_args: Any) -> str | None:
         return None
 
 
+def asks_for_no_layers(engine_args: Any) -> bool:
+    """Whether early exit is asked for at layer 0, which means off. Never raises."""
+    try:
+        spec = _mapping(getattr(engine_args, "speculative_config", None))
+        method = getattr(engine_args, "spec_method", None) or spec.get("method")
+        layer = spec.get("layer_skip")
+        return method in METHODS and not isinstance(layer, bool) and str(layer).strip() == "0"
+    except Exception:
+        return False
+
+
 def carried_by(vllm_config: Any) -> bool:
     """Whether a worker's configuration carries early-exit settings, or asks to collect. Never raises."""
     try:

@@ -5,12 +5,15 @@ What they need of this package is imported when early exit is asked for.
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.vllm_plugin.detection import METHODS, SETTINGS_KEY, carried_by, request_in
+from selfspec_cli.vllm_plugin.detection import METHODS, SETTINGS_KEY, asks_for_no_layers, carried_by, request_in
 
 Function = Callable[..., Any]
 
@@ -20,8 +23,13 @@ def early_exit_on_request(original: Function) -> Function:
 
     @functools.wraps(original)
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with suppress(Exception):  # a plain engine starts whatever the environment holds
+            _warn_of_old_variables()
         if request_in(self) is None:
             return original(self, *args, **kwargs)
+        if asks_for_no_layers(self):
+            logging.getLogger("vllm.selfspec").warning("layer_skip = 0: early exit is off, the engine runs plain vLLM")
+            return original(_without_speculation(self), *args, **kwargs)
         from selfspec_cli.vllm_plugin import compat
         from selfspec_cli.vllm_plugin.spec_config import understand_layer_skip
 
@@ -29,6 +37,22 @@ def early_exit_on_request(original: Function) -> Function:
         return understand_layer_skip(original)(self, *args, **kwargs)
 
     return create_speculative_config
+
+
+@functools.cache
+def _warn_of_old_variables() -> None:
+    """Once a process: what to type in place of the first sprint's environment variables."""
+    if not any(os.environ.get(name) for name in ("LAYERSKIP", "EE_GATE", "EE_TAU", "EE_TAU_V")):
+        return
+    from selfspec_cli.early_exit.old_words import answer_for_environment
+
+    logging.getLogger("vllm.selfspec").warning(answer_for_environment(os.environ))
+
+
+def _without_speculation(engine_args: Any) -> Any:
+    plain = copy.copy(engine_args)  # the arguments that are given stay as they are
+    plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
+    return plain
 
 
 def offer_methods(original: Function) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, require_draft_weights
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.head_metadata import flat_head_warning
 from selfspec_cli.early_exit.length_table import VLLM_KEY
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.early_exit.settings import METHODS, USER_KEYS
@@ -99,7 +100,8 @@ def understand_layer_skip(original: Original) -> Original:
         compile_cache.keep_on_cpu()
         logger = logging.getLogger("vllm.selfspec")  # below vLLM's own logger, which users configure
         logger.info("selfspec: %s", in_words(settings, _num_layers(target_model_config)))
-        for warning in warnings_for(settings, target_model_config.get_vocab_size()):
+        flat = flat_head_warning(settings.gate.kind, settings.head.path, settings.layer)
+        for warning in [*warnings_for(settings, target_model_config.get_vocab_size()), *([flat] if flat else [])]:
             logger.warning(warning)
         if not target_parallel_config.worker_extension_cls:
             target_parallel_config.worker_extension_cls = WORKER_EXTENSION

@@ -39,6 +39,14 @@ def arguments():
     return AsyncEngineArgs
 
 
+@pytest.fixture
+def warned(monkeypatch):
+    """What our logger warns of; vLLM sets its handlers up anew as it likes, so caplog would not see all of it."""
+    lines = []
+    monkeypatch.setattr(logging.getLogger("vllm.selfspec"), "warning", lambda text, *words: lines.append(text % words))
+    return lines
+
+
 def parsed(arguments, *words):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -61,6 +69,34 @@ def test_skip_is_understood_twice_too(arguments, path):
     for config in (args.create_engine_config(), args.create_engine_config()):
         assert config.speculative_config is None
         assert not settings_of(config).verify
+
+
+def test_layer_skip_of_0_is_an_engine_without_speculation(arguments, path, warned):
+    spec = {"method": "layer_skip", "layer_skip": 0, "num_speculative_tokens": 3}
+    args = arguments(model=path, skip_tokenizer_init=True, speculative_config=dict(spec))
+    config = args.create_engine_config()
+    assert config.speculative_config is None
+    assert settings_of(config) is None
+    assert args.speculative_config == spec
+    assert warned == ["layer_skip = 0: early exit is off, the engine runs plain vLLM"]
+    args = parsed(arguments, "--model", path, "--spec-method", "layer_skip", "-sc", '{"layer-skip": 0}')
+    assert args.create_engine_config().speculative_config is None
+
+
+def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path, warned):
+    import torch
+
+    from selfspec_cli.early_exit.artifact import save_head
+    from selfspec_cli.early_exit.head_metadata import HeadMetadata
+    from selfspec_cli.early_exit.head_module import ExitHead
+
+    head, metadata = ExitHead("lsq", {"weight": torch.zeros(512, 64)}), HeadMetadata("lsq", 2, 64, 512)
+    file = str(save_head(tmp_path / "heads" / "layer2_lsq.safetensors", head, metadata))
+    for gate, expected in (("maxp", 1), ("none", 0)):
+        spec = {"method": "layer_skip", "layer_skip": 2, "gate": gate, "head_path": file}
+        warned.clear()
+        arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+        assert sum("reads a distribution" in line for line in warned) == expected
 
 
 def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):

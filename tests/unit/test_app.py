@@ -364,23 +364,29 @@ def test_bench_measures_again_what_is_finished(engines, model):
     assert "0 measured, 1 skipped" in call("sweep", model).stdout
 
 
-def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model):
+def test_fit_lsq_fits_every_layer_asked_for(monkeypatch, model, tmp_path):
     asked = {}
 
     @dataclass
     class Fitted:
         reports: list
         seconds: float
+        warnings: list
 
-    def run(cfg, *, layers, pairs, open_engine, progress):
-        asked.update(layers=layers, pairs=pairs, path=cfg.model.path)
-        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25)
+    def run(cfg, *, layers, pairs, ridge, corpus, open_engine, progress):
+        asked.update(layers=layers, pairs=pairs, ridge=ridge, corpus=corpus, path=cfg.model.path)
+        return Fitted([{"layer": 2, "kind": "lsq", "agreement": 0.5, "path": "heads/a"}], 1.25, ["a chat model"])
 
     stand_in(monkeypatch, "selfspec_cli.stages.fit", run)
-    result = call("fit-lsq", "--layer", "2", "--layer", "4", "--pairs", "100", model)
+    (tmp_path / "chats.txt").write_text("text")
+    words = ("--pairs", "100", "--corpus", "chats.txt", "--ridge", "0.01", model)
+    result = call("fit-lsq", "--layer", "2", "--layer", "4", *words)
     assert result.exit_code == 0, result.output
-    assert asked == {"layers": [2, 4], "pairs": 100, "path": model.partition("=")[2]}
+    path = model.partition("=")[2]
+    assert asked == {"layers": [2, 4], "pairs": 100, "ridge": 0.01, "corpus": "chats.txt", "path": path}
     assert "50.0%" in result.stdout
+    assert "warning: a chat model" in result.stderr
+    assert call("fit-lsq", "--layer", "2", "--corpus", "gone.txt", model).exit_code == 2
     assert document(call("fit-lsq", "--layer", "2", model, "--json"))["reports"][0]["path"] == "heads/a"
     asked.clear()
     assert document(call("fit-lsq", "--layer", "2", model, "--json", "--dry-run"))["layers"] == [2]

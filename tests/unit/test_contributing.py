@@ -40,8 +40,10 @@ def literals(file: Path) -> set[str]:
 def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     home = PACKAGE / REGISTRIES[folder][2]
     mentions = [file for file in PACKAGE.rglob("*.py") if name in literals(file) and home not in file.parents]
-    # `fit-lsq` is a command of its own, and old .pt heads are lsq.
+    # `fit-lsq` is a command of its own, and old .pt heads are lsq; the first sprint's thresholds were these gates'.
     others = {
+        "maxp": {"old_words.py"},
+        "varH": {"old_words.py"},
         "lsq": {"app.py", "fit.py", "head_metadata.py", "head_files.py"},
         "window": {"ppl.py", "trace.py", "window.py"},
     }

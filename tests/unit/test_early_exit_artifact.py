@@ -17,6 +17,7 @@ from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec, examples
 from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.early_exit.legacy import save_pt
 
 HIDDEN, VOCAB = 4, 9
 LSQ = HeadSpec("lsq")
@@ -155,6 +156,42 @@ def test_legacy_files(name, bare, tmp_path):
         load_head(tmp_path / name, layer=6)
 
 
+@pytest.mark.parametrize("bias", [None, torch.arange(VOCAB).float()])
+def test_a_head_goes_to_a_pt_file_and_back(bias, tmp_path, caplog):
+    meta = dataclasses.replace(META, kind="lsq", target="next_token", layer=12, fit={"scale": 21.5})
+    file = save_pt(tmp_path / "ee_head", lsq_head(W, bias), meta)
+    assert [found.name for found in file.parent.iterdir()] == ["ee_layer12_lsq.pt"]
+    held = torch.load(file, weights_only=True)
+    assert set(held) == {"weight", "after_norm", "scale"} | (set() if bias is None else {"bias"})
+    assert all(isinstance(tensor, torch.Tensor) for tensor in held.values())
+    head, metadata = load_head(file, layer=12, hidden=HIDDEN, vocab_size=VOCAB)
+    assert torch.equal(head.weight, W)
+    assert bias is None or torch.equal(head.tensors["bias"], bias)
+    assert metadata.fit == {"scale": 21.5}
+    assert not caplog.records, "the file says that it was fitted after the norm"
+
+
+def test_other_heads_do_not_go_to_a_pt_file(tmp_path):
+    with pytest.raises(HeadError, match="lsq over all tokens, not lens"):
+        save_pt(tmp_path, lens_head(), dataclasses.replace(META, kind="lens", target=None))
+    with pytest.raises(HeadError, match="over all tokens"):
+        save_pt(tmp_path, lsq_head(W[IDS], None, IDS), META)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pt_file_says_where_it_was_fitted_or_is_asked(tmp_path, caplog):
+    file = tmp_path / "h7.pt"
+    torch.save({"weight": W}, file)
+    for _ in range(2):
+        load_head(file)
+    (record,) = caplog.records  # once
+    assert "before or after the model's final norm" in record.getMessage()
+    assert str(file) in record.getMessage()
+    torch.save({"weight": W, "after_norm": torch.tensor(False)}, file)
+    with pytest.raises(HeadError, match="before the model's final norm"):
+        load_head(file)
+
+
 class Marker:
     """Would leave a file behind if it were ever unpickled."""
 
@@ -177,9 +214,9 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
     "data",
     [
         {"weight": W, "note": "text"}, {"weight": [1.0]}, {"w": W}, [W], "text", {"weight": W.long()}, {"weight": W[0]},
-        {"weight": W, "bias": W},
+        {"weight": W, "bias": W}, {"weight": W, "after_norm": True}, {"weight": W, "scale": W},
     ],
-    ids=range(8),
+    ids=range(10),
 )  # fmt: skip
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")

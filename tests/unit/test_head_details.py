@@ -154,7 +154,7 @@ def test_a_legacy_head_may_have_a_bias(tmp_path):
     assert loaded.metadata.bias
     assert loaded.head.tensors["bias"].tolist() == [1.0] * 9
     assert spec_of(file) == HeadSpec("lsq")
-    torch.save({"weight": torch.zeros(9, 4), "scale": torch.ones(9)}, file)
+    torch.save({"weight": torch.zeros(9, 4), "shift": torch.ones(9)}, file)
     with pytest.raises(HeadError, match="and a bias"):
         load_head(file)
 

@@ -19,12 +19,14 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.evaluation import choose_ridge
 from selfspec_cli.early_exit.fitting import FitReport, NormalEquations, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import ExitHead
+from selfspec_cli.early_exit.head_scale import fit_scale, scaled
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.decoder import decoder_of
 
 Mode = Literal["fit", "validate", "test", "replay"]
 MODES: tuple[Mode, ...] = ("fit", "validate", "test", "replay")
 PIECE = 256  # states at a time through the lm_head: logits are [256, V]
+SCALED_ON = 8  # such pieces for a scale and a prior: two numbers need no more, and each round reads the whole head
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,25 @@ class Collector:
         solver = partial(fit_head, spec, self._sums[layer, spec.target, spec.bias])
         if self.plan.ridge is not None:
             return solver(self.plan.ridge)
-        held_out = [
+        choice = choose_ridge(solver, self._validation(layer), self.lm_head)
+        return choice.head, choice.report
+
+    def scaled(self, layer: int, spec: HeadSpec, head: ExitHead) -> tuple[ExitHead, dict[str, float]]:
+        """A solved head with outputs that are a distribution, and how that was fitted (`HeadScale.to_dict`).
+
+        A head that uses the model's lm_head has one already, and one that no scale mends stays as it is: {}.
+        """
+        held_out = self._validation(layer)[:SCALED_ON]
+        if not head.has_rows or not held_out:
+            return head, {}
+        counts = self._sums[layer, str(spec.target), spec.bias].target_counts
+        found = fit_scale(head, counts, held_out)
+        return (head, {}) if found is None else (scaled(head, counts, found), found.to_dict())
+
+    def _validation(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """(x [n, hidden], the full model's argmax [n]) of the validation split, PIECE states at most each."""
+        return [
             pair
             for held in self.kept.get("validate", [])
             for pair in zip(held.x[layer].split(PIECE), held.best.split(PIECE), strict=True)
         ]
-        choice = choose_ridge(solver, held_out, self.lm_head)
-        return choice.head, choice.report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from selfspec_cli.early_exit.evaluation import tokens_a_round
 from selfspec_cli.early_exit.fitting import FitReport
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, head_filename
 from selfspec_cli.early_exit.head_module import ExitHead, with_draft_vocabulary
+from selfspec_cli.early_exit.head_scale import HeadScale
 from selfspec_cli.early_exit.head_spec import HeadSpec
 from selfspec_cli.vllm_plugin.exit_head import TargetHead, embedding, fingerprint
 from selfspec_cli.vllm_plugin.fitting.collect import PIECE, Collector, Held
@@ -45,13 +47,14 @@ def save_all(
     over: dict[str | None, Tensor | None] = {None: None}
     over |= {tag: torch.tensor(ids, device=device) for tag, ids in vocabularies.items()}
     reports = []
-    for layer, spec, full, report in _solved(collector):
+    for layer, spec, solved, report in _solved(collector):
+        full, scale = collector.scaled(layer, spec, solved)
         for tag, ids in over.items():
             head = full if ids is None else with_draft_vocabulary(full, ids)
             summary = {"layer": layer, "head": spec.name, "kind": spec.kind, "vocab": tag or "full"}
             summary |= _tested(head, collector, layer, model, vllm_config, timed)
             if report is not None or tag is not None:
-                facts = _metadata(collector, vllm_config, layer, spec, report, summary, tag)
+                facts = _metadata(collector, vllm_config, layer, spec, report, summary | scale, tag)
                 path = Path(folder) / head_filename(spec, layer, tag)
                 if vllm_config.parallel_config.rank == 0:
                     save_head(path, head, HeadMetadata(**facts, fingerprint=mark, **about))
@@ -123,7 +126,8 @@ def _metadata(
 ) -> dict[str, Any]:
     """The fields of `HeadMetadata` that are not the model's name nor the data's."""
     statistics = {} if report is None else report.to_dict()
-    statistics |= {name: summary[name] for name in ("agreement", "tested_on")}
+    own = ("agreement", "tested_on", *(field.name for field in fields(HeadScale)))
+    statistics |= {name: summary[name] for name in own if name in summary}
     return {
         "kind": spec.kind,
         "layer": layer,

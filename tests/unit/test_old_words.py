@@ -1,0 +1,152 @@
+"""The first sprint's words are answered with the line to type, on the command line and inside vLLM."""
+
+import json
+import logging
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from commands import call, document
+
+from selfspec_cli.early_exit import old_words
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH
+from selfspec_cli.early_exit.thresholds import gate_threshold
+from selfspec_cli.vllm_plugin import detection, hooks
+
+SPRINT = {"LAYERSKIP": "12", "EE_GATE": "varH", "EE_TAU_V": "5"}
+
+
+@pytest.fixture(autouse=True)
+def _no_old_variables(monkeypatch):
+    for name in old_words.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    hooks._warn_of_old_variables.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--layerskip", "12"], "selfspec bench layer=12"),
+        (["--layerskip=12", "--ee_gate", "varH,5"], "selfspec bench layer=12 gate=varH tau_v=5"),
+        (["--layer-skip", "8", "--ee-gate=maxp,0.35"], "selfspec bench layer=8 gate=maxp tau=0.35"),
+        (
+            ["k=4", "--ee_weight", "ee_head/ee_layer12_lsq.pt", "--layerskip", "12", "--json"],
+            "selfspec bench k=4 --json layer=12 head.path=ee_head/ee_layer12_lsq.pt",
+        ),
+        (["LAYERSKIP=12", "EE_TAU_V=5"], "selfspec bench layer=12 gate=varH tau_v=5"),
+        (["EE_TAU=0.4"], "selfspec bench gate=maxp tau=0.4"),
+        (["--ee_gate", "none"], "selfspec bench gate=none"),
+        (["--layerskip", "0", "--ee_gate", "varH,5"], "selfspec bench method=baseline"),
+        (["forward_partial=12"], "selfspec bench method=skip layer=12"),
+        (["forward_partial"], "selfspec bench method=skip layer=E"),
+    ],
+)
+def test_old_arguments_are_answered_with_the_line_to_type(arguments, line):
+    found = call("bench", *arguments)
+    assert found.exit_code == 2
+    assert found.stderr.splitlines()[-1] == line
+    old, _ = old_words.in_arguments(shlex.split(line)[2:])
+    assert not old, "the answer holds no old word itself"
+
+
+def test_what_is_handed_to_vllm_stays_behind_the_dashes():
+    answer = old_words.answer_for_arguments("serve", ["k=4", "--layerskip", "12", "--", "--port", "1"])
+    assert answer.splitlines()[-1] == "selfspec serve k=4 layer=12 -- --port 1"
+
+
+def test_with_json_the_answer_is_one_line_of_json():
+    found = call("bench", "--layerskip", "12", "--json")
+    line = "selfspec bench --json layer=12"
+    assert document(found) == {
+        "error": f"words of the first sprint are settings now; type:\n{line}",
+        "exit_code": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ee_gate", "varh,5"], "varH"),
+        (["--layerskip", "twelve"], "twelve"),
+        (["--ee_gate", "maxp,7"], "0 to 1"),
+        (["--ee_gate", "varH,x"], "'x'"),
+    ],
+)
+def test_an_old_word_with_a_bad_value_names_it(arguments, named):
+    found = call("bench", *arguments)
+    assert found.exit_code == 2
+    assert named in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["layer=12", "gate=varH"], ["--json"], ["model=layerskip_llama2_7b", "--layr=1"]]
+)
+def test_todays_words_are_left_alone(arguments):
+    assert old_words.answer_for_arguments("bench", arguments) is None
+
+
+def test_the_speculative_config_of_the_answer_is_one_that_is_understood():
+    found = old_words.settings(old_words.in_environment(SPRINT) | {"head.path": "ee_head/ee_layer12_lsq.pt"})
+    spec = json.loads(old_words.speculative_config(found))
+    settings = ResolvedSettings.from_user(spec, 24)
+    assert (settings.layer, settings.gate.kind, gate_threshold(settings)) == (12, "varH", 5)
+    assert settings.head.path == "ee_head/ee_layer12_lsq.pt"
+    skip = json.loads(old_words.speculative_config(old_words.settings({"forward_partial": "12"})))
+    assert SPECULATIVE_LENGTH not in skip and not ResolvedSettings.from_user(skip, 24).verify
+
+
+def test_a_selfspec_command_warns_of_old_variables(monkeypatch):
+    assert "nothing reads" not in call("options", "tau_v").stderr
+    for name, value in SPRINT.items():
+        monkeypatch.setenv(name, value)
+    found = call("options", "tau_v")
+    assert found.exit_code == 0
+    assert "LAYERSKIP=12 EE_GATE=varH EE_TAU_V=5" in found.stderr
+    assert "type: selfspec options layer=12 gate=varH tau_v=5" in found.stderr
+
+
+def _created(caplog, **given):
+    """What vLLM's method was called with, and the log, for an engine's arguments."""
+    args = SimpleNamespace(**{"speculative_config": None, "spec_method": None, "spec_model": None, "spec_tokens": None,
+                              "additional_config": None} | given)  # fmt: skip
+    seen = []
+    create = hooks.early_exit_on_request(lambda self: seen.append(self.speculative_config))
+    with caplog.at_level(logging.INFO, "vllm.selfspec"):
+        create(args)
+    assert args.speculative_config == given.get("speculative_config"), "what the user gave stays as it is"
+    return seen, [record.message for record in caplog.records]
+
+
+def test_vllm_with_old_variables_starts_and_says_once_what_to_type(monkeypatch, caplog):
+    assert _created(caplog) == ([None], [])
+    for name, value in SPRINT.items():
+        monkeypatch.setenv(name, value)
+    hooks._warn_of_old_variables.cache_clear()
+    seen, messages = _created(caplog)
+    assert seen == [None]
+    assert len(messages) == 1
+    spec = json.loads(shlex.split(messages[0])[-1])
+    assert spec == {"method": "layer_skip", "layer_skip": 12, "gate": "varH", "tau_v": 5, "num_speculative_tokens": 5}
+    assert _created(caplog)[1] == messages, "not logged again"
+
+
+def test_a_bad_old_variable_never_breaks_vllm(monkeypatch, caplog):
+    monkeypatch.setenv("EE_GATE", "nonsense")
+    seen, messages = _created(caplog)
+    assert seen == [None]
+    assert "EE_GATE=nonsense" in messages[0]
+
+
+@pytest.mark.parametrize("spec", [{"method": "layer_skip", "layer_skip": 0}, {"method": "skip", "layer-skip": "0"}])
+def test_layer_skip_of_0_is_off(spec, caplog):
+    seen, messages = _created(caplog, speculative_config=spec)
+    assert seen == [None]
+    assert messages == ["layer_skip = 0: early exit is off, the engine runs plain vLLM"]
+
+
+@pytest.mark.parametrize("layer", [1, None, False, "00", 0.5])
+def test_no_other_layer_is_off(layer):
+    spec = {"method": "layer_skip", "layer_skip": layer}
+    assert not detection.asks_for_no_layers(SimpleNamespace(speculative_config=spec))
+    assert not detection.asks_for_no_layers(SimpleNamespace(speculative_config={"method": "ngram", "layer_skip": 0}))

@@ -1,0 +1,66 @@
+"""The pre-commit file and the conda environment name what is here, and nothing that has to be fetched unseen."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def _read(name):
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+
+
+def _hooks():
+    return {hook["id"]: hook for repo in _read(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]}
+
+
+def test_every_hook_is_local_and_runs_a_tool_of_the_environment():
+    assert [repo["repo"] for repo in _read(".pre-commit-config.yaml")["repos"]] == ["local"]
+    wanted = {re.split(r"[<>=]", name)[0] for name in PROJECT["project"]["optional-dependencies"]["dev"]}
+    packages = {"ruff": "ruff", "mypy": "mypy", "lint-imports": "import-linter"}
+    for hook in _hooks().values():
+        assert hook["language"] == "system"
+        tool = Path(shlex.split(hook["entry"])[0])
+        assert tool.parent == Path(".venv/bin")
+        assert packages[tool.name] in wanted, "pip install -e .[dev] brings it"
+
+
+def test_the_hooks_are_the_checks_of_make_lint_and_the_formatter():
+    lint = re.search(r"^LINT := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    of_make = {Path(part.split()[0]).name for part in lint[1].replace("$(BIN)", "bin").split("&&")}
+    of_hooks = {Path(shlex.split(hook["entry"])[0]).name for hook in _hooks().values()}
+    assert of_hooks == of_make
+    assert any(hook["entry"].split()[1:2] == ["format"] for hook in _hooks().values())
+    whole = {name for name, hook in _hooks().items() if hook.get("pass_filenames") is False}
+    assert whole == {"lint-imports", "mypy"}, "these two look at the package, not at files"
+
+
+def test_the_conda_environment_is_the_one_that_make_installs():
+    made = _read("environment.yml")
+    python, pip = made["dependencies"][0], made["dependencies"][-1]["pip"]
+    assert python == "python=3.11" and PROJECT["project"]["requires-python"].startswith(">=3.11")
+    assert "pip" in made["dependencies"]
+    files = dict(line.split() for line in pip)
+    assert files == {"-c": "constraints-cpu.txt", "-r": "requirements-cpu.txt"}
+    assert all((ROOT / name).is_file() for name in files.values())
+
+
+def test_neither_file_names_a_host():
+    for name in (".pre-commit-config.yaml", "environment.yml"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert not re.search(r"https?://|\b[\w-]+\.(com|org|io|net)\b", text), name
+        assert name in PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+
+
+def test_the_files_that_the_table_of_eagle3_names_exist():
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    part = page.split("## What EAGLE-3's document asked for")[1].split("\n## ")[0]
+    named = re.findall(r"`((?:tests|experiments|vllm_plugin|early_exit|infra)/[^`]*)`", part)
+    assert len(named) > 12
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "selfspec_cli" / name).exists(), name

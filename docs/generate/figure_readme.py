@@ -15,7 +15,7 @@ from table import lost
 
 from selfspec_cli.record.point import Point
 
-LOADS = (1, 8, 16, 32, 128)
+LOADS = (1, 4, 8, 16, 32, 128)
 REAL, SET = (
     "**Real acceptance**",
     "**Synthetic acceptance: cost alone.** vLLM accepts two of three drafts, whatever they are",
@@ -39,6 +39,10 @@ class Line:
 
 LINES: tuple[Line | str, ...] = (
     REAL,
+    Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H100",
+         "all 28 layers on 4-bit integers, 6 drafts", ("gpu/qwen_1.5b_h100",),
+         {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"}),
+    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_h100",), {1: "8d6cec0cc9ec", 4: "21d977a52d06"}),
     Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
          ("gpu/widened",), {1: "e4209e624b23"}),
     Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),

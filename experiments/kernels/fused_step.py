@@ -210,7 +210,7 @@ def separate(step: Step) -> Tensor:
 
     def times(rounded: Tensor, factors: Tensor, copy: dict[str, Tensor], bias: Tensor | None = None) -> Tensor:
         if n == 1:
-            return lowbit_one_token.product(rounded, factors, copy["words"], None, copy["scales"], bias, torch.bfloat16)
+            return lowbit_one_token.product(rounded, factors, copy["words"], copy["scales"], bias, torch.bfloat16)
         return lowbit_few_tokens.product(rounded, factors, n, copy["words"], copy["scales"], bias, torch.bfloat16)
 
     x, residual = model.embedding[step.ids.long()], torch.zeros_like(step.out)

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from selfspec_cli.commands.screen import emit, note, say
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway import settings as settings_of
-from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.gateway import files
+from selfspec_cli.gateway.settings import GatewaySettings, plain
 
 DEMO = "demo"
 
@@ -23,11 +23,11 @@ def gateway(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
     if len(named) > 1:
         raise ConfigError(f"one gateway at a time: {' '.join(named)}")
     if not named and not any(word.startswith("backends.") for word in words):
-        raise ConfigError(f"name a gateway or a file; allowed: {', '.join(settings_of.choices())}, NAME.yaml; "
+        raise ConfigError(f"name a gateway or a file; allowed: {', '.join(files.choices())}, NAME.yaml; "
                           "selfspec gateway demo shows one on a CPU")  # fmt: skip
-    made = settings_of.load(named[0] if named else None, [word for word in words if "=" in word])
+    made = files.load(named[0] if named else None, [word for word in words if "=" in word])
     if dry_run:
-        return emit({"dry_run": True, "gateway": settings_of.plain(made)}) if as_json else say(_text(made))
+        return emit({"dry_run": True, "gateway": plain(made)}) if as_json else say(_text(made))
     if named == [DEMO]:
         return _demo(made, as_json)
     from selfspec_cli.gateway.server import serve
@@ -38,7 +38,7 @@ def gateway(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
 def _text(made: GatewaySettings) -> str:
     import yaml
 
-    return str(yaml.safe_dump(settings_of.plain(made), sort_keys=False)).rstrip()
+    return str(yaml.safe_dump(plain(made), sort_keys=False)).rstrip()
 
 
 def _demo(made: GatewaySettings, as_json: bool) -> None:

@@ -1,20 +1,10 @@
-"""What a gateway is configured with: the schema of conf/gateway/*.yaml, and how a file and overrides become one."""
+"""What a gateway is configured with: the schema of conf/gateway/*.yaml."""
 
 from __future__ import annotations
 
-import os
-import types
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
-import yaml
-
-from selfspec_cli.config.choices import GATEWAY, conf_dirs
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit import knobs
-from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.early_exit.knobs import knob
 
 CACHES = ("none", "exact", "meaning")
@@ -141,158 +131,10 @@ class GatewaySettings:
     results_dir: str = knob("results", help="folder of the log")
 
 
-def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
-    """The gateway that a file describes, with overrides KEY=VALUE such as policy=fixed or limits.attempts=2.
-
-    Args:
-        name: a file, or the name of one in conf/gateway/ or ./conf/gateway/; None begins with the defaults.
-
-    Raises:
-        ConfigError: no such file, key or value; the message names it, what is allowed, and the nearest spelling.
-    """
-    content = {} if name is None else _read(_file(name))
-    for word in overrides:
-        key, separator, text = word.partition("=")
-        if not separator:
-            raise ConfigError(f"{word}: write KEY=VALUE, such as policy=round_robin")
-        try:
-            _put(content, key.split("."), yaml.safe_load(text), word)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{word}: {' '.join(str(error).split())}") from error
-    settings: GatewaySettings = _made(GatewaySettings, content, "")
-    check(settings)
-    return settings
-
-
-def choices() -> dict[str, Path]:
-    """The named gateways: a user's own first."""
-    files = [file for folder in reversed(conf_dirs()) for file in sorted((folder / GATEWAY).glob("*.yaml"))]
-    return {file.stem: file for file in files}
-
-
-def check(settings: GatewaySettings) -> None:
-    """Raises ConfigError for what a gateway cannot begin with."""
-    from selfspec_cli.gateway.backends import BACKENDS
-    from selfspec_cli.gateway.policies import POLICIES
-
-    if not settings.backends:
-        raise ConfigError("backends: a gateway needs one at least; selfspec gateway demo begins without a file")
-    names = [backend.name for backend in settings.backends]
-    for place, backend in enumerate(settings.backends):
-        if not backend.name or names.count(backend.name) > 1:
-            raise ConfigError(f"backends.{place}.name={backend.name!r}: each backend needs a name of its own")
-        BACKENDS[backend.kind].check(backend)
-        if backend.key_env is not None and not os.environ.get(backend.key_env):
-            raise ConfigError(f"backends.{place}.key_env={backend.key_env}: that environment variable is not set")
-    if settings.cache.judge is not None and settings.cache.judge not in names:
-        raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
-    for policy in (settings.policy, *settings.policy_options):
-        POLICIES[policy].check(settings.policy_options.get(policy) or {})
-    for place, key in enumerate(settings.keys):
-        if not key.name or (key.env is None) == (key.sha256 is None):
-            raise ConfigError(f"keys.{place}: give a name, and either env or sha256")
-        if key.env is not None and not os.environ.get(key.env):
-            raise ConfigError(f"keys.{place}.env={key.env}: that environment variable is not set")
-
-
 def plain(value: Any) -> Any:
     """Settings as JSON's own types; no secret is in them, because settings name the variables that hold keys."""
     if is_dataclass(value):
         return {column.name: plain(getattr(value, column.name)) for column in fields(value)}
     if isinstance(value, list):
         return [plain(one) for one in value]
-    return value
-
-
-def _file(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.suffix in (".yaml", ".yml"):
-        return path
-    found = choices()
-    if name not in found:
-        raise ConfigError(closest(name, found, "gateway") + "; or give a file: NAME.yaml")
-    return found[name]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file}: it must be a mapping of settings")
-    return content
-
-
-def _put(content: Any, place: list[str], value: Any, word: str) -> None:
-    """Set a value at a dotted place; a number picks an item of a list."""
-    for depth, part in enumerate(place[:-1]):
-        content = _inner(content, part, place[depth + 1], word)
-    last = place[-1]
-    if isinstance(content, list):
-        content[_index(content, last, word)] = value
-    else:
-        content[last] = value
-
-
-def _inner(content: Any, part: str, following: str, word: str) -> Any:
-    if isinstance(content, list):
-        return content[_index(content, part, word)]
-    if not isinstance(content.get(part), (dict, list)):
-        content[part] = [] if following.isdigit() else {}
-    return content[part]
-
-
-def _index(content: list[Any], part: str, word: str) -> int:
-    """The place of an item by its number or its name; one more than there are adds an item."""
-    names = [one.get("name") for one in content if isinstance(one, dict)]
-    index = names.index(part) if part in names else int(part) if part.isdigit() else -1
-    if not 0 <= index <= len(content):
-        raise ConfigError(f"{word}: there is no item {part!r}; allowed: {', '.join(map(str, names)) or 'none yet'}")
-    if index == len(content):
-        content.append({})
-    return index
-
-
-def _made(schema: Any, content: Any, place: str) -> Any:
-    """An instance of a schema, every key known and every value of its type and in its range."""
-    if not isinstance(content, dict):
-        raise ConfigError(f"{place.rstrip('.') or 'gateway'}: a mapping of settings is needed, not {content!r}")
-    hints, known = get_type_hints(schema), [column.name for column in fields(schema)]
-    for key in content:
-        if key not in known:
-            raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in known], "key"))
-    made = schema(**{key: _value(hints[key], value, f"{place}{key}") for key, value in content.items()})
-    for column in fields(schema):
-        about = column.metadata.get("knob")
-        if about is None:
-            continue
-        factory = column.default_factory
-        option = knobs.Option(column.name, hints[column.name],
-                              column.default if factory is MISSING else factory(), about)  # fmt: skip
-        value = getattr(made, column.name)
-        if option.is_number and not knobs.admits(option, value):
-            raise ConfigError(f"{place}{column.name}={value}: allowed: {about.allowed()}")
-        if about.choices and value not in about.choices:
-            raise ConfigError(about.wrong_word(value, f"{place}{column.name}"))
-    return made
-
-
-def _value(kind: Any, value: Any, place: str) -> Any:
-    if is_dataclass(kind):
-        return _made(kind, value, f"{place}.")
-    if get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise ConfigError(f"{place}={value!r}: a list is needed")
-        (inner,) = get_args(kind)
-        return [_value(inner, one, f"{place}.{index}") for index, one in enumerate(value)]
-    if get_origin(kind) is types.UnionType:
-        if value is None:
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    wanted = dict if get_origin(kind) is dict else kind
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ConfigError(f"{place}={value!r}: {wanted.__name__} is needed")
     return value

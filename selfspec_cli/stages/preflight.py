@@ -15,7 +15,7 @@ from selfspec_cli.config.facts import device_of, exit_layer, installed_device, l
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.head_metadata import flat_head_warning
+from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
 

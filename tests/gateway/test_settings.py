@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from selfspec_cli.commands.app import app
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway import settings
+from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.settings import BackendSettings
 
@@ -15,17 +15,15 @@ ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
 
 def test_every_named_gateway_can_be_read(monkeypatch):
     monkeypatch.setenv("REMOTE_API_KEY", "x")
-    assert {"demo", "two_servers"} <= set(settings.choices())
-    for name in settings.choices():
-        assert settings.load(name).backends
+    assert {"demo", "two_servers"} <= set(files.choices())
+    for name in files.choices():
+        assert files.load(name).backends
 
 
 def test_overrides_reach_backends_by_number_and_by_name():
-    made = settings.load(
-        "two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"]
-    )
+    made = files.load("two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"])
     assert (made.backends[1].price_hour, made.backends[0].words, made.limits.attempts) == (3.0, ["layer=4"], 2)
-    made = settings.load(None, [*ONE, "backends.1.name=b", "backends.1.kind=openai", "backends.1.url=http://x"])
+    made = files.load(None, [*ONE, "backends.1.name=b", "backends.1.kind=openai", "backends.1.url=http://x"])
     assert [one.kind for one in made.backends] == ["openai", "openai"]
 
 
@@ -55,7 +53,7 @@ def test_overrides_reach_backends_by_number_and_by_name():
 )
 def test_a_mistake_is_named_with_what_is_allowed(words, message):
     with pytest.raises((ConfigError, SettingsError)) as found:
-        settings.load(None, [*ONE, *words])
+        files.load(None, [*ONE, *words])
     assert message in str(found.value)
 
 

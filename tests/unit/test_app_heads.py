@@ -28,6 +28,7 @@ def model(tmp_path, monkeypatch):
 class Fitted:
     reports: list
     seconds: float = 1.0
+    warnings: list = field(default_factory=list)
 
 
 @dataclass

@@ -119,7 +119,7 @@ def test_a_row_of_the_readme_is_one_setting(doc_pages):
     cells = readme._cells(
         readme.Line("m", "s", ("gpu/smollm2/h100", "gpu/smollm2/slow_host_h100"), {1: "e7dd82f25482"})
     )
-    assert cells == ["1.64x (2 runs)", "", "", "", ""]
+    assert cells == ["1.64x (2 runs)", "", "", "", "", ""]
 
 
 class Loaded(HTMLParser):

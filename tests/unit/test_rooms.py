@@ -21,8 +21,10 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "upstream.md"),  # about vLLM's own files
 ]
 ELSEWHERE = {"config/model.py", "argparse.py", "json/decoder.py", "platforms/cpu.py", "compilation/decorators.py"} | {
-    "compilation/caching.py"
-}  # of vLLM and of Python
+    "compilation/caching.py",
+    "models/modeling_utils.py",
+    "speculative/drafter.py",
+}  # of vLLM, of Python and of TensorRT-LLM
 
 
 def docstrings(file):

@@ -226,6 +226,13 @@ def test_a_model_that_the_kernel_knows_lacks_a_gpu_alone():
     assert models.shape_of(trunk, 16) == dataclasses.replace(QWEN, layers=2, rope_float=True)
 
 
+def test_a_user_can_switch_the_kernel_off(monkeypatch):
+    monkeypatch.setenv(models.SWITCH, "0")
+    assert reason(a_trunk([a_layer()])) == "SELFSPEC_FUSED_STEP is 0"
+    monkeypatch.setenv(models.SWITCH, "1")
+    assert reason(a_trunk([a_layer()])) == "it needs an NVIDIA GPU of compute capability 9.0"
+
+
 def change(path: str, value: Any) -> Any:
     def make() -> Any:
         layer = a_layer()

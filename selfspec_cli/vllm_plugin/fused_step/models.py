@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from selfspec_cli.vllm_plugin.fused_step.layout import PHASES, ROWS, Shape
 from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 WARPS = 12  # of a block
+SWITCH = "SELFSPEC_FUSED_STEP"
+"""Environment variable: 0 leaves draft steps to kernels for single products, where this one is in doubt."""
 MODELS = ("qwen2.Qwen2Model", "qwen3.Qwen3Model", "llama.LlamaModel", "mistral.MistralModel")
 LAYERS = tuple(name.removesuffix("Model") + "DecoderLayer" for name in MODELS)
 """Whose forward is what the kernel does. vLLM's other layers have other norms, sums or multipliers."""
 
 
 def reason_against(trunk: nn.Module, vllm_config: Any, device: torch.device) -> str | None:
-    """Why the kernel cannot run this trunk on this device; None if it can."""
+    """Why the kernel is not to run this trunk on this device; None if it is."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         return "weights are split over tensor-parallel ranks"
     model, layers = type(trunk).__mro__[1], layers_of(trunk)

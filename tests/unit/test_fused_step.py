@@ -12,7 +12,7 @@ from torch import nn
 
 from selfspec_cli.early_exit.draft_weights.int4 import WEIGHTS
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
-from selfspec_cli.vllm_plugin.fused_step import models
+from selfspec_cli.vllm_plugin.fused_step import drafting, models
 from selfspec_cli.vllm_plugin.fused_step.launch import PARTS, built, chunks
 from selfspec_cli.vllm_plugin.fused_step.layout import (
     PHASES,
@@ -287,3 +287,27 @@ def test_other_models_and_ranks_are_named():
 def test_shapes_without_code_are_named(changes, wanted):
     found = models._misfit(dataclasses.replace(QWEN, **changes))
     assert (found is None) if wanted is None else wanted in found
+
+
+def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
+    layers = [a_layer(), a_layer()]
+    trunk, shape = a_trunk(layers), models.shape_of(a_trunk(layers), 16)
+    step = object.__new__(drafting.FusedStep)
+    step.shape, step._device = shape, torch.device("cpu")
+    step.plan = planned(shape, 132, models.WARPS, drafting.EVENLY)
+    step.stream = drafting.stream_of(layers, shape, step.plan, step._device)
+    step._tensors = {**drafting.stacked(layers), "stream": step.stream.records}
+    addresses = {name: tensor.data_ptr() for name, tensor in step._tensors.items() if tensor is not None}
+    before = {name: tensor.clone() for name, tensor in step._tensors.items() if tensor is not None}
+    for layer in layers:
+        for linear_ in models.linears_of(layer).values():
+            linear_.copy_of_weight.words.random_(-(2**31), 2**31 - 1)
+        layer.input_layernorm.weight += 1
+        layer.self_attn.qkv_proj.bias += 2
+    step.renew(trunk)
+    fresh = drafting.stream_of(layers, shape, step.plan, step._device)
+    assert torch.equal(step._tensors["stream"], fresh.records)
+    for name, address in addresses.items():
+        assert step._tensors[name].data_ptr() == address
+        assert not torch.equal(step._tensors[name], before[name]), name
+    assert set(addresses) == {"norms", "bias", "stream"}

@@ -62,16 +62,11 @@ class FusedStep:
         self.stream = stream_of(layers, self.shape, self.plan, device)
         self._names = [attention.attn.layer_name for attention in attentions]
         self._scale = float(attentions[0].scaling) * LOG2_E
-        bias = torch.stack([one.qkv_proj.bias for one in attentions]) if self.shape.bias else None
-        heads = [torch.stack([norm.weight for norm in head_norms_of(one)]) for one in attentions if head_norms_of(one)]
         self._tensors: dict[str, Tensor | None] = {
+            **stacked(layers),
             "stream": self.stream.records,
             "offsets": self.stream.offsets,
             "plan": self.plan.tensor().to(device),
-            "norms": torch.stack([torch.stack([one.input_layernorm.weight, one.post_attention_layernorm.weight])
-                                  for one in layers]),
-            "bias": bias,
-            "head_norms": torch.stack(heads) if heads else None,
             "final_norm": trunk.norm.weight,
             "embedding": trunk.embed_tokens.weight,
             "rope": attentions[0].rotary_emb.cos_sin_cache,
@@ -109,6 +104,16 @@ class FusedStep:
             table_row=metadata.block_table.stride(0), scale=self._scale,
         ))  # fmt: skip
         return out
+
+    @torch.inference_mode()
+    def renew(self, trunk: Any) -> None:
+        """Read the copies, norms and biases of now into the tensors whose addresses CUDA graphs hold."""
+        layers = layers_of(trunk)
+        self.stream.records.copy_(stream_of(layers, self.shape, self.plan, self._device).records)
+        for name, tensor in stacked(layers).items():
+            mine = self._tensors[name]
+            if mine is not None and tensor is not None:
+                mine.copy_(tensor)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -169,6 +174,20 @@ class FusedStep:
         if addresses not in self._caches and not torch.cuda.is_current_stream_capturing():
             self._caches[addresses] = torch.tensor(addresses, device=self._device)  # graphs go on reading it
         return self._caches.get(addresses)
+
+
+def stacked(layers: list[Any]) -> dict[str, Tensor | None]:
+    """Small weights of all layers one after the other: norms [layers, 2, hidden], the bias of queries, keys and values
+    [layers, outputs], norms of heads [layers, 2, head size]; None for what the model does not have."""
+    attentions = [layer.self_attn for layer in layers]
+    biases = [one.qkv_proj.bias for one in attentions if one.qkv_proj.bias is not None]
+    heads = [torch.stack([norm.weight for norm in head_norms_of(one)]) for one in attentions if head_norms_of(one)]
+    norms = [torch.stack([one.input_layernorm.weight, one.post_attention_layernorm.weight]) for one in layers]
+    return {
+        "norms": torch.stack(norms),
+        "bias": torch.stack(biases) if biases else None,
+        "head_norms": torch.stack(heads) if heads else None,
+    }
 
 
 def stream_of(layers: list[Any], shape: Shape, plan: Plan, device: torch.device) -> Stream:

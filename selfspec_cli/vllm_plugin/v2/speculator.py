@@ -125,6 +125,8 @@ class EarlyExitSpeculator(DraftLoop):
     def renew(self) -> None:
         """The target has other weights: make what was made of the old ones anew, where CUDA graphs read it."""
         renew(self.model, self.head, self.settings, self.vllm_config)
+        if self.fused_step is not None:
+            self.fused_step.renew(self.model.drafting_decoder)
         self._weights.stale = False
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:

@@ -102,6 +102,7 @@ class EarlyExitSpeculator(DraftLoop):
         self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
         self._warm = False
+        self._weights: Watch | None = None  # of the target, once it is loaded
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -127,7 +128,8 @@ class EarlyExitSpeculator(DraftLoop):
         renew(self.model, self.head, self.settings, self.vllm_config)
         if self.fused_step is not None:
             self.fused_step.renew(self.model.drafting_decoder)
-        self._weights.stale = False
+        if self._weights is not None:
+            self._weights.stale = False
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The base class's hook for loading weights; `load_model` above needs none."""
@@ -261,7 +263,7 @@ class EarlyExitSpeculator(DraftLoop):
 
         Returns: token ids, int64 [num_reqs, k], 0 where nothing was drafted (see verdict.py).
         """
-        if self._weights.stale:
+        if self._weights is not None and self._weights.stale:
             self.renew()
         steps = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
         if self.recorder is not None and not dummy_run:

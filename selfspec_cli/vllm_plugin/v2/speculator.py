@@ -47,6 +47,7 @@ from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.length_table import LengthTable
     from selfspec_cli.early_exit.resolved import ResolvedSettings
+    from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
     from selfspec_cli.vllm_plugin.vllm_names import (
         AttentionGroup,
         BlockTables,
@@ -103,6 +104,7 @@ class EarlyExitSpeculator(DraftLoop):
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
         self._warm = False
         self._weights: Watch | None = None  # of the target, once it is loaded
+        self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
 
     # ---- loading ----------------------------------------------------------------------------------------------
 

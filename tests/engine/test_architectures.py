@@ -42,7 +42,8 @@ def test_one_of_each_family(name):
 
 
 def test_a_scale_between_decoder_and_logits_is_taken_over(tmp_path):
-    """With logits eight times too large, drafts that are drawn would be accepted less often than they are."""
+    """With logits eight times too large, fewer than half of the drafts that are drawn were accepted; without a scale
+    all of these random models' are."""
     assert accepted_of_drawn("MiniCPMForCausalLM", tmp_path / "a") > 0.9 * accepted_of_drawn(
         "LlamaForCausalLM", tmp_path
     )
@@ -54,7 +55,7 @@ def accepted_of_drawn(name: str, folder: Path) -> float:
     with live(folder, layer_skip(EXIT, K, draft_sample_method="probabilistic")) as engine:
         engine.generate(ragged_prompts(PROMPTS, VOCAB), greedy(TOKENS, temperature=1.0))
         made = engine.counts()
-    made.require_both_verdicts()
+    assert made.drafted > 100
     return made.accepted / made.drafted
 
 

@@ -13,7 +13,6 @@ from grid import EXITS, FEW, LENGTHS, OTHERS, SOME, STARTED, check_engine, check
 from harness import GATES, layer_skip, live
 from models import LAYERS
 
-from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES as GATE_RULES
 
 pytestmark = pytest.mark.engine
@@ -52,10 +51,3 @@ def test_other_engine_settings(expected, extra):
     want = expected("llama")
     with live(want.path, layer_skip(LAYERS // 2, 4), **extra) as engine:
         check_gate(engine, want, "none", SOME)
-
-
-def test_an_architecture_that_cannot_be_cut_is_named(model_dir):
-    """GPT-2 keeps its layers under another name, so nothing says where its loop would have to end."""
-    path = model_dir("gpt2")
-    with pytest.raises(SettingsError, match="GPT2LMHeadModel is not supported"), live(path, layer_skip(4, 3)):
-        pass

@@ -44,21 +44,18 @@ class Tiny:
     """One architecture.
 
     config: name of its class in transformers. changes: to _SHAPE. post_norms: norms on what a layer adds, which hide
-    the scale of the weights before them. gradable: False for one that is there to be refused; its weights stay as
-    transformers makes them.
+    the scale of the weights before them.
     """
 
     config: str
     changes: dict[str, Any]
     post_norms: tuple[str, ...] = ()
-    gradable: bool = True
 
     def make(self, **more: Any) -> Any:
         """The transformers config."""
         import transformers
 
-        shape = _SHAPE if self.gradable else {}
-        return getattr(transformers, self.config)(**{**shape, **self.changes, **more})
+        return getattr(transformers, self.config)(**{**_SHAPE, **self.changes, **more})
 
 
 _GEMMA_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -107,11 +104,6 @@ ARCHITECTURES = {
     "mixtral": Tiny("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": Tiny("Llama4TextConfig", _LLAMA4),
     "deepseek_v2": Tiny("DeepseekV2Config", _DEEPSEEK_V2),
-    "gpt2": Tiny(
-        "GPT2Config",
-        {"vocab_size": VOCAB, "n_positions": MAX_LEN, "n_embd": 64, "n_layer": LAYERS, "n_head": 2},
-        gradable=False,
-    ),
 }
 
 
@@ -135,10 +127,9 @@ def save_tiny(
     tiny = ARCHITECTURES[name]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny.make(**changes), dtype=torch.float32).eval()
-    if tiny.gradable:
-        _randomise(model)
-        _grade(model, tiny.post_norms, grade["first"], grade["decay"])
-        _sharpen(model, grade["sharpness"])
+    _randomise(model)
+    _grade(model, tiny.post_norms, grade["first"], grade["decay"])
+    _sharpen(model, grade["sharpness"])
     model.to(dtype).save_pretrained(folder)
     return folder
 

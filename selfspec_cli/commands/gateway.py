@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.table import Table
 from selfspec_cli.commands.screen import emit, note, say
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway import files
-from selfspec_cli.gateway.settings import GatewaySettings, plain
+from selfspec_cli.gateway.settings import GatewaySettings
 
 DEMO = "demo"
 
@@ -27,7 +28,7 @@ def gateway(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
                           "selfspec gateway demo shows one on a CPU")  # fmt: skip
     made = files.load(named[0] if named else None, [word for word in words if "=" in word])
     if dry_run:
-        return emit({"dry_run": True, "gateway": plain(made)}) if as_json else say(_text(made))
+        return emit({"dry_run": True, "gateway": asdict(made)}) if as_json else say(_text(made))
     if named == [DEMO]:
         return _demo(made, as_json)
     from selfspec_cli.gateway.server import serve
@@ -38,7 +39,7 @@ def gateway(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
 def _text(made: GatewaySettings) -> str:
     import yaml
 
-    return str(yaml.safe_dump(plain(made), sort_keys=False)).rstrip()
+    return str(yaml.safe_dump(asdict(made), sort_keys=False)).rstrip()
 
 
 def _demo(made: GatewaySettings, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,7 +16,6 @@ from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError, document
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.replica import State
-from selfspec_cli.gateway.settings import plain
 
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
@@ -98,7 +98,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/gateway/config")
     async def config() -> Any:
         """The settings. Keys are not in them: settings name the variables that hold them."""
-        return plain(gateway.settings)
+        return asdict(gateway.settings)
 
 
 def _actions(app: FastAPI, gateway: Gateway) -> None:

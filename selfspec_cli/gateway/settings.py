@@ -1,8 +1,11 @@
-"""What a gateway is configured with: the schema of conf/gateway/*.yaml."""
+"""What a gateway is configured with: the schema of conf/gateway/*.yaml.
+
+No secret is in settings, because they name the variables that hold keys, so they may be shown as they are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.early_exit.knobs import knob
@@ -129,12 +132,3 @@ class GatewaySettings:
     log_text: bool = knob(False, help="log what was asked; otherwise its hash")
     tracing: str | None = knob(None, help="address of an OpenTelemetry collector (OTLP over HTTP)", unset="no traces")
     results_dir: str = knob("results", help="folder of the log")
-
-
-def plain(value: Any) -> Any:
-    """Settings as JSON's own types; no secret is in them, because settings name the variables that hold keys."""
-    if is_dataclass(value):
-        return {column.name: plain(getattr(value, column.name)) for column in fields(value)}
-    if isinstance(value, list):
-        return [plain(one) for one in value]
-    return value

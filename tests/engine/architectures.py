@@ -221,7 +221,8 @@ def line(name: str, **changes: Any) -> dict[str, Any]:
             return {"name": name, "verdict": "no model", "reason": str(error)}
         except Exception as error:
             return {"name": name, "verdict": "no model", "reason": f"not made: {_in_a_line(error)}"}
-        return {"name": name, **ask(Path(folder), **changes)}
+        found = {"name": name, **ask(Path(folder), **changes)}
+        return {key: text.replace(folder, "MODEL") if isinstance(text, str) else text for key, text in found.items()}
 
 
 # ---- the script -----------------------------------------------------------------------------------------------------

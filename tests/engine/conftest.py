@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import counting
 import pytest
 from filelock import FileLock
 from harness import Live, differing, greedy, live, ragged_prompts, tokens
-from models import save_tiny, vocab_of
+from models import save_tiny, save_tokenizer, vocab_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +72,15 @@ def model_dir(shared: Path) -> Callable[[str], Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="module")
+def talking(model_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model with a tokenizer, so that requests may be texts and have stop strings."""
+    folder = tmp_path_factory.mktemp("talking") / "llama"
+    shutil.copytree(model_dir("llama"), folder)
+    save_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

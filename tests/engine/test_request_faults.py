@@ -6,13 +6,11 @@ No request may end the engine for the others. The right values are a plain engin
 from __future__ import annotations
 
 import math
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
-from models import LAYERS, VOCAB, save_tokenizer
+from models import LAYERS, VOCAB
 
 pytestmark = pytest.mark.engine
 
@@ -93,14 +91,6 @@ def same(left: tuple[Any, list[Any]], right: tuple[Any, list[Any]]) -> bool:
         if one and not all(math.isclose(value, other[id], abs_tol=2e-4) for id, value in one.items()):
             return False
     return True
-
-
-@pytest.fixture(scope="module")
-def talking(model_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("talking") / "llama"
-    shutil.copytree(model_dir("llama"), folder)
-    save_tokenizer(folder)
-    return folder
 
 
 PROMPTS = dict(zip(FIELDS, ragged_prompts(len(FIELDS), VOCAB, seed=11), strict=True))

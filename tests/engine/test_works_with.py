@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
-from models import LAYERS, VOCAB, save_tokenizer
+from models import LAYERS, VOCAB
 from more_models import IMAGE, pictures, save_quantised, save_with_eyes
 
 pytestmark = pytest.mark.engine
@@ -72,16 +72,6 @@ def test_multimodal_models(model_dir, tmp_path):
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def talking(model_dir, tmp_path_factory) -> Path:
-    import shutil
-
-    folder = tmp_path_factory.mktemp("talking") / "llama"
-    shutil.copytree(model_dir("llama"), folder)
-    save_tokenizer(folder)
-    return folder
 
 
 def test_requests_that_vllm_refuses_and_those_that_it_takes(talking):

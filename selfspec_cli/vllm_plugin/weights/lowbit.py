@@ -58,8 +58,12 @@ def _many_requests_at_a_time() -> bool:
     return config is not None and config.scheduler_config.max_num_seqs > rounding.MOST
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
-    """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only."""
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
+    """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only.
+
+    weight: takes over from the copy for many tokens; None: the copy is taken some tokens at a time, which is slow, and
+    happens where vLLM measures memory.
+    """
     if "marlin" in tensors:
         return marlin.linear(x, tensors, bias, weight)
     out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, tensors["words"], tensors["scales"], bias, weight)
@@ -71,7 +75,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor weight) "
+    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor? weight) "
     "-> Tensor",
 )
 def _linear_integers(
@@ -81,11 +85,14 @@ def _linear_integers(
     words: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
     if tokens > rounding.MOST:
-        return F.linear(x, weight, bias)
+        if weight is not None:
+            return F.linear(x, weight, bias)
+        parts = x.split(rounding.MOST)
+        return torch.cat([_linear_integers(part, None, None, words, scales, bias, None) for part in parts])
     if rounded is None or factors is None:
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
     if tokens == 1:
@@ -95,7 +102,7 @@ def _linear_integers(
 
 @_linear_integers.register_fake
 def _(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape[0], others[-1].shape[0])  # as many as the weight has rows
+    return x.new_empty(x.shape[0], others[3].shape[0])  # as many as there are rows of scales
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

@@ -66,11 +66,11 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
         ]
         first = arms[0]
         title = f"{model}, {first.input_len} tokens in, {first.output_len} out"
-        told = acceptance(first)
+        accepted = acceptance(first)
         panels.append(
             Panel(
                 device or "machine unknown",
-                ", ".join(filter(None, (title, told))),
+                ", ".join(filter(None, (title, accepted))),
                 data,
                 tuple(row.point for row in rows),
             )

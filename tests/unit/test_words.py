@@ -44,8 +44,6 @@ EXEMPT = (
 LEFT = (
     "docs/",
     "experiments/",
-    "tests/gateway/",
-    "tests/unit/",
 )
 """Files and folders in which some are still to be replaced. An entry goes as soon as its place is clean."""
 

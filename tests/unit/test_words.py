@@ -41,12 +41,6 @@ EXEMPT = (
     "tests/unit/test_words.py",
 )
 
-LEFT = (
-    "docs/",
-    "experiments/",
-)
-"""Files and folders in which some are still to be replaced. An entry goes as soon as its place is clean."""
-
 TEXT = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".html", ".js", ".css", ".sh", "Makefile")
 
 
@@ -78,13 +72,8 @@ def everywhere() -> dict[str, list[str]]:
 
 
 def test_retired_words_are_gone():
-    found = [line for name, lines in everywhere().items() if not name.startswith(LEFT) for line in lines]
+    found = [line for lines in everywhere().values() for line in lines]
     assert not found, "\n".join(found)
-
-
-def test_what_is_left_is_no_longer_than_it_must_be():
-    clean = [place for place in LEFT if not any(name.startswith(place) for name in everywhere())]
-    assert not clean, f"clean by now, so remove them from LEFT: {clean}"
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import __version__
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config import paths
 from selfspec_cli.report import details
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
+from selfspec_cli.whole import written
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60

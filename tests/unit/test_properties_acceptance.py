@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from properties import costs, logs, rates, times
+from test_early_exit_counters import rounds_of
 
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens, expected_tokens_from_positions, fit_costs
@@ -120,21 +121,9 @@ ROUND = st.lists(st.integers(1, 6), min_size=1, max_size=K).map(lambda active: s
 ROUNDS = st.lists(ROUND, max_size=8)
 
 
-def count(rounds, made=None):
-    """The counters after rounds, each a list of the requests that took part in its steps."""
-    made = made or DraftCounters(K)
-    for steps in rounds:
-        made.round(steps[0])
-        for active in steps:
-            made.step(active)
-        if len(steps) < K:
-            made.ended_early()
-    return made
-
-
 @given(ROUNDS)
 def test_histograms_and_totals_tell_one_story(rounds):
-    counted = count(rounds).snapshot()
+    counted = rounds_of(*rounds, k=K).snapshot()
     lengths, active = counted["length_histogram"], counted["active_histogram"]
     assert sum(lengths) == counted["rounds"] == len(rounds)
     assert sum(active) == counted["steps"] == sum(i * n for i, n in enumerate(lengths)) == sum(map(len, rounds))
@@ -144,11 +133,11 @@ def test_histograms_and_totals_tell_one_story(rounds):
 
 @given(ROUNDS, ROUNDS)
 def test_two_stretches_and_the_whole(first, second):
-    made = count(first)
+    made = rounds_of(*first, k=K)
     before = made.snapshot()
-    after = count(second, made).snapshot()
+    after = rounds_of(*second, k=K, counters=made).snapshot()
     stretch = counters.since(after, before)
-    alone = count(second).snapshot()
+    alone = rounds_of(*second, k=K).snapshot()
 
     def same(one, other):
         return one.keys() == other.keys() and all(_stripped(one[name]) == _stripped(other[name]) for name in one)
@@ -156,7 +145,7 @@ def test_two_stretches_and_the_whole(first, second):
     assert same(stretch, alone)
     assert same(counters.total([before, None, stretch]), after)
     assert same(counters.total([stretch, before]), after)
-    assert before == count(first).snapshot()  # a snapshot does not change behind its owner's back
+    assert before == rounds_of(*first, k=K).snapshot()  # a snapshot does not change behind its owner's back
 
 
 def _stripped(value):
@@ -168,7 +157,7 @@ def _stripped(value):
 
 @given(ROUNDS)
 def test_the_summary_is_shares_of_the_counts(rounds):
-    counted = count(rounds).snapshot() | {"nan_logits": 3, "seconds": 1.5}
+    counted = rounds_of(*rounds, k=K).snapshot() | {"nan_logits": 3, "seconds": 1.5}
     summed = counters.summary(counted, 5, 20, 8)
     steps = [active for taken in rounds for active in taken]
     assert summed == {

@@ -11,6 +11,7 @@ def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path):
     for text in ("first", "second"):
         with written(file) as part:
             part.write_text(text)
+            assert part.parent == file.parent  # a file of another disk could not replace it in one step
         assert file.read_text() == text
     assert list(file.parent.iterdir()) == [file]
 

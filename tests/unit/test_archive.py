@@ -51,6 +51,8 @@ def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
     assert sources.folders("published") == [inner / "one", inner / "two"] == sources.folders(inner)
     assert [point.key for point in folder.read(inner / "two")[0]] == [baseline("o").key]
     assert sources.read("published").places == ["both/a/one", "both/a/two"]
+    shown = call("report", "results_dir=published", "--out", "page").stdout
+    assert "published holds no points of its own: these are of 2 results folders below it" in " ".join(shown.split())
     assert sources.folders(inner / "one") == [inner / "one"] and not archive.is_folder(inner / "on")
 
 

@@ -238,7 +238,7 @@ FIELDS = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
-    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params mrope_position_delta",
 }
 
 # Class -> attributes that its __init__, or a base class's, sets and that we read or replace.
@@ -250,6 +250,9 @@ ATTRIBUTES = {
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
     "req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
     "cudagraph_manager",
+    f"{V2_FOLDER}.model_states.default:DefaultModelState": "rope_state",
+    f"{V2_FOLDER}.mm.rope:RopeState": "prefill_delta",
+    f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
     "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",

@@ -34,6 +34,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
+    from selfspec_cli.vllm_plugin.rope import DraftPositions
     from selfspec_cli.vllm_plugin.v2.kernels import EndStep
     from selfspec_cli.vllm_plugin.v2.state import DraftState
     from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor
@@ -44,7 +45,8 @@ logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users co
 class DraftLoop(TargetDependentARSpeculator):
     """The part of the speculator that runs on the device, captured or launched step by step.
 
-    settings, state, model (the first E layers), fused_step, head and end_step are set by `EarlyExitSpeculator`.
+    settings, state, model (the first E layers), fused_step, head, end_step and positions are set by
+    `EarlyExitSpeculator`.
     """
 
     settings: ResolvedSettings
@@ -52,6 +54,7 @@ class DraftLoop(TargetDependentARSpeculator):
     fused_step: FusedStep | None
     head: Any
     end_step: EndStep
+    positions: DraftPositions
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
 
@@ -261,8 +264,8 @@ class DraftLoop(TargetDependentARSpeculator):
             hidden = self.fused_step(num_tokens, self.input_buffers)
             if hidden is not None:
                 return hidden
-        ids, positions = self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens]
-        return self.model(ids, positions, intermediate_tensors=None)
+        positions = self.positions.of(self.input_buffers.positions[:num_tokens])
+        return self.model(self.input_buffers.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

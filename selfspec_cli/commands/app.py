@@ -482,7 +482,7 @@ def tune(
 
 @app.command(
     epilog="Examples: selfspec serve tuned=llama3_8b engine=h100   ·   selfspec serve layer=3 k=4 gate=margin -- "
-    "--port 8001 --api-key KEY",
+    "--port 8001 --api-key KEY   ·   selfspec serve tuned=llama3_8b engine=h100 replicas=2",
     cls=TakesSettings,
 )
 def serve(
@@ -492,12 +492,16 @@ def serve(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged."""
+    """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged.
+    replicas=N starts N servers, each on GPUs of its own, behind one address."""
     with guard(as_json, debug):
+        from selfspec_cli.stages import replicas
+
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        cfg = configs.one(words[:split], config)
-        deploying.serve(cfg, words[split:], as_json=as_json, dry_run=dry_run)
+        count, router, own = replicas.asked(words[:split])
+        cfg = configs.one(own, config)
+        deploying.serve(cfg, words[split:], count, router, as_json=as_json, dry_run=dry_run)
 
 
 @app.command(

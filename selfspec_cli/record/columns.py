@@ -101,6 +101,7 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
+    cost: float | None = None  # money: launcher.price_hour for measuring and the (perhaps shared) start of its engine
 
 
 @dataclass

@@ -89,8 +89,9 @@ ONE_SERVER = "start one server for each GPU"
 
 ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
-        Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; on CUDA "
-            "the draft loop always takes all k steps, because ranks have to take the same ones",
+        Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
+            "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
+            "NVLink",
             TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),

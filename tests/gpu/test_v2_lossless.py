@@ -70,7 +70,7 @@ COMPILED = {"compilation_config": {}}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 KEPT = (
     "tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization", "model_impl",
-    "kv_cache_dtype",
+    "kv_cache_dtype", "enable_expert_parallel",
 )  # fmt: skip
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
@@ -234,6 +234,7 @@ def cases(**engine: Any) -> Iterator[Case]:
                 yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
     yield from one_kernel(**engine)
     yield from reach(**engine)
+    yield from ranks(**engine)
     yield from views(**engine)
     yield from lengths(**engine)
     for model in OTHERS:
@@ -276,6 +277,21 @@ def reach(**engine: Any) -> Iterator[Case]:
     for spec in ({}, copies):
         yield Case("llama", *MIDDLE, engine={**engine, "kv_cache_dtype": "fp8"}, spec=spec)
         yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
+
+
+def ranks(**engine: Any) -> Iterator[Case]:
+    """What tensor-parallel ranks have to do alike: end the loop by gates and by acceptance, on copies of their shares,
+    and with experts that are divided among them. Those that share a plain engine are neighbours."""
+    if engine.get("tensor_parallel_size", 1) == 1:
+        return
+    gate, copies = {"gate": "maxp", "tau": 0.2}, {"draft_weights": "int4"}
+    yield Case("llama", *MIDDLE, engine={**engine}, spec=gate)
+    yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, engine={**engine}, spec={"draft_weights": "int8", **gate})
+    yield Case("llama", *MIDDLE, engine={**engine}, spec={**gate, "adaptive_length": True, "draft_cost": 0.3})
+    yield Case("qwen3_moe", *MIDDLE, engine={**engine, "enable_expert_parallel": True}, spec=gate)
+    yield Case("mixtral", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, engine={**engine, **COMPILED}, spec={**copies, **gate})
 
 
 def views(**engine: Any) -> Iterator[Case]:
@@ -592,7 +608,9 @@ def main() -> int:
         metavar="SUBSTRING",
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
-    options.add_argument("--group", default="cases", choices=("cases", "one_kernel", "reach", "views", "lengths"))
+    options.add_argument(
+        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "views", "lengths")
+    )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
@@ -681,4 +699,6 @@ def report_gates(only: list[str], out: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # ranks of other processes may take long to end

@@ -38,6 +38,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     DraftModelProposer,
     set_forward_context,
 )
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
@@ -75,6 +76,7 @@ class _EarlyExit(DraftModelProposer):
         require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
         self.lengths = DraftLengths(settings)

@@ -1,12 +1,14 @@
 """Which view drafts best at which length of the context? Plain PyTorch for acceptance, bytes for the costs, no engine.
 
-    python experiments/views/by_context.py --model smollm2 --contexts 512,2048,4096 --views "int8;int4;int4 256" --out FILE
+    python experiments/views/by_context.py --model smollm2 --contexts 512,2048 --views "int8;int4;int4 256" --out FILE
 
-A view is KIND[@LAYERS][ WINDOW], as acceptance.py has it, with the last tokens of the context that its drafts attend to.
-Prompts of each length are windows of held-out library code, which the model continues greedily by --length tokens; every
-one of them begins a round (drafting.py). From the acceptance at each place follow the tokens of a round of each length,
-and from the bytes that a step reads (weights and keys and values, at one request) its cost: `speedup` is that of the best
-length. So the order of views is what the cost model says of a GPU whose memory is the limit, and no time is measured.
+A view is KIND[@LAYERS][ WINDOW], as acceptance.py has it, with the last tokens of the context that its drafts attend
+to.
+Prompts of each length are windows of held-out library code, which the model continues greedily by --length tokens;
+every one of them begins a round (drafting.py). From the acceptance at each place follow the tokens of a round of each
+length, and from the bytes that a step reads (weights and keys and values, at one request) its cost: `speedup` is that
+of the best length. So the order of views is what the cost model says of a GPU whose memory is the limit, and no time
+is measured.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ def row(model: Any, word: str, context: int, found: torch.Tensor, answered: int)
     alive = found.double().mean(0).tolist()
     tokens = {k: 1 + sum(alive[:k]) for k in range(len(alive) + 1)}
     best, speedup = costs_of(model, kind, len(skipped), context, window).best_k(tokens)
-    before = [1.0, *alive[:-1]]
+    given = zip(alive, [1.0, *alive[:-1]], strict=True)
     return {"view": word, "context": context, "answers": answered, "rounds": len(found),
-            "given_before": [round(one / other, 4) if other else None for one, other in zip(alive, before, strict=True)],
+            "given_before": [round(one / other, 4) if other else None for one, other in given],
             "tokens": round(tokens[best], 3), "k": best, "speedup": round(speedup, 3)}  # fmt: skip
 
 

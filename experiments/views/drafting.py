@@ -48,8 +48,8 @@ class DraftLinear(nn.Module):
 class Drafting:
     """Wraps the layers of `model`, in place; `teacher` runs it as it is, `draft` as the view that was set.
 
-    position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that drafts
-    attend to; None: all of it.
+    position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that
+    drafts attend to; None: all of it.
     """
 
     def __init__(self, model: Any) -> None:

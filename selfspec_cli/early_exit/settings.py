@@ -213,8 +213,8 @@ class DraftSettings:
     )
     strict: bool = knob(
         False,
-        help="what the engine would warn of in its log is an error that ends it: settings without effect, a head without "
-        "a distribution, what falls back to a slower way, drafts from logits that are no numbers",
+        help="what the engine would warn of in its log is an error that ends it: settings without effect, a head "
+        "without a distribution, what falls back to a slower way, drafts from logits that are no numbers",
         spec_keys=("strict",),
         methods=DRAFTING,
     )

@@ -72,7 +72,7 @@ def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(m
     assert lines == [NAN_LOGITS]
     set_strict(True)
     try:
-        with pytest.raises(SettingsError, match="strict = True, .* logits that are no numbers"):
+        with pytest.raises(SettingsError, match=r"strict = True, .* logits that are no numbers"):
             sample(worker())
         record = logger.makeRecord(LOGGER, logging.WARNING, "requests.py", 1, "of a client", (), None)
         assert logger.filter(record), "a client's request never ends an engine"

@@ -30,8 +30,10 @@ ATTRIBUTE = "early_exit_totals"
 """Of vLLM's ModelRunnerOutput: what the worker counted."""
 WARNED = "early_exit_warned_of_nan"
 """Of a worker: whether it has said `NAN_LOGITS`."""
-NAN_LOGITS = "drafts were made from logits that are no numbers (vllm:selfspec_nan_logits on /metrics); look whether the model "
+NAN_LOGITS = (
+    "drafts were made from logits that are no numbers (vllm:selfspec_nan_logits on /metrics); look whether the model "
     "is sound"
+)
 CARRIER = "num_kv_fetch_reqs_by_stage"
 """The field of vLLM's SchedulerStats that the numbers travel in."""
 PREFIX = "selfspec."

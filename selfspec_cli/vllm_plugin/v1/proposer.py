@@ -30,6 +30,7 @@ from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
@@ -77,6 +78,7 @@ class _EarlyExit(DraftModelProposer):
         require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
         self.lengths = DraftLengths(settings)

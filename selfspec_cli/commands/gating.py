@@ -113,6 +113,6 @@ def as_junit(document: dict[str, Any]) -> bytes:
     for check in checks:
         case = ElementTree.SubElement(suite, "testcase", classname=check.gate, name=check.asked)
         if check.outcome in tags:
-            told = ": ".join(filter(None, (check.outcome, check.measured, check.note)))
-            ElementTree.SubElement(case, tags[check.outcome], message=told)
+            message = ": ".join(filter(None, (check.outcome, check.measured, check.note)))
+            ElementTree.SubElement(case, tags[check.outcome], message=message)
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)) + b"\n"

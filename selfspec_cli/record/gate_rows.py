@@ -65,7 +65,7 @@ def green_in_a_row(lines: list[dict[str, Any]], name: str, digest: str, where: d
     """How many of the last runs of a file were green one after the other, of the same content, code, machine and
     versions."""
     count = 0
-    for line in reversed([line for line in lines if line.get("gate") == name]):
+    for line in reversed([line for line in lines if line.get("gate") == name and not line.get("planted")]):
         same = line.get("digest") == digest and line.get("place") == where
         if not same or line["outcome"] != "green":
             break

@@ -5,6 +5,7 @@ What watching costs must be in no timing, so a run that is timed is not watched.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ NO_CHOICE = "no kernel of this engine was chosen from measurements"
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """What PyTorch warns of under `torch.cuda.set_sync_debug_mode`. It says nothing of `WAITS`."""
 WAITS = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
+PLACES = (0, 6, 9)
+"""Of the V2 runner's arguments of `propose`: the batch, rejected drafts of each row, temperatures of each slot."""
 GREEDY_BELOW = 1e-5  # vLLM's own limit of a temperature
 
 
@@ -121,15 +124,16 @@ def _watch_v2(runner: Any, speculator: Any, watch: Watch) -> list[Undo]:
         watch.absent |= dict.fromkeys(("host_synchronisations", "allocations", "host_copies"), NO_DEVICE)
 
     def propose(original: Callable[..., Any]) -> Callable[..., Any]:
-        def round_(batch: Any, a: Any, b: Any, c: Any, d: Any, sampled: Tensor, rejected: Tensor, *rest: Any,
-                   **more: Any) -> Any:  # fmt: skip
-            arguments = (batch, a, b, c, d, sampled, rejected, *rest)
+        def round_(*arguments: Any, **more: Any) -> Any:
             if more.get("dummy_run"):
                 return original(*arguments, **more)
             replays[0] = 0
             with _counted(counts) if on_device else ExitStack():
                 drafts = original(*arguments, **more)
+            batch, rejected, temperature = (arguments[place] for place in PLACES)
             _after_round(speculator, batch, rejected, counts, replays[0])
+            slots = batch.idx_mapping[: batch.num_reqs]
+            counts["sampled_rows"] += int((temperature[slots] > GREEDY_BELOW).sum())
             return drafts
 
         return round_
@@ -168,16 +172,17 @@ def _after_round(speculator: Any, batch: Any, rejected: Tensor, counts: Counter[
     counts["finished_rows"] += int(((known + 1 >= state.budget.ends[slots]) & (lengths > 0)).sum())
     # A row has no length for attention from the moment that its gate is closed, and behind a round all are.
     counts["closed_rows"] += int((speculator.input_buffers.seq_lens[:rows] != 0).sum())
-    counts["sampled_rows"] += int((speculator.temperature[slots] > GREEDY_BELOW).sum())
 
 
 @contextmanager
 def _counted(counts: Counter[str]) -> Iterator[None]:
     """Counts waits for the device, allocations on it and values that leave it, inside the block."""
 
+    thread = threading.get_ident()
+
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **more: Any) -> Any:
-            counts["host_synchronisations"] += 1
+            counts["host_synchronisations"] += threading.get_ident() == thread
             return original(*args, **more)
 
         return wait
@@ -186,13 +191,13 @@ def _counted(counts: Counter[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in WAITS:
             stack.callback(wrap(owner, name, counted))
-        told = stack.enter_context(warnings.catch_warnings(record=True))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         stack.enter_context(_Leaving(counts))
         stack.callback(torch.cuda.set_sync_debug_mode, mode)
         torch.cuda.set_sync_debug_mode("warn")
         yield
-    counts["host_synchronisations"] += sum(SYNCHRONISED in str(one.message) for one in told)
+    counts["host_synchronisations"] += sum(SYNCHRONISED in str(one.message) for one in caught)
     counts["allocations"] += _allocated() - before
 
 
@@ -211,6 +216,6 @@ class _Leaving(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         source = args[1] if func is Tensor.copy_ and len(args) > 1 else args[0] if args else None
         if isinstance(source, Tensor) and source.is_cuda:
-            told = func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
-            self._counts["host_copies"] += told or (isinstance(made, Tensor) and not made.is_cuda)
+            read = func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
+            self._counts["host_copies"] += read or (isinstance(made, Tensor) and not made.is_cuda)
         return made

@@ -668,7 +668,7 @@ def verify(
     " results_dir=results/h100 --junit gates.xml"
 )
 def gate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Of experiments/gates/, or your own; docs/gates.md.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/gates/; docs/performance_gates.md.")],
     overrides: Overrides = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
     plant: Annotated[

@@ -10,7 +10,7 @@ import torch
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.invariants import INVARIANTS
-from selfspec_cli.vllm_plugin.observe.watch import Watch
+from selfspec_cli.vllm_plugin.observe.watch import Watch, _Leaving
 from selfspec_cli.vllm_plugin.planted import speed
 from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 
@@ -86,6 +86,18 @@ def test_a_lost_draft_leaves_one_token_of_each_request_and_comes_out_again():
     undo()
     runner.speculator.propose(batch())
     assert runner.speculator.state.lengths[[4, 1]].tolist() == [2, 3]
+
+
+def test_what_leaves_the_device_is_counted_whether_or_not_the_host_waits(monkeypatch):
+    monkeypatch.setattr(_Leaving, "on_device", staticmethod(lambda tensor: tensor.dtype == torch.float64))
+    there, here = torch.ones(4, dtype=torch.float64), torch.zeros(4)
+    with _Leaving() as seen:
+        there.add_(1).max(), there[:2].sum(), here.sum().item(), there.copy_(here)
+    assert (seen.numbers, seen.tensors) == (0, 0)
+    with _Leaving() as seen:
+        there.sum().item(), there.tolist()
+        there.float(), here.copy_(there)
+    assert (seen.numbers, seen.tensors) == (2, 2)
 
 
 def test_an_engine_that_does_not_draft_is_refused():

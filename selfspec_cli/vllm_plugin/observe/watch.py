@@ -193,11 +193,13 @@ def _counted(counts: Counter[str]) -> Iterator[None]:
             stack.callback(wrap(owner, name, counted))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        stack.enter_context(_Leaving(counts))
+        leaving = stack.enter_context(_Leaving())
         stack.callback(torch.cuda.set_sync_debug_mode, mode)
         torch.cuda.set_sync_debug_mode("warn")
         yield
-    counts["host_synchronisations"] += sum(SYNCHRONISED in str(one.message) for one in caught)
+    warned = sum(SYNCHRONISED in str(one.message) for one in caught)
+    counts["host_synchronisations"] += max(warned, leaving.numbers)  # a number that is read is warned of, too
+    counts["host_copies"] += leaving.numbers + leaving.tensors
     counts["allocations"] += _allocated() - before
 
 
@@ -205,17 +207,23 @@ def _allocated() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
-class _Leaving(TorchFunctionMode):
-    """Counts calls that take values from the device to the host, waiting for them or not."""
+READ = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
 
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
+
+class _Leaving(TorchFunctionMode):
+    """Counts calls that take numbers or tensors from the device to the host, waiting for them or not."""
+
+    numbers = tensors = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         source = args[1] if func is Tensor.copy_ and len(args) > 1 else args[0] if args else None
-        if isinstance(source, Tensor) and source.is_cuda:
-            read = func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
-            self._counts["host_copies"] += read or (isinstance(made, Tensor) and not made.is_cuda)
+        if isinstance(source, Tensor) and self.on_device(source):
+            self.numbers += func in READ
+            self.tensors += isinstance(made, Tensor) and not self.on_device(made)
         return made
+
+    @staticmethod
+    def on_device(tensor: Tensor) -> bool:
+        """Whether a tensor is not the host's."""
+        return tensor.is_cuda

@@ -6,8 +6,8 @@
 
 A closed request does no attention work, but its row stays in every product of the loop. At 4 and 32 requests, one to
 three of them draft a single token and the others k: the loop's time beside that of the open requests alone, which is
-the most that moving them together inside a round could win, and beside that of a full batch. On a GPU between two events
-around the loop, medians of all rounds; on the CPU by the host's clock.
+the most that moving them together inside a round could win, and beside that of a full batch. On a GPU between two
+events around the loop, medians of all rounds; on the CPU by the host's clock.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from selfspec_cli.commands.measuring import ENGINES, Means
 from selfspec_cli.commands.screen import RUN_FAILED, emit, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
-from selfspec_cli.config.schema import RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.stages import gate as stage
 from selfspec_cli.stages import gate_file, plan, preflight
@@ -36,6 +36,8 @@ def gate(
     """Measure and judge; the exit code: 0 green, 1 red or not measurable, which the last line says in words."""
     file = gate_file.read(path)
     cfgs = [_config(one, words, file.served) for one in file.gates]
+    if plant is not None and file.served:
+        raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
     if plant is not None:
         cfgs = [replace(cfg, results_dir=str(Path(cfg.results_dir) / PLANTS)) for cfg in cfgs]
     preflight.check_all(cfgs)

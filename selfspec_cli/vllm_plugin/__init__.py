@@ -37,7 +37,7 @@ observe/          annotate.py names what a profiler shows, profiler.py starts on
                   late_copy.py off the device
 planted/          faults that `selfspec verify` and `selfspec gate` plant in an engine of their own: worker.py is that
                   engine's worker, v1.py and v2.py the faults on each model runner, speed.py those that cost speed
-                  alone; no other module imports them
+                  alone, spoil.py how a KV cache is spoilt; no other module imports them
 wrap.py           how a fault, or what counts, comes and goes on a live engine
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """

@@ -41,6 +41,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
@@ -120,6 +121,7 @@ class EarlyExitSpeculator(DraftLoop):
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.end_step = EndStep(self.max_num_reqs, self.head.draft_vocab_size, self.head.vocab_ids, self.device)
@@ -130,6 +132,7 @@ class EarlyExitSpeculator(DraftLoop):
         renew(self.model, self.head, self.settings, self.vllm_config)
         if self.fused_step is not None:
             self.fused_step.renew(self.model.drafting_decoder)
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         if self._weights is not None:
             self._weights.stale = False
 

@@ -18,7 +18,7 @@ from selfspec_cli.commands.measuring import ENGINES, Means
 from selfspec_cli.commands.screen import RUN_FAILED, emit, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.stages import gate as stage
 from selfspec_cli.stages import gate_file, plan, preflight
@@ -34,8 +34,9 @@ def gate(
     debug: bool,
 ) -> None:  # fmt: skip
     """Measure and judge; the exit code: 0 green, 1 red or not measurable, which the last line says in words."""
-    file = gate_file.read(path)
-    cfgs = [_config(one, words, file.served) for one in file.gates]
+    file = gate_file.with_words(gate_file.read(path), words)
+    cfgs = [configs.one([*one.words], None) for one in file.gates]
+    cfgs = loading.as_loads(cfgs) if file.served else cfgs
     if plant is not None and file.served:
         raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
     if plant is not None:
@@ -65,13 +66,6 @@ def gate(
             part.write_bytes(as_junit(document))
     emit(document) if as_json else show(document)
     raise typer.Exit(0 if document["outcome"] == GREEN else RUN_FAILED)
-
-
-def _config(one: gate_file.Gate, words: Sequence[str], served: bool) -> RunConfig:
-    """The config of a gate; what the user types wins over the file."""
-    typed = {word.partition("=")[0] for word in words}
-    cfg = configs.one([*(word for word in one.words if word.partition("=")[0] not in typed), *words], None)
-    return loading.as_loads([cfg])[0] if served else cfg
 
 
 def show(document: dict[str, Any]) -> None:

@@ -6,8 +6,8 @@ A performance gate keeps the speed. It has nothing to do with the confidence gat
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,15 @@ def read(path: Path) -> GateFile:
     after = tuple(path.parent / name for name in _words(given.get("after", []), f"{path}: after"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return GateFile(path.stem, str(given.get("title", "")), gates, after, runs, bool(given.get("served")), digest)
+
+
+def with_words(file: GateFile, words: Sequence[str]) -> GateFile:
+    """A file with words that win over its own; but for the results folder, its verdict is then that of another file."""
+    changes = [word for word in words if not word.startswith("results_dir=")]
+    typed = {word.partition("=")[0] for word in words}
+    gates = [replace(gate, words=(*(word for word in gate.words if word.partition("=")[0] not in typed), *words))
+             for gate in file.gates]  # fmt: skip
+    return replace(file, gates=tuple(gates), digest=" ".join([file.digest, *changes]))
 
 
 def _gate(content: Any, settings: tuple[str, ...], place: str) -> Gate:

@@ -46,20 +46,13 @@ def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Call
         opener = Kept(stack)
 
         def run(fault: str | None = None, other: Path = path, first: int = 0, **instead: Any) -> dict[str, Any]:
-            file = replace(gate_file.read(other), after=(), **instead)
-            file = replace(file, gates=file.gates[first:])
-            cfgs = [composed(one.words, [*words, f"results_dir={results}"]) for one in file.gates]
+            file = gate_file.with_words(gate_file.read(other), [*words, f"results_dir={results}"])
+            file = replace(file, after=(), gates=file.gates[first:], **instead)
+            cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
             return gate.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
                             reuse_baseline=bool(opener.engines))  # fmt: skip
 
         yield run
-
-
-def composed(words: Sequence[str], instead: Sequence[str]) -> RunConfig:
-    """The config of a gate's words, of which those that are typed take the place of some."""
-    typed = {word.partition("=")[0] for word in instead}
-    kept = [word for word in words if word.partition("=")[0] not in typed]
-    return compose_runs(None, [*kept, *instead], sweep=False)[0]
 
 
 def red(document: dict[str, Any]) -> set[str]:

@@ -256,6 +256,12 @@ def test_a_file_that_asks_for_less_begins_its_count_anew(written):
     file = gate_file.read(written())
     where = lines[0]["place"]
     assert gate_rows.green_in_a_row(lines, file.name, file.digest, where) == 1
+    changed = gate_file.with_words(file, ["results_dir=elsewhere", "layer=6"])
+    assert (
+        changed.gates[0].words[-2:] == ("results_dir=elsewhere", "layer=6") and "layer=3" not in changed.gates[0].words
+    )
+    assert gate_rows.green_in_a_row(lines, file.name, changed.digest, where) == 0
+    assert gate_file.with_words(file, ["results_dir=elsewhere"]).digest == file.digest
     easier = gate_file.read(written(MICRO.replace("1.5", "1.0")))
     assert gate_rows.green_in_a_row(lines, easier.name, easier.digest, where) == 0
     assert gate_rows.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0

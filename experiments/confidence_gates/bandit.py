@@ -1,6 +1,6 @@
 r"""What the bandit over thresholds and lengths gains over the best fixed setting and over lengths by acceptance.
 
-    python experiments/gates/bandit.py --out results/gates/bandit_E3.json
+    python experiments/confidence_gates/bandit.py --out results/gates/bandit_E3.json
 
 No engine: a draft of 12 from every position of the model's own greedy output is made by the first E layers in
 transformers, over held-out library code; "nothing accepted" is the same log with every draft rejected. From such a log

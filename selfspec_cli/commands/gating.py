@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.commands import configs, loading, screen
 from selfspec_cli.commands.measuring import ENGINES, Means
 from selfspec_cli.commands.screen import RUN_FAILED, emit, say, warn
@@ -23,6 +22,7 @@ from selfspec_cli.record import folder as results_folder
 from selfspec_cli.stages import gate as stage
 from selfspec_cli.stages import gate_file, plan, preflight
 from selfspec_cli.stages.gate_verdict import ABSENT, GREEN, RED, UNSURE, Check
+from selfspec_cli.whole import written
 
 STYLES = {GREEN: "green", RED: "bold red", UNSURE: "yellow"}
 WIDTH = 160  # of a table that no terminal shows

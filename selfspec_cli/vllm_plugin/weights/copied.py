@@ -8,7 +8,7 @@ renewed.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -38,7 +38,7 @@ class Kernels(Protocol):
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
 
         weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time; None where the
-        target's is quantised, and so in another form.
+        target holds it in another form.
 
         Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
         an operator of torch with a fake implementation.
@@ -101,13 +101,17 @@ class CopiedWeight(nn.Module):
 
     With kernels it keeps the tensors that these read. Without, the copy is dequantised once, to the weight's own dtype,
     which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
+
+    shared: the target holds `weight` itself, so keeping it takes no memory.
+    plain: the copy as `DraftWeights.quantise` makes it, of which fused_step/ makes a layout of its own at load; None
+    after that (`drop_plain`), and without kernels.
     """
 
-    def __init__(self, kind: DraftWeights, weight: Tensor, is_the_targets: bool = True) -> None:
-        """is_the_targets: whether the target holds `weight` in any case; what was read back is not kept beside it."""
+    def __init__(self, kind: DraftWeights, weight: Tensor, shared: bool = True) -> None:
         super().__init__()
         copy = kind.quantise(weight)
         self._kernels = kernels_of(kind, weight.device)
+        self.plain = None if self._kernels is None else copy
         if self._kernels is None:
             tensors = {"weight": kind.dequantise(copy, weight.dtype)}
         else:
@@ -116,7 +120,7 @@ class CopiedWeight(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._names = tuple(tensors)
         # No parameter: a draft step of a few tokens does not read it, and the target counts it.
-        self._weight = weight if self._kernels is not None and is_the_targets else None
+        self._weight = None if self._kernels is None or not shared else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x.reshape(-1, x.shape[-1])
@@ -124,6 +128,14 @@ class CopiedWeight(nn.Module):
         if self._kernels is None:
             return F.linear(x, tensors["weight"], bias)
         return self._kernels.linear(x, tensors, bias, self._weight)
+
+
+def drop_plain(layers: Iterable[nn.Module]) -> None:
+    """Let go of the copies that no product reads, once every kernel has what it reads."""
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(part, CopiedWeight):
+                part.plain = None
 
 
 class CopiedLinear:
@@ -140,6 +152,7 @@ class CopiedProjection:
 
     def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
         self._copy = CopiedWeight(kind, weight)
+        self._copy.plain = None
         self.bias = bias
 
     @property
@@ -178,9 +191,9 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
         wanted = str(dtype).removeprefix("torch.")
         raise kind.impossible(f"{name} ({type(layer).__name__}, {method}) has no plain {wanted} weight to copy")
     parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
-    shared = getattr(layer, "weight", None)
-    own = isinstance(shared, Tensor) and shared.data_ptr() == weight.data_ptr()
-    modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight, own)}
+    own = getattr(layer, "weight", None)
+    shared = isinstance(own, Tensor) and own.data_ptr() == weight.data_ptr()
+    modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight, shared)}
     return shallow_copy(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
 
 

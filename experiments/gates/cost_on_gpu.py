@@ -67,7 +67,7 @@ def milliseconds(done: Generation) -> float:
 
 
 def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
-    """Every arm at every batch size, by turns; an arm is a gate, its threshold and a draft length."""
+    """Every arm at every batch size, alternating; an arm is a gate, its threshold and a draft length."""
     found: dict[str, dict] = {}
     for batch in BATCHES:
         prompts = [[(7 * row + place) % 997 + 3 for place in range(INPUT_LEN)] for row in range(batch)]

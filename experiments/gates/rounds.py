@@ -214,10 +214,10 @@ def main() -> None:
     asked = sum(min(step["drafts"], given.setting.k - 1) for runs in found["gated"] for step in runs[0])
     gate = (rounds["gated"]["step"] - rounds["forced"]["step"]) * rounds["gated"]["rounds"] / asked / 1e6
     best = bounds(log, cfg.workload.output_len - 1, verify, draft, gate)
-    told = {"setting": given.setting.label(), "gate_us_each_time": gate * 1e6, "us_a_round": rounds, "bounds": best,
+    summary = {"setting": given.setting.label(), "gate_us_each_time": gate * 1e6, "us_a_round": rounds, "bounds": best,
             "device": machine.device(cfg), "versions": machine.versions()}  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"rounds_E{given.layer}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (given.out / f"rounds_E{given.layer}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     with (given.out / f"verify_E{given.layer}.csv").open("w", encoding="utf-8", newline="") as table:
         writer = csv.DictWriter(table, list(rows[0]))
         writer.writeheader()

@@ -423,8 +423,8 @@ def roc(
         result.files |= report_stage.roc_figures(Path(result.files["table"]).parent)
         deploy = deploying.chosen("roc", result.config, result.choice()["expected_speedup"])
         if as_json:
-            told = {"choice": result.choice(), "files": result.files, "deploy": deploy}
-            emit({"rows": [asdict(row) for row in result.rows], **told})
+            document = {"choice": result.choice(), "files": result.files, "deploy": deploy}
+            emit({"rows": [asdict(row) for row in result.rows], **document})
         else:
             screen.show_roc(result.rows, result.choice(), result.files)
             deploying.show(deploy)

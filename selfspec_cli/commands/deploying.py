@@ -147,8 +147,8 @@ def serve(
         return emit(plan) if as_json else say(line)
     preflight.check_device(cfg)
     note(f"starting: {line}")
-    for told in explained(made):
-        Console(stderr=True, soft_wrap=True).print(Text(told, style="dim"))
+    for line in explained(made):
+        Console(stderr=True, soft_wrap=True).print(Text(line, style="dim"))
     sys.stdout.flush()
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)

@@ -158,8 +158,8 @@ def _takes_ignore_eos(found: server.Server, path: str) -> bool:
         except OSError as error:
             problem = error
     read = getattr(problem, "read", None)
-    told = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
-    raise ConfigError(f"--url {found.url}: {path} answers {problem} {told}".rstrip()
+    answer = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
+    raise ConfigError(f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
                       + ("" if path == clients.CHAT else "; --chat asks for chats")) from problem  # fmt: skip
 
 

@@ -345,16 +345,16 @@ def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in
     """What a place's request drafted last is judged as a round begins, where lengths depend on acceptance."""
     speculator = captured(config(adaptive_length=True), monkeypatch)
     speculator.state.lengths.fill_(4)
-    speculator.state.budget.usual.fill_(0.5)
+    speculator.state.budget.acceptance.usual.fill_(0.5)
     arrived(speculator, {0: asking()})
     propose(speculator, 1)
-    assert speculator.state.budget.rates.tolist() == [0.5, 1.0, 1.0]
+    assert speculator.state.budget.acceptance.rates.tolist() == [0.5, 1.0, 1.0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
     arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
-    limits = speculator.state.budget.own_limits.tolist()
+    limits = speculator.state.budget.limits.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
     counted = []
@@ -365,7 +365,7 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
     assert counted == [True, False]
-    assert speculator.state.budget.cell_limits.tolist()[1] == pytest.approx(0.9)
+    assert speculator.state.budget.limits.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):

@@ -122,8 +122,8 @@ def test_what_is_chosen_lies_in_two_files_and_serve_starts_from_either(model, tm
     words = shlex.split(found["selfspec"])
     assert words[:3] == ["selfspec", "serve", "--config"]
     assert load_config(words[3]) == cfg
-    told = document(call(*words[1:], "--dry-run", "--json"))
-    assert (told["command"], told["speculative_config"]) == (found["command"], found["speculative_config"])
+    planned = document(call(*words[1:], "--dry-run", "--json"))
+    assert (planned["command"], planned["speculative_config"]) == (found["command"], found["speculative_config"])
 
 
 def test_what_does_not_pay_is_not_deployed(model):
@@ -143,9 +143,9 @@ def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
 
 def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
     words = ("serve", "model=./model", "layer=2", "k=3", "gate=margin", "--dry-run", "--json")
-    told = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
-    assert told["command"].endswith("--port 8001 --api-key 'a b'")
-    assert told["speculative_config"]["gate"] == "margin"
+    planned = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
+    assert planned["command"].endswith("--port 8001 --api-key 'a b'")
+    assert planned["speculative_config"]["gate"] == "margin"
     drawn = call("serve", *words[1:-2], "draft_sample_method=probabilistic", *words[-2:])
     assert document(drawn)["speculative_config"]["draft_sample_method"] == "probabilistic"
     assert "warning" not in drawn.stderr  # a server's requests have temperatures of their own

@@ -72,10 +72,10 @@ def take_in(
     _take_in[(len(lines),)](
         budget.arrivals[: len(lines)].copy_(budget.staged(lines, torch.int32), non_blocking=True),
         state.lengths,
-        budget.limits(),
-        budget.acceptance(),
+        budget.limits,
+        budget.acceptance,
         WORDS=budget.arrivals.shape[1],
-        LEVELS=len(budget.ladder),
+        LEVELS=len(budget.acceptance.ladder),
     )
 
 
@@ -224,18 +224,18 @@ def begin_round(
         state.inputs(),
         state.progress(),
         state.lengths,
-        budget.limits(),
-        budget.acceptance(),
+        budget.limits,
+        budget.acceptance,
         Verdict(batch.seq_lens, *verdict),
         num_reqs=batch.num_reqs,
         max_num_reqs=rows,
         max_model_len=state.max_model_len,
         steps=steps,
-        number_of_cells=len(budget.cells),
+        number_of_cells=len(budget.limits.cells),
         weight=acceptance.WEIGHT,
         usual_weight=acceptance.USUAL_WEIGHT,
         K=k,
         ROWS=triton.next_power_of_2(rows + 1),
-        LEVELS=len(budget.ladder),
+        LEVELS=len(budget.acceptance.ladder),
         LIMITS=own_limits,
     )

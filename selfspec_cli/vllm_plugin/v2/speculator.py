@@ -201,7 +201,7 @@ class EarlyExitSpeculator(DraftLoop):
 
     def _set_limits_by_load(self) -> None:
         limits = [self._limit(cell.threshold) for cell in self.settings.table.cells]
-        self.state.budget.cell_limits.copy_(torch.tensor(limits))
+        self.state.budget.limits.cell_limits.copy_(torch.tensor(limits))
 
     def _limit(self, threshold: float | None) -> float:
         """What the gate compares with under a threshold; NaN: the gate's own."""

@@ -89,8 +89,9 @@ ONE_SERVER = "start one server for each GPU"
 
 ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
-        Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; on CUDA "
-            "the draft loop always takes all k steps, because ranks have to take the same ones",
+        Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
+            "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
+            "NVLink",
             TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
@@ -121,8 +122,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
-        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", REFUSED, "drafts are made at plain positions",
-            refusal=target("uses_mrope"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
+        Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
+            "dimensions; Qwen2-VL on prompts of text", WORKS_WITH + "test_positions_of_several_dimensions"),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",

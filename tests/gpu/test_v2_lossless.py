@@ -6,7 +6,7 @@ must do so only where the baseline's two best tokens are almost level.
 
     python -m pytest tests/gpu              # or, where there is no pytest:
     python tests/gpu/test_v2_lossless.py [--only SUBSTRING ...] [--part I/N] [--tensor-parallel N]
-                                         [--near-ties | --gates | --lengths] [--out FILE]
+                                         [--group NAME] [--near-ties | --gates | --lengths] [--out FILE]
 
 As a script: a line a case, and all of it as JSON in FILE, written after each case; exit code 1 if anything differs.
 """
@@ -68,7 +68,10 @@ GPU: dict[str, Any] = {
 }
 COMPILED = {"compilation_config": {}}
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-KEPT = ("tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization")
+KEPT = (
+    "tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization", "model_impl",
+    "kv_cache_dtype", "enable_expert_parallel",
+)  # fmt: skip
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
 LENGTHS = [(192, 256, 320)[number % 3] for number in range(64)]  # tokens generated; 256 on average
@@ -142,7 +145,17 @@ def shown() -> Requests:
     return ragged_prompts(64, IMAGE), [greedy(length) for length in LENGTHS]
 
 
+def wishes() -> Requests:
+    """Penalties, stop tokens, a least number of tokens and banned words, each beside requests without."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"stop_token_ids": [7, 11], "ignore_eos": False}, {"min_tokens": 24, "ignore_eos": False},
+    ]  # fmt: skip
+    return PROMPTS, [greedy(length, **kinds[number % 5]) for number, length in enumerate(LENGTHS)]
+
+
 REQUESTS: dict[str, Callable[[], Requests]] = {
+    "wishes": wishes,
     "plain": plain,
     "few": few,
     "adapters": plain,  # alternating between requests without an adapter, and with one of two
@@ -220,6 +233,8 @@ def cases(**engine: Any) -> Iterator[Case]:
             for kind in ("int8", "int4"):  # one token at a time
                 yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={"draft_weights": kind})
     yield from one_kernel(**engine)
+    yield from reach(**engine)
+    yield from ranks(**engine)
     yield from views(**engine)
     yield from lengths(**engine)
     for model in OTHERS:
@@ -249,6 +264,34 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
         many = {"max_num_seqs": 64}  # single products read copies in Marlin's layout
         yield Case(model, LAYERS, 4, engine={**engine, **many}, spec=copies)
         yield Case(model, LAYERS, 4, "few", engine={**engine}, spec={**copies, "draft_window": 48})
+
+
+def reach(**engine: Any) -> Iterator[Case]:
+    """Copies over checkpoints, caches, adapters and requests of other kinds."""
+    copies = {"draft_weights": "int4"}
+    yield Case("llama+int4", LAYERS, 4, engine={**engine}, spec=copies)
+    yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
+    yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
+    yield Case("llama", LAYERS, 4, "own", engine={**engine}, spec=copies)
+    yield Case("llama", LAYERS, 4, "adapters", engine={**engine, **ADAPTERS}, spec=copies)
+    for spec in ({}, copies):
+        yield Case("llama", *MIDDLE, engine={**engine, "kv_cache_dtype": "fp8"}, spec=spec)
+        yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
+
+
+def ranks(**engine: Any) -> Iterator[Case]:
+    """What tensor-parallel ranks have to do alike: end the loop by gates and by acceptance, on copies of their shares,
+    and with experts that are divided among them. Those that share a plain engine are neighbours."""
+    if engine.get("tensor_parallel_size", 1) == 1:
+        return
+    gate, copies = {"gate": "maxp", "tau": 0.2}, {"draft_weights": "int4"}
+    yield Case("llama", *MIDDLE, engine={**engine}, spec=gate)
+    yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, engine={**engine}, spec={"draft_weights": "int8", **gate})
+    yield Case("llama", *MIDDLE, engine={**engine}, spec={**gate, "adaptive_length": True, "draft_cost": 0.3})
+    yield Case("qwen3_moe", *MIDDLE, engine={**engine, "enable_expert_parallel": True}, spec=gate)
+    yield Case("mixtral", LAYERS, 4, engine={**engine}, spec={**copies, **gate})
+    yield Case("llama", LAYERS, 4, engine={**engine, **COMPILED}, spec={**copies, **gate})
 
 
 def views(**engine: Any) -> Iterator[Case]:
@@ -565,6 +608,9 @@ def main() -> int:
         metavar="SUBSTRING",
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
+    options.add_argument(
+        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "views", "lengths")
+    )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
     options.add_argument("--near-ties", action="store_true")
@@ -579,7 +625,7 @@ def main() -> int:
         return report_gates(chosen.only, chosen.out)
     if chosen.lengths:
         return report_lengths(chosen.only, chosen.tensor_parallel, chosen.out)
-    return report_cases(chosen.only, chosen.part, chosen.tensor_parallel, chosen.out)
+    return report_cases(chosen.group, chosen.only, chosen.part, chosen.tensor_parallel, chosen.out)
 
 
 def part_of(all_cases: Iterable[Case], part: str) -> list[Case]:
@@ -600,10 +646,11 @@ def save(file: Path, found: dict[str, Any]) -> None:
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def report_cases(only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
+def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
-    chosen = part_of((case for case in cases(**shared) if wanted(case, only)), part)
-    waits = watched(Case("llama", *MIDDLE)) if not shared and not only and part.startswith("1/") else None
+    chosen = part_of((case for case in globals()[group](**shared) if wanted(case, only)), part)
+    whole = group == "cases" and not shared and not only
+    waits = watched(Case("llama", *MIDDLE)) if whole and part.startswith("1/") else None
     return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
 
 
@@ -652,4 +699,6 @@ def report_gates(only: list[str], out: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # ranks of other processes may take long to end

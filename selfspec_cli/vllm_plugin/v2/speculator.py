@@ -24,7 +24,9 @@ from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
+from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
@@ -88,6 +90,7 @@ class EarlyExitSpeculator(DraftLoop):
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
@@ -103,6 +106,7 @@ class EarlyExitSpeculator(DraftLoop):
         # The base class feeds hidden states back; nothing does here.
         self.hidden_states: Tensor = torch.empty(0, device=device)
         self.draft_attn_layer_names: set[str] = set()  # to the runner: layers beyond the target's. There are none.
+        self.positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         self._warm = False
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
@@ -322,6 +326,9 @@ class EarlyExitSpeculator(DraftLoop):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        if self.positions.several:
+            deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
+            self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])
         # Thresholds of the table and of requests are for the gate that the engine was started with.
         begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
 

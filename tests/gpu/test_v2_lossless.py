@@ -188,6 +188,7 @@ def wishes() -> Requests:
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "wishes": wishes,
     "short": short,
+    "asleep": plain,  # and once more after a sleep at level 2
     "replaced": plain,  # and once more with the weights of another model
     "plain": plain,
     "few": few,
@@ -309,6 +310,7 @@ def reach(**engine: Any) -> Iterator[Case]:
     yield Case("llama", LAYERS, 4, "adapters", engine={**engine, **ADAPTERS}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_window": 48})
     yield Case("llama", LAYERS, 4, "replaced", engine={**engine, "enable_prefix_caching": False}, spec=copies)
+    yield Case("llama", LAYERS, 4, "asleep", engine={**engine, "enable_sleep_mode": True}, spec=copies)
     if engine.get("tensor_parallel_size", 1) == 1:
         yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_weights_path": FITTED})
     for kind in ("fp8", "int8"):
@@ -413,6 +415,12 @@ def generated(it: Live, case: Case) -> list[Any]:
         other = save_tiny(case.model, Path(tempfile.mkdtemp(prefix="selfspec-other-")), **shape(case.model), seed=1)
         before = it.generate(prompts, params)
         it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        return before + it.generate(prompts, params)
+    if case.requests == "asleep":
+        before = it.generate(prompts, params)
+        it.llm.sleep(level=2)
+        it.llm.wake_up()
+        it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir(case.model))})
         return before + it.generate(prompts, params)
     if case.requests not in ("adapters", "pictures"):
         return it.generate(prompts, params)

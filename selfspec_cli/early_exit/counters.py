@@ -159,6 +159,11 @@ def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[
     }
 
 
+def made(counts: Snapshot) -> int:
+    """Tokens drafted, the model's own and those that were copied; snapshots of old results have none of these."""
+    return int(counts["drafted"] + counts.get("free_drafted", 0))
+
+
 def _combine(parts: list[Snapshot]) -> Snapshot:
     combined: Snapshot = {}
     for name in parts[0]:

@@ -1,11 +1,11 @@
 """Drafts that cost nothing: what followed the same tokens before, in the request's own prompt and output.
 
-Before a round the last tokens of a request are looked up in its history. A draft follows a match as soon as the match is
-long enough to be trusted, and ends in the same moment, for nothing needs to be computed any more:
+Before a round the last tokens of a request are looked up in its history. As soon as a match is long enough to be
+trusted, the rest of the draft is copied from what followed it, and the draft ends, for nothing is left to compute:
 
-    match of the last tokens is trusted        the rest of the draft is copied, before the first draft step
-    it is shorter                              the model's own draft begins. With each of its tokens that is also the
-                                               match's, the match is longer by one; once it is trusted, the rest is copied
+    the match is trusted      all of the draft is copied, before the first draft step
+    it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match is
+                              longer by one, and once it is trusted the rest is copied
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
 after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
@@ -30,8 +30,8 @@ WEIGHT = 0.15
 
 
 def longest_match(text: Tensor) -> tuple[int, int]:
-    """text [n]: the most of its last tokens, up to LONGEST, that stand earlier in it, and the place behind the latest of
-    those that are as long. (0, 0) where the last token is new."""
+    """text [n]: how many of its last tokens, LONGEST at most, stand earlier in it, and the place behind them there, the
+    latest of several. (0, 0) where the last token is new."""
     length = start = 0
     last = len(text) - 1
     ends = (text[:-1] == text[-1]).nonzero()[:, 0] + 1

@@ -199,8 +199,8 @@ class DraftSettings:
     )
     free_drafts: int = knob(
         0,
-        help="drafts that cost nothing: up to so many tokens that followed the request's last tokens before, in its own "
-        "prompt or output, in place of the model's own draft where that match is trusted; 0: none",
+        help="drafts that cost nothing: up to so many tokens that followed a request's last tokens before, in its prompt "
+        "or output, in place of the model's own draft where that match is trusted; 0: none",
         unit="tokens",
         low=0,
         high=256,

@@ -42,7 +42,6 @@ class Summary:
     verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
-    free_drafts: int | None = None  # most tokens of a draft from the request's own prompt and output; empty: none
     read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
     runner: str | None = None  # vLLM's model runner, where one was asked for
     speculative: str | None = None  # of arm vllm: the method and its settings
@@ -87,6 +86,7 @@ class Details:
     efficiency: float | None = None  # speedup / predicted
     verified_accept_rate: float | None = None  # accepted tokens / places that a verify pass looked at
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
+    free_drafts: int | None = None  # most tokens of a draft from the request's own prompt and output; empty: none
     free_drafted: int | None = None  # tokens copied from a request's prompt and output; the others are the model's own
     free_accepted: int | None = None  # of these
     itl_ms: float | None = None  # time between successive outputs of a request, median

@@ -1,4 +1,4 @@
-"""Free drafts as the device makes them, against the plain rule. Run as kernels_interpreted.py is, by test_v2_kernels.py."""
+"""Free drafts as the device makes them, against the plain rule. Run as kernels_interpreted.py is."""
 
 from __future__ import annotations
 

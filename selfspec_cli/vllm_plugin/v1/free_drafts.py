@@ -39,7 +39,9 @@ class FreeDrafts:
             self._counters.free_accepted += matches.verdict(self._text(row), len(tokens) - 1)
         return kept, None if verified is None else own
 
-    def begin(self, requests: Mapping[str, Any], names: Sequence[str], rows: Sequence[int], rooms: Sequence[int]) -> None:
+    def begin(
+        self, requests: Mapping[str, Any], names: Sequence[str], rows: Sequence[int], rooms: Sequence[int]
+    ) -> None:
         """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each."""
         if len(self._matches) > 2 * len(requests) + 16:
             for name in self._matches.keys() - requests.keys():

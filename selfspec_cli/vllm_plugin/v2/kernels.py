@@ -23,6 +23,7 @@ from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
 
+
 @triton.jit
 def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.constexpr):
     """What one block of a row's logits says: its best token, and sums from which all statistics follow.

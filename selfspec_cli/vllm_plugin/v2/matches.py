@@ -39,8 +39,8 @@ class Matches(NamedTuple):
 
     text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
     length of the match in the high half and its place in the low one, 0 for none.
-    Requests: rates (float32 [requests, LONGEST]), own (float32), length, start, known, trusted, drafted, copied (int32).
-    room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
+    Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted and
+    copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
     """
 
     text: Tensor
@@ -175,9 +175,7 @@ def _judge(matches, columns, slots, verdict, inputs, progress, lengths, tokens, 
     if (request >= 0) & (sampled > 0):
         text, by_length = matches.text + request * columns, 1 + tl.arange(0, LONGEST)
         known = tl.load(verdict.seq_lens + row) - tl.load(verdict.num_rejected + row) + 1
-        rates, own = _learn(
-            row, request, known, sampled - 1, matches, text, progress.counts, tokens, by_length, PLACES
-        )
+        rates, own = _learn(row, request, known, sampled - 1, matches, text, progress.counts, tokens, by_length, PLACES)
         length, start = (found // _WIDE).to(tl.int32), (found % _WIDE).to(tl.int32)
         trusted = _trusted_from(rates, own, tokens, k, cost, by_length)
         tl.store(matches.length + request, length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -18,8 +18,8 @@ from torch import Tensor
 from selfspec_cli.early_exit import acceptance, estimate
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
-from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
 from selfspec_cli.vllm_plugin.v2.on_device import on_device
 
@@ -229,7 +229,7 @@ def begin_round(
     own_limits: bool = True,
     dummy_run: bool = False,
 ) -> None:
-    """Inputs of the first draft step, from what the verify pass left on the device, and free drafts where there are any.
+    """Inputs of the first draft step, from what the verify pass left on the device, and free drafts if there are any.
 
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
     own_limits: whether thresholds of the table and of requests count, which are for the gate that they were given for.

@@ -94,7 +94,6 @@ def test_draft_weights_are_points_and_a_misspelt_one_is_refused():
     assert [cfg.draft_weights for cfg in runs] == ["shared", "fp8"]
     assert "did you mean 'fp8'?" in refusal("draft_weights=fp9")
     assert "did you mean 'draft_weights'?" in refusal("draft_wieghts=fp8")
-    assert "quantised already" in refusal("draft_weights=fp8", "model.quantization=awq", "engine.device=cuda")
 
 
 def test_lists_of_groups_and_values_multiply():

@@ -341,7 +341,7 @@ class EarlyExitSpeculator(DraftLoop):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        if self.positions.several:
+        if self.positions.several and not dummy_run:  # the first dummy run comes before `set_attn`
             deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
             self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])
         # Thresholds of the table and of requests are for the gate that the engine was started with.

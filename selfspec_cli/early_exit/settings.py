@@ -211,6 +211,13 @@ class DraftSettings:
         spec_keys=("read_first",),
         methods=DRAFTING,
     )
+    strict: bool = knob(
+        False,
+        help="what the engine would warn of in its log is an error that ends it: settings without effect, a head "
+        "without a distribution, what falls back to a slower way, drafts from logits that are no numbers",
+        spec_keys=("strict",),
+        methods=DRAFTING,
+    )
     draft_cost: float | None = knob(
         None,
         help="what one draft token costs, by which adaptive_length and bandit choose how much to draft",

@@ -157,12 +157,18 @@ def _measured(record: Record, point: Point) -> Record:
 ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w")
 
 
+ACTIVE = "active_requests_"
+"""Begins the names of a drafting summary that are columns too."""
+
+
 def _with_drafting(record: Record, point: Point) -> Record:
     verified, drafted = drafting(point)
     if verified is None or not verified.rounds or not drafted:
         return record
+    active = {name: value for name, value in (drafting_summary(point) or {}).items() if name.startswith(ACTIVE)}
     return replace(
         record,
+        **active,
         accept_rate=verified.accepted / drafted,
         verified_accept_rate=verified.accepted / verified.places if verified.places else None,
         mean_accepted_len=1 + verified.accepted / verified.rounds,

@@ -255,7 +255,7 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec num_prompt_tokens token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "

@@ -10,7 +10,7 @@ from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
 
-OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40}
+OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
 
 def test_a_point_comes_back_as_it_went():
@@ -82,6 +82,8 @@ def test_the_accept_rate_says_which_it_is():
     assert (row.mean_accepted_len, row.drafted_per_round) == (4.0, 4.0)
     assert (accept.drafted, accept.places, accept.accepted, accept.accepted_at) == (40, 50, 30, "10 8 6 4 2")
     assert (accept.gate, accept.threshold, accept.point) == ("varH", 5.0, made.id)
+    active = (row.active_requests_min, row.active_requests_mean, row.active_requests_max)
+    assert active == (1, 1.0, 1)
     theirs = replace(made, repeats=(repeat(150.0, drafts()),))  # vLLM's own drafter keeps no counters of its own
     assert tables.row(theirs).accept_rate == tables.row(theirs).verified_accept_rate == 0.6
     assert tables.accept_row(baseline()) is None

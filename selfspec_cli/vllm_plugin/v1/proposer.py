@@ -30,6 +30,7 @@ from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
@@ -77,6 +78,7 @@ class _EarlyExit(DraftModelProposer):
         require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
         self.lengths = DraftLengths(settings)
@@ -275,7 +277,7 @@ class _EarlyExit(DraftModelProposer):
 
     def _start(self, batch: Any, limit: int) -> Round | None:
         """The round's first state: requests that sampled a token, may draft and have room for another."""
-        rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
+        rows = [row for row, sampled in enumerate(self._sampled) if sampled and not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, budget in enumerate(allowed) if budget.k]
@@ -300,6 +302,13 @@ class _EarlyExit(DraftModelProposer):
             return None
         self.counters.round(len(state.rows))
         return state
+
+    def _ended(self, row: int) -> bool:
+        """Whether a row of the batch has all tokens that its request asked for; the scheduler does not know yet."""
+        batch = self.runner.input_batch
+        parameters = self.runner.requests[batch.req_ids[row]].sampling_params
+        most = None if parameters is None else parameters.max_tokens
+        return most is not None and batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row] >= most
 
     def _forward(self, state: Round) -> Tensor:
         """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""

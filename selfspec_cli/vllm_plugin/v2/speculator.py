@@ -26,6 +26,7 @@ from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
@@ -89,6 +90,7 @@ class EarlyExitSpeculator(DraftLoop):
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,

@@ -1,7 +1,7 @@
 """What a gate costs on a GPU when it saves nothing, and what a round costs when it stops at once. Llama-3-8B shape.
 
-    python experiments/gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
-    python experiments/gates/cost_on_gpu.py --tensor-parallel 2 --engines loop,unrolled --out two_gpus.json
+    python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
+    python experiments/confidence_gates/cost_on_gpu.py --tensor-parallel 2 --engines loop,unrolled --out two_gpus.json
 
 Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop that ends on the
 device, on which gates and draft lengths then change live, taking turns; the draft loop unrolled into k steps (what a

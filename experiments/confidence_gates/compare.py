@@ -1,9 +1,9 @@
 """Gated drafting against ungated, and a full grid, on one live engine whose arms take turns prompt by prompt.
 
-    python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
-    python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
+    python experiments/confidence_gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
+    python experiments/confidence_gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 
-    python experiments/gates/compare.py fixed --model /tmp/reference_widened --layer 3 --setting survival:0.184:12 ...
+    python experiments/confidence_gates/compare.py fixed --model WIDENED --layer 3 --setting survival:0.184:12 ...
 
 `fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each.
 `idle`: what a gate costs that never closes, and one that closes at once; what the record costs while it is kept.

@@ -1,6 +1,6 @@
 """Where the time of a round goes, and what the best of all gates could gain by it (CPU, batch 1).
 
-    python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
+    python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
 
 Arms take turns prompt by prompt: draft lengths 0 to 12 without a gate, the setting named, and `forced`, which drafts
 just as long as that setting did in every round, without asking a gate. So gated - forced is what the gate costs, and

@@ -165,6 +165,11 @@ def opted_out() -> Requests:
     return PROMPTS, [greedy(96, extra_args=wish) for _ in PROMPTS[8:]] + [greedy(320) for _ in PROMPTS[:8]]
 
 
+def repeated() -> Requests:
+    """Every second prompt says the same again and again, so that requests with a match run beside others."""
+    return [(prompt[:20] * 9)[:120] if number % 2 else prompt for number, prompt in enumerate(PROMPTS)], plain()[1]
+
+
 def shown() -> Requests:
     """Requests of which every second one shows a picture; its place holder is in no text."""
     return ragged_prompts(64, IMAGE), [greedy(length) for length in LENGTHS]
@@ -198,6 +203,7 @@ REQUESTS: dict[str, Callable[[], Requests]] = {
     "crowd": crowd,
     "company": company,
     "own": own,
+    "repeated": repeated,
     "opted_out": opted_out,
 }
 
@@ -218,6 +224,7 @@ class Case:
     accepted: int = 0
     preempted: int = 0
     read_first: int = 0  # steps whose tokens were read before the next one was launched
+    free_accepted: int = 0  # tokens that were copied from what a request had before
     joined: int = 0  # steps with a request in its prefill that were replayed as a full graph
     fused: tuple[int, ...] = ()  # numbers of tokens for which a draft step is one kernel
     different: tuple[int, ...] = ()
@@ -238,7 +245,8 @@ class Case:
         compiled = self.engine.get("compilation_config") == {} and not several_ranks
         graphs = self.joined > 0 or self.requests == "pictures" or not compiled
         one_kernel = bool(self.fused) or not self.model.endswith("+wide")
-        return 0 < self.accepted < self.drafted and orders and graphs and one_kernel and not self.different
+        free = self.free_accepted > 0 or "free_drafts" not in self.spec
+        return 0 < self.accepted < self.drafted and free and orders and graphs and one_kernel and not self.different
 
 
 def cases(**engine: Any) -> Iterator[Case]:
@@ -271,6 +279,7 @@ def cases(**engine: Any) -> Iterator[Case]:
     yield from ranks(**engine)
     yield from views(**engine)
     yield from lengths(**engine)
+    yield from free_drafts(**engine)
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
     for kind in ("fp8", "int8", "int4"):
@@ -380,6 +389,26 @@ def lengths(**engine: Any) -> Iterator[Case]:
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
 
 
+def free_drafts(**engine: Any) -> Iterator[Case]:
+    """Drafts from what a request had before, alone and with all that they combine with; wider than k and narrower."""
+    free, copies = {"free_drafts": 12}, {"draft_weights": "int4"}
+    for more in ({}, COMPILED, {"enforce_eager": True}):
+        yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec=free)
+    for spec in (
+        {"free_drafts": 3},
+        {"gate": "maxp", "tau": 0.3, **free},
+        {"length_table": TABLE, "adaptive_length": True, "draft_cost": 0.3, **free},
+        {"draft_window": 32, **free},
+    ):
+        yield Case("llama", *MIDDLE, "repeated", engine={**engine}, spec=spec)
+    small = {"kv_cache_memory_bytes": 24 * 2**20}
+    yield Case("qwen3", LAYERS, 4, "repeated", engine={**engine, **small}, spec={**copies, **free})
+    yield Case("qwen3", LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={**copies, **free})
+    yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=free)
+    for method in ("greedy", "probabilistic"):
+        yield Case("llama", *MIDDLE, "company", engine={**engine}, spec={**free, "draft_sample_method": method})
+
+
 @cache
 def model_dir(model: str) -> Path:
     model, _, made = model.partition("+")
@@ -482,6 +511,7 @@ def run(case: Case) -> Case:
         case.read_first, case.joined = orders.asked // 2, graphs.get("FULL joined", 0)
         counts = it.counts()
         case.fused = fused_tokens(it)
+        case.free_accepted = it.call("early_exit_counters")["free_accepted"]
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
     asked = REQUESTS[case.requests]()[1]
@@ -668,7 +698,16 @@ if pytest is not None:
         assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 
-    @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}, {"draft_window": 32}])
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {},
+            {"length_table": TABLE, "adaptive_length": True},
+            {"draft_window": 32},
+            {"free_drafts": 12},
+            {"free_drafts": 12, "draft_sample_method": "probabilistic"},
+        ],
+    )
     def test_propose_waits_for_nothing_and_allocates_nothing(spec):
         seen = watched(Case("llama", *MIDDLE, spec=spec))
         assert seen["rounds"] > 10
@@ -685,7 +724,7 @@ def main() -> int:
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
     options.add_argument(
-        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "views", "lengths")
+        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "free_drafts", "views", "lengths")
     )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
@@ -725,8 +764,9 @@ def save(file: Path, found: dict[str, Any]) -> None:
 def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
     chosen = part_of((case for case in globals()[group](**shared) if wanted(case, only)), part)
-    whole = group == "cases" and not shared and not only
-    waits = watched(Case("llama", *MIDDLE)) if whole and part.startswith("1/") else None
+    spec = {"free_drafts": 12} if group == "free_drafts" else {}
+    whole = group in ("cases", "free_drafts") and not shared and not only
+    waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
     return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
 
 

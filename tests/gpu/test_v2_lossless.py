@@ -49,6 +49,7 @@ from more_models import (
     RANK,
     pictures,
     save_adapter,
+    save_gptq,
     save_quantised,
     save_with_eyes,
     save_with_several_positions,
@@ -111,7 +112,13 @@ def save_several_positions(_: Path, folder: Path) -> Path:
     return save_with_several_positions(folder, rope_parameters=rope)
 
 
-MADE = {"int4": save_quantised, "eyes": save_with_eyes, "wide": save_wide, "positions": save_several_positions}
+MADE = {
+    "int4": save_quantised,
+    "gptq": save_gptq,
+    "eyes": save_with_eyes,
+    "wide": save_wide,
+    "positions": save_several_positions,
+}
 """What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures, and
 "llama+wide" drafts by one kernel for all layers."""
 
@@ -312,7 +319,8 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
 def reach(**engine: Any) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
     copies = {"draft_weights": "int4"}
-    yield Case("llama+int4", LAYERS, 4, engine={**engine}, spec=copies)
+    for model in ("llama+int4", "llama+gptq"):
+        yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
     yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, "own", engine={**engine}, spec=copies)

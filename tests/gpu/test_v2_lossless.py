@@ -578,7 +578,7 @@ if pytest is not None:
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 
     @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}, {"draft_window": 32},
-                                      {"free_drafts": 12}, {"free_drafts": 12, "draft_sample_method": "probabilistic"}])  # fmt: skip
+                                      {"free_drafts": 12, "draft_sample_method": "probabilistic"}])  # fmt: skip
     def test_propose_waits_for_nothing_and_allocates_nothing(spec):
         seen = watched(Case("llama", *MIDDLE, spec=spec))
         assert seen["rounds"] > 10

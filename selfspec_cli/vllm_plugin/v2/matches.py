@@ -68,10 +68,13 @@ class Matches(NamedTuple):
             zeros(some, dtype=torch.int64),
             zeros(some, free_drafts.LONGEST, dtype=torch.float32),
             zeros(some, dtype=torch.float32),
-            *(zeros(some) for _ in range(4)),
-            zeros(requests),
-            zeros(some),
-            zeros(some),
+            length=zeros(some),
+            start=zeros(some),
+            known=zeros(some),
+            trusted=zeros(some),
+            drafted=zeros(requests),
+            copied=zeros(some),
+            room=zeros(some),
         )
 
 

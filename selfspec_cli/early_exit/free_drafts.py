@@ -4,8 +4,8 @@ Before a round the last tokens of a request are looked up in its history. As soo
 trusted, the rest of the draft is copied from what followed it, and the draft ends, for nothing is left to compute:
 
     the match is trusted      all of the draft is copied, before the first draft step
-    it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match is
-                              longer by one, and once it is trusted the rest is copied
+    it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match
+                              is longer by one, and once it is trusted the rest is copied
 
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
 after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.

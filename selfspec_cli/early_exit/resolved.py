@@ -172,6 +172,7 @@ class ResolvedSettings(DraftSettings):
                 ("draft_context", self.draft_context, "full"),
                 ("draft_window", self.draft_window, None),
                 ("read_first", self.read_first, True),
+                ("strict", self.strict, False),
             ):
                 if value != idle:
                     raise SettingsError(f"{key} {value!r} is not used by method 'skip', which drafts nothing; "

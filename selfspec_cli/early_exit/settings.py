@@ -199,8 +199,8 @@ class DraftSettings:
     )
     free_drafts: int = knob(
         0,
-        help="drafts that cost nothing: up to so many tokens that followed a request's last tokens before, in its prompt "
-        "or output, in place of the model's own draft where that match is trusted; 0: none",
+        help="drafts that cost nothing: up to so many tokens that followed a request's last tokens before, in its "
+        "prompt or output, in place of the model's own draft where that match is trusted; 0: none",
         unit="tokens",
         low=0,
         high=256,
@@ -220,6 +220,13 @@ class DraftSettings:
         help="read a step's tokens before the next step is launched wherever drafting takes longer than what the host "
         "does in between, and launch as late as possible elsewhere; false: vLLM's order at every load (CUDA only)",
         spec_keys=("read_first",),
+        methods=DRAFTING,
+    )
+    strict: bool = knob(
+        False,
+        help="what the engine would warn of in its log is an error that ends it: settings without effect, a head "
+        "without a distribution, what falls back to a slower way, drafts from logits that are no numbers",
+        spec_keys=("strict",),
         methods=DRAFTING,
     )
     draft_cost: float | None = knob(

@@ -21,6 +21,8 @@ MODULES = {
     "get_current_vllm_config_or_none set_current_vllm_config",
     "vllm.config.compilation": "CUDAGraphMode",
     "vllm.distributed": "tensor_model_parallel_all_gather",
+    "vllm.distributed.device_communicators.pynccl": "PyNcclCommunicator",
+    "vllm.distributed.parallel_state": "get_tp_group graph_capture",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.exceptions": "VLLMValidationError",
     "vllm.forward_context": "BatchDescriptor get_forward_context set_forward_context",

@@ -150,7 +150,7 @@ def test_every_key_that_a_speculative_config_gets():
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
         "draft_window": 64, "length_table": None, "adaptive_length": False, "free_drafts": 0, "bandit": False,
-        "draft_cost": None, "read_first": True,
+        "draft_cost": None, "read_first": True, "strict": False,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
         "method": "skip", "layer_skip": 3, "head_path": "a"
@@ -186,6 +186,7 @@ def test_the_keys_that_are_vllms_own():
         ("bandit", True, False),
         ("draft_context", "window:64", "full"),
         ("read_first", False, True),
+        ("strict", True, False),
     ],
 )
 def test_of_what_method_skip_does_not_use(key, value, idle):

@@ -32,6 +32,7 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "draft_cost": None,
         "draft_window": None,
         "read_first": True,
+        "strict": False,
         "gate": "varH",
         "threshold": 5.0,
         "calibration": None,

@@ -28,7 +28,9 @@ from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
+from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
@@ -40,6 +42,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
@@ -76,6 +79,7 @@ class _EarlyExit(DraftModelProposer):
         require_runner(device.type, v2=False)
         settings = settings_of(vllm_config)
         assert settings is not None
+        set_strict(settings.strict)
         self.settings = settings
         self.gate = LiveGate(settings.gate.kind, settings.threshold, settings.calibration)
         self.lengths = DraftLengths(settings)
@@ -88,6 +92,7 @@ class _EarlyExit(DraftModelProposer):
         self._verified: Sequence[int] | None = None
         self._draft_probs: Tensor | None = None
         self._groups: list[tuple[AttentionGroup, list[str]]] = []
+        self._positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
         self._shares_weights = SharesWeights()
@@ -95,6 +100,9 @@ class _EarlyExit(DraftModelProposer):
 
     def _raise_if_padded_drafter_batch_disabled(self) -> None:
         """The base class cannot draft from an unpadded batch; this one always does."""
+
+    def _raise_if_mrope(self) -> None:
+        """The base class cannot draft at positions of several dimensions; this one can."""
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -106,6 +114,7 @@ class _EarlyExit(DraftModelProposer):
         self.model = first_layers(
             target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._weights = Watch(self.runner.get_model())
@@ -113,6 +122,7 @@ class _EarlyExit(DraftModelProposer):
     def renew(self) -> None:
         """The target has other weights: make what was made of the old ones anew."""
         renew(self.model, self.head, self.settings, self.vllm_config)
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._weights.stale = False
 
     def initialize_attn_backend(
@@ -154,7 +164,7 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Warm-up and profiling: compiles the trunk together with the target."""
-        positions = self.positions[:num_tokens]
+        positions = self._positions.of(self.arange[:num_tokens].long())
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
@@ -289,7 +299,7 @@ class _EarlyExit(DraftModelProposer):
     def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
         """The round's first state: requests that sampled a token, may draft and have room for another. Those that have
         a free draft get it into `proposals`, and draft nothing."""
-        rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
+        rows = [row for row, sampled in enumerate(self._sampled) if sampled and not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, budget in enumerate(allowed) if budget.k]
@@ -324,15 +334,26 @@ class _EarlyExit(DraftModelProposer):
         self.counters.round(len(state.rows))
         return state
 
+    def _ended(self, row: int) -> bool:
+        """Whether a row of the batch has all tokens that its request asked for; the scheduler does not know yet."""
+        batch = self.runner.input_batch
+        parameters = self.runner.requests[batch.req_ids[row]].sampling_params
+        most = None if parameters is None else parameters.max_tokens
+        return most is not None and batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row] >= most
+
     def _forward(self, state: Round) -> Tensor:
         """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
         if state.ahead is None:
             batch = self.runner.input_batch
             tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
             state.ahead = Ahead.of(state, self.settings.k, tables, batch.num_reqs, self._context)
+        if self._positions.several:
+            requests = self.runner.requests, self.runner.input_batch.req_ids
+            shifts = [requests[0][requests[1][row]].mrope_position_delta for row in state.rows.tolist()]
+            self._positions.shifts[: len(shifts)] = torch.tensor(shifts)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
-            return self.model(state.tokens, state.positions, intermediate_tensors=None)
+            return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ class Matches(NamedTuple):
 
     text: int32 [requests, tokens], vLLM's own record of each request's tokens. found: int64 [rows], of the look-up: the
     length of the match in the high half and its place in the low one, 0 for none.
-    Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted and
-    copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
+    Requests: rates (float32 [requests, LONGEST]), own (float32), and as int32 length, start, known, trusted, drafted
+    and copied. room: int32 [rows], most tokens of the draft of each; 0 where the match is not followed (any more).
     """
 
     text: Tensor
@@ -68,13 +68,13 @@ class Matches(NamedTuple):
             zeros(some, dtype=torch.int64),
             zeros(some, free_drafts.LONGEST, dtype=torch.float32),
             zeros(some, dtype=torch.float32),
-            length=zeros(some),
-            start=zeros(some),
-            known=zeros(some),
-            trusted=zeros(some),
-            drafted=zeros(requests),
-            copied=zeros(some),
-            room=zeros(some),
+            zeros(some),
+            zeros(some),
+            zeros(some),
+            zeros(some),
+            zeros(requests),
+            zeros(some),
+            zeros(some),
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import counting
 import pytest
+import quick_starts
 from filelock import FileLock
 from harness import Live, differing, greedy, live, ragged_prompts, tokens
 from models import save_tiny, save_tokenizer, vocab_of
@@ -22,8 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def engines_are_counted() -> None:
+def engines_are_counted_and_start_quickly() -> None:
     counting.count()
+    quick_starts.replace_kernels_once()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_stays(engines_are_counted_and_start_quickly: None) -> None:
+    """Between two files no engine lives."""
+    quick_starts.keep_what_is_imported_out_of_garbage_collections()
 
 
 FULL = os.environ.get("SELFSPEC_FULL") == "1"

@@ -37,7 +37,7 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine.server import Server, ask, free_port, open_server
+from selfspec_cli.engine.server import Server, ServerError, ask, free_port, open_server
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.connection import Connections
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
@@ -120,8 +120,8 @@ def configs(given: argparse.Namespace, scratch: Path) -> dict[str, RunConfig]:
     found = {EARLY: early, PLAIN: plain, BITS: plain}
     if BITS not in given.without:
         folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
-        found[BITS] = replace(plain, model=replace(model, name=f"{name}-gptq", path=str(folder),
-                                                   dtype="float32" if given.cpu else "float16"))  # fmt: skip
+        four = replace(model, name=f"{name}-gptq", path=str(folder), dtype="bfloat16")
+        found[BITS] = replace(plain, model=four)
     return {name: one for name, one in found.items() if name not in given.without}
 
 
@@ -138,7 +138,13 @@ def opened(given: argparse.Namespace, wanted: dict[str, RunConfig], scratch: Pat
             own = {"CUDA_VISIBLE_DEVICES": "0" if name == EARLY else "1", "VLLM_CACHE_ROOT": str(cache)}
             found = open_server(cfg, (), log, scratch / name, own)
             opening[name] = pool.submit(stack.enter_context, found)
-        yield {name: one.result() for name, one in opening.items()}
+        answering = {}
+        for name, one in opening.items():
+            try:
+                answering[name] = one.result()
+            except ServerError as error:  # the others are measured without it
+                print(f"{name}: {error}", flush=True)
+        yield answering
 
 
 def serve_gateway(text: str) -> None:

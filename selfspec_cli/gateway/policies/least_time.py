@@ -1,8 +1,8 @@
 """The backend at which the request adds least to the time of all requests: its own, and what it takes from others.
 
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
-what a round of drafting costs and brings (`timing`). A backend of which too little is known is asked first, at most a
-few times at once; later one request in `explore` goes to the backend that was asked longest ago, because what changed
+what a round of drafting costs and brings (`timing`). Of vLLM servers the first times are those of the requests that warm
+them up; another backend, of which nothing is known, is asked first, at most a few times at once. Later one request in `explore` goes to the backend that was asked longest ago, because what changed
 there is seen in no other way.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all

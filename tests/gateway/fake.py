@@ -43,7 +43,7 @@ def answer(prompt: str, count: int) -> str:
 
 
 def warms(body: dict[str, Any]) -> bool:
-    """Whether it is the gateway that asks, to warm a backend up: that is not counted, and met by no fault and no delay."""
+    """Whether the gateway asks, to warm a backend up: that is not counted, and meets no fault and no delay."""
     return str(body.get("prompt")).replace(" ", "").isdigit()
 
 

@@ -3,9 +3,10 @@
     python experiments/gateway/split.py --out split.json       # two servers on a CPU, by the example connector
     python experiments/gateway/split.py --out split.json --nixl --model ./qwen2.5-coder-1.5b  # a GPU each
 
-Each prompt is asked three times, greedily: of the server that decodes alone, of the plain one alone, and of a gateway whose
-backend is of kind `split`. The texts have to be equal, the counts of drafts and accepted tokens those of the first, and
-what was sent the keys and values of the model's own layers, written by the server that prefills.
+Each prompt is asked three times, greedily: of the server that decodes, alone; of a gateway whose backend is of kind
+`split`; and of the plain server, alone. The texts
+have to be equal, the counts of drafts and accepted tokens those of the first, and what was sent the keys and values of
+the model's own layers, written by the server that prefills.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Pat
     device = "cuda" if given.nixl else "cpu"
     model = ModelConfig(name=Path(given.model).name, path=given.model, dtype="bfloat16" if given.nixl else "float32",
                         max_model_len=1024)  # fmt: skip
-    engine = EngineConfig(device=device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=0.25 if device == "cpu" else 4.0,
+    engine = EngineConfig(device=device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=4.0 if given.nixl else 0.25,
                           gpu_memory_utilization=0.4 if given.nixl else None)  # fmt: skip
     work = WorkloadConfig(input_len=256, output_len=TOKENS, num_prompts=4)
     early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,

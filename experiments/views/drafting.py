@@ -48,7 +48,8 @@ class DraftLinear(nn.Module):
 class Drafting:
     """Wraps the layers of `model`, in place; `teacher` runs it as it is, `draft` as the view that was set.
 
-    position: which draft of a round is made, from 1; 0 for the full model.
+    position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that
+    drafts attend to; None: all of it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -59,6 +60,7 @@ class Drafting:
             raise ValueError(f"layers of kinds {sorted(set(kinds))}: only full attention is known here")
         self.model, self.position, self.skipped = model, 0, frozenset[int]()
         self.kept: Kept = {}
+        self.window: int | None = None
         AttentionInterface.register(ATTENTION, self._attention)
         model.config._attn_implementation = ATTENTION
         self.linears: dict[str, list[DraftLinear]] = {}
@@ -145,6 +147,8 @@ class Drafting:
         scores = query @ full_key.transpose(2, 3) * scaling  # [b, heads, length, whole]
         before = full_key.shape[2] - length  # tokens that are not drafted from
         causal = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
+        if self.window is not None:
+            causal = causal.triu(before - self.window + 1)
         scores = scores.masked_fill(~causal, -torch.inf)
         at = torch.arange(length, device=query.device)
         for d, (own, _) in enumerate(recent[:length]):

@@ -51,7 +51,7 @@ class Relay:
         """Answer the request by the first of these backends that can.
 
         Raises:
-            GatewayError: nobody could; the client has not been told.
+            GatewayError: nobody could; nothing has been sent to the client.
         """
         limits, failure = self.gateway.settings.limits, None
         tried = list(order)[: limits.attempts]
@@ -90,7 +90,7 @@ class Relay:
         """Let others send the rest of a stream.
 
         Raises:
-            GatewayError: nobody can; it is told inside the stream.
+            GatewayError: nobody can; the caller sends the error inside the stream.
         """
         broken_at, last_seen = time.monotonic(), self.last
         reason = f"{failure}; it could not be continued"

@@ -135,7 +135,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
 
 
 def serve(settings: GatewaySettings, say: Say) -> None:
-    """Run a gateway until it is told to end.
+    """Run a gateway until a signal ends it.
 
     Raises:
         ConfigError: what the settings ask for cannot be had, such as the port.

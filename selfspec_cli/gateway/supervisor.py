@@ -45,7 +45,7 @@ def _base(url: str) -> str:
 class Supervisor:
     """Starts what has to be started, and looks after all backends.
 
-    folder: for the logs of servers. looked: called after each look. say: told what happens, for people.
+    folder: for the logs of servers. looked: called after each look. say: called with messages for people.
     """
 
     def __init__(

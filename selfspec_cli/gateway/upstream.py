@@ -20,7 +20,7 @@ from selfspec_cli.gateway.settings import LimitSettings
 FAILED = (429, 500, 502, 503, 504)
 """Of HTTP: another backend is asked."""
 OWN_FAULT = (401, 403)
-"""The gateway's key for that backend is wrong: no client is told so, another backend is asked."""
+"""The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
 ERROR_BYTES = 1 << 20
 PLAIN = {"accept-encoding": "identity"}
 JSON = {"content-type": "application/json"}
@@ -39,7 +39,7 @@ class BackendFailed(Exception):
 
 
 class Refused(Exception):
-    """A backend refused the request itself (HTTP 4xx): the client is told, and nobody else is asked."""
+    """A backend refused the request itself (HTTP 4xx): the client gets the error, and nobody else is asked."""
 
     def __init__(self, status: int, raw: bytes) -> None:
         super().__init__(f"HTTP {status}")

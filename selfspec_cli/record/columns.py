@@ -58,7 +58,7 @@ class Summary:
     speedup_low: float | None = None  # 95 % interval of the speedup, by bootstrap over the repeats of both sides
     speedup_high: float | None = None
     predicted: float | None = None  # speedup by the cost model, from bytes read and the accepted length measured
-    accept_rate: float | None = None  # accepted / drafted tokens
+    accept_rate: float | None = None  # accepted / drafted tokens; of an active request in a draft step, too
     mean_accepted_len: float | None = None  # tokens a verify step yields: 1 + accepted/rounds
     ttft_ms: float | None = None  # time to first token, median (`record.latency` defines all of these)
     tpot_ms: float | None = None  # time for each output token after the first, median over requests
@@ -86,6 +86,12 @@ class Details:
     efficiency: float | None = None  # speedup / predicted
     verified_accept_rate: float | None = None  # accepted tokens / places that a verify pass looked at
     drafted_per_round: float | None = None  # draft tokens that a verify pass had before it, of one request
+    active_requests_min: int | None = None  # of a draft step: requests that it drafted for, least
+    active_requests_mean: float | None = None
+    active_requests_max: int | None = None
+    free_drafts: int | None = None  # most tokens of a draft from the request's own prompt and output; empty: none
+    free_drafted: int | None = None  # tokens copied from a request's prompt and output; the others are the model's own
+    free_accepted: int | None = None  # of these
     itl_ms: float | None = None  # time between successive outputs of a request, median
     e2e_ms: float | None = None  # time to the last token, median
     ttft_p90_ms: float | None = None
@@ -101,6 +107,7 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
+    cost: float | None = None  # money: launcher.price_hour for measuring and the (perhaps shared) start of its engine
 
 
 @dataclass

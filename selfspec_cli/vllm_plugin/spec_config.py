@@ -26,6 +26,7 @@ from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.vllm_plugin import compile_cache, refusals, versions
 from selfspec_cli.vllm_plugin.detection import COLLECT_KEY, SETTINGS_KEY
 from selfspec_cli.vllm_plugin.requests import min_p_of_model
+from selfspec_cli.vllm_plugin.strict import set_strict
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import (
@@ -69,6 +70,7 @@ def understand_layer_skip(original: Original) -> Original:
     def create_speculative_config(
         self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
     ) -> SpeculativeConfig | None:
+        set_strict(False)  # an engine before this one in the process may have been strict
         spec = _spec_of(self)
         if spec.get("method") not in METHODS:
             if "draft_weights" in spec:
@@ -78,6 +80,7 @@ def understand_layer_skip(original: Original) -> Original:
         refusals.refuse_engine(self)
         _refuse_keys(spec)
         settings = ResolvedSettings.from_user(spec, _num_layers(target_model_config), passthrough=vllm_keys())
+        set_strict(settings.strict)
         if settings.verify:
             refusals.refuse_runner()
             refusals.refuse_model(target_model_config)
@@ -177,7 +180,7 @@ def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: Mo
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}
     kept = {key: value for key, value in spec.items() if key not in ours}
-    return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.k}
+    return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.width}
 
 
 def _draft_is_target(config: SpeculativeConfig, target: ModelConfig) -> None:

@@ -99,6 +99,18 @@ def test_a_gate_on_a_head_without_a_scale_is_warned_of(arguments, path, tmp_path
         assert sum("reads a distribution" in line for line in warned) == expected
 
 
+def test_a_strict_engine_refuses_what_another_warns_of(arguments, path):
+    def start(**more):
+        spec = {"method": "layer_skip", "layer_skip": 2, "gate": "maxp", "tau": 0.0, **more}
+        return arguments(model=path, skip_tokenizer_init=True, speculative_config=spec).create_engine_config()
+
+    with pytest.raises(SettingsError, match="strict = True, and early exit warns: gate 'maxp' with tau = 0 never"):
+        start(strict=True)
+    assert not settings_of(start()).strict
+    assert settings_of(start(strict=True, tau=0.3)).strict
+    start()  # the one before it was strict
+
+
 def test_the_draft_is_configured_as_its_target_is(arguments, path, tmp_path):
     (tmp_path / "tokenizer").mkdir()
     overrides = {"num_hidden_layers": 6, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}}

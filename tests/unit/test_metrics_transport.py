@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import programs
 import pytest
 import torch
 
 from selfspec_cli.early_exit.counters import REASONS, DraftCounters
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.length_table import Cell
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, switched_off_by
 from selfspec_cli.vllm_plugin.observe import late_copy
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
-from selfspec_cli.vllm_plugin.observe.transport import News, flat
+from selfspec_cli.vllm_plugin.observe.transport import ATTRIBUTE, NAN_LOGITS, News, attach, flat
+from selfspec_cli.vllm_plugin.strict import LOGGER, set_strict
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 
@@ -46,11 +50,41 @@ def test_all_news_add_up_to_the_totals_whatever_steps_they_were_asked_for_at():
     assert sums["off.request"] == 5 and sums["position_histogram.0"] == 40 and sums["in_force"] == 3
 
 
+def test_logits_that_are_no_numbers_are_warned_of_once_and_end_a_strict_engine(monkeypatch):
+    def step(self):
+        return SimpleNamespace(req_ids=["a"])
+
+    def worker():
+        drafter = SimpleNamespace(counters=counters)
+        return SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
+
+    counters, lines = DraftCounters(3), []
+    logger = logging.getLogger(LOGGER)
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(logger, "handlers", [handler])
+    sample, one = attach(step), worker()
+    sample(one)
+    assert lines == []
+    counters.nan_logits = 2
+    assert vars(sample(one))[ATTRIBUTE]["nan_logits"] == 2
+    sample(one)
+    assert lines == [NAN_LOGITS]
+    set_strict(True)
+    try:
+        with pytest.raises(SettingsError, match=r"strict = True, .* logits that are no numbers"):
+            sample(worker())
+        record = logger.makeRecord(LOGGER, logging.WARNING, "requests.py", 1, "of a client", (), None)
+        assert logger.filter(record), "a client's request never ends an engine"
+    finally:
+        set_strict(False)
+
+
 def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
     counters = DraftCounters(4)
     counters.allowed(4, [(0, "load"), (2, None), (0, "load"), (0, "request")])
     assert (counters.off["load"], counters.off["request"], counters.in_force) == (2, 1, 2)
-    counters.allowed(1, [(4, None)])  # a live engine was told to draft one token at most
+    counters.allowed(1, [(4, None)])  # a live engine whose draft length was set to one token
     assert counters.in_force == 1
     counters.allowed(0, [])
     assert counters.in_force == 0
@@ -70,7 +104,7 @@ def test_what_switches_drafting_off(cell, own, reason):
 
 
 class Event:
-    """Of a device that finishes when it is told to."""
+    """A CUDA event that has happened while `done` is true."""
 
     done = True
     recorded = 0
@@ -123,7 +157,7 @@ def our_metrics() -> set[str]:
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\("\w+", "(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)
-    assert len(plain) == 4 and len(labelled) == 3 and len(gauges) == 2
+    assert len(plain) == 6 and len(labelled) == 3 and len(gauges) == 2
     return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
 
 

@@ -10,7 +10,7 @@ from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
 from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
 
-OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40}
+OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
 
 def test_a_point_comes_back_as_it_went():
@@ -82,6 +82,8 @@ def test_the_accept_rate_says_which_it_is():
     assert (row.mean_accepted_len, row.drafted_per_round) == (4.0, 4.0)
     assert (accept.drafted, accept.places, accept.accepted, accept.accepted_at) == (40, 50, 30, "10 8 6 4 2")
     assert (accept.gate, accept.threshold, accept.point) == ("varH", 5.0, made.id)
+    active = (row.active_requests_min, row.active_requests_mean, row.active_requests_max)
+    assert active == (1, 1.0, 1)
     theirs = replace(made, repeats=(repeat(150.0, drafts()),))  # vLLM's own drafter keeps no counters of its own
     assert tables.row(theirs).accept_rate == tables.row(theirs).verified_accept_rate == 0.6
     assert tables.accept_row(baseline()) is None
@@ -111,6 +113,15 @@ def test_what_was_not_measured_is_empty_and_not_zero():
     written = columns.line(columns.Summary, row).rstrip("\n").split(",")
     cells = dict(zip(columns.header(columns.Summary), written, strict=True))
     assert cells["ppl"] == cells["speedup"] == ""
+
+
+def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
+    made = point(config={"launcher": {"price_hour": 3.0}})
+    assert tables.row(made).cost == pytest.approx(3.0 * (2.0 + 10.0) / 3600)
+    assert tables.row(replace(made, start_seconds=None)).cost == pytest.approx(3.0 * 2.0 / 3600)
+    for unknown in (point(), point(config=None), point(config={"launcher": {"price_hour": None}}),
+                    replace(made, seconds=None)):  # fmt: skip
+        assert tables.row(unknown).cost is None
 
 
 def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():

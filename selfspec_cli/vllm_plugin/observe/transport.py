@@ -12,6 +12,7 @@ that it knows. What is decoded there has the type of SchedulerStats itself, so f
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from selfspec_cli.early_exit.counters import Snapshot
 from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.strict import LOGGER
 from selfspec_cli.vllm_plugin.v2.widths import planner_of
 
 Method = Callable[..., Any]
@@ -26,6 +28,12 @@ Numbers = dict[str, int]
 
 ATTRIBUTE = "early_exit_totals"
 """Of vLLM's ModelRunnerOutput: what the worker counted."""
+WARNED = "early_exit_warned_of_nan"
+"""Of a worker: whether it has said `NAN_LOGITS`."""
+NAN_LOGITS = (
+    "drafts were made from logits that are no numbers (vllm:selfspec_nan_logits on /metrics); look whether the model "
+    "is sound"
+)
 CARRIER = "num_kv_fetch_reqs_by_stage"
 """The field of vLLM's SchedulerStats that the numbers travel in."""
 PREFIX = "selfspec."
@@ -61,6 +69,9 @@ def attach(original: Method) -> Method:
         landed = getattr(getattr(drafter, "counters", None), "landed", None)
         if landed is not None and answer is not None:
             totals = landed()
+            if totals and totals["nan_logits"] and not vars(self).setdefault(WARNED, False):
+                setattr(self, WARNED, True)
+                logging.getLogger(LOGGER).warning(NAN_LOGITS)
             output = getattr(answer, "model_runner_output", answer)  # of the V2 runner, that of a step under way
             if totals is not None and getattr(output, "req_ids", None):  # not vLLM's shared empty output
                 setattr(output, ATTRIBUTE, flat(totals))

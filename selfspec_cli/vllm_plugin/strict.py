@@ -1,0 +1,33 @@
+"""Setting `strict`: what an engine with early exit would warn of ends it, as an error that says the same."""
+
+from __future__ import annotations
+
+import logging
+
+from selfspec_cli.early_exit.errors import SettingsError
+
+LOGGER = "vllm.selfspec"
+"""Below vLLM's own logger; every warning of this package in an engine's processes goes through it."""
+OF_CLIENTS = ("requests",)
+"""Modules that warn of what one client sent, which never ends an engine."""
+
+
+class Refuse(logging.Filter):
+    """Raises SettingsError in place of a warning."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets through what is no warning, and what is of a client."""
+        if record.levelno >= logging.WARNING and record.module not in OF_CLIENTS:
+            raise SettingsError(f"strict = True, and early exit warns: {record.getMessage()}")
+        return True
+
+
+_REFUSE = Refuse()
+
+
+def set_strict(on: bool) -> None:
+    """Of the engine that this process is about to make, or to be a worker of."""
+    logger = logging.getLogger(LOGGER)
+    (logger.addFilter if on else logger.removeFilter)(_REFUSE)
+    # A filter sees no more than the level lets through, and VLLM_LOGGING_LEVEL may keep warnings out of the log.
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING) if on else logging.NOTSET)

@@ -36,10 +36,10 @@ PROMPT_CHARACTERS = 1200
 def connector(given: argparse.Namespace, role: str, folder: Path) -> list[str]:
     """vLLM's options for one of the two servers."""
     name = "NixlConnector" if given.nixl else "ExampleConnector"
-    told: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both" if given.nixl else role}
+    options: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both" if given.nixl else role}
     if not given.nixl:
-        told["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
-    return ["--kv-transfer-config", json.dumps(told)]
+        options["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    return ["--kv-transfer-config", json.dumps(options)]
 
 
 def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Path) -> dict[str, Server]:

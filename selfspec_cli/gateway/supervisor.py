@@ -22,7 +22,7 @@ from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.gateway.timing import FEW
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepared
 
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 20.0
@@ -171,7 +171,8 @@ class Supervisor:
     async def _timed(self, one: Replica, body: dict[str, Any]) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""
         began = first = last = time.monotonic()
-        async with self.upstream.post(one, "/v1/completions", body, {}) as response:
+        sent = await prepared(self.upstream, one, "/v1/completions", body)
+        async with self.upstream.post(one, "/v1/completions", sent, {}) as response:
             async for _ in self.upstream.parts(response):
                 last = time.monotonic()
                 first = last if first == began else first

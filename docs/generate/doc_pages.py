@@ -3,7 +3,7 @@
     PYTHONPATH=. python docs/generate/doc_pages.py
 
 writes those parts, and tests/unit/test_docs.py compares them with what this would write. The page of all figures is kept
-in no file: `make docs` adds it to the site. A new folder of points in results/published gets a table there by itself, and
+in no file: `make docs` puts it into the site, in the place of docs/figures.md, which says so. A new folder of points in results/published gets a table there by itself, and
 a file that no part of the page is about is listed at its end.
 """
 

@@ -21,7 +21,7 @@ from figure_serving import (
 
 
 def gates() -> str:
-    """The arms of every run of experiments/gates/compare.py."""
+    """The arms of every run of experiments/confidence_gates/compare.py."""
     lines = []
     for file in names("gates/*_E*"):
         rows = rows_of(file) if file.endswith(".csv") else data_of(file).get("rows")
@@ -38,8 +38,8 @@ some settings; `grid` files hold the best points of a grid, measured a second ti
 first screening of one of them, 98 arms on a few prompts, whose order is partly luck; it is not shown. Files with "widened" are from one H200, the others from two CPU cores.
 
 ```
-python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
-python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
+python experiments/confidence_gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
+python experiments/confidence_gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 ```
 
 """
@@ -60,7 +60,7 @@ Milliseconds of a step or a round, medians; one H200, Llama-3-8B shape, E=8, k=3
 adaptive verification on another card.
 
 ```
-python experiments/gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
+python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
 ```
 
 """
@@ -120,7 +120,7 @@ Two CPU cores, E=3, setting {found["setting"]}. Asking the gate takes {found["ga
 second table is the time of one layer's products over so many tokens.
 
 ```
-python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
+python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
 ```
 
 """

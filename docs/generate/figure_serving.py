@@ -16,6 +16,9 @@ RUNS = (*LOADS, "load_h200_smollm2", "load_h100_smollm2", "load_h100_smollm2_con
         "load_h200_smollm2_pinned")  # fmt: skip
 """These, and those on an ordinary model under early exit."""
 
+ADAPTIVE_SIDE = "adaptive verification"
+"""The side of a level that compares adaptive with full verification."""
+
 TIMED = re.compile(r"\w+ at (\d+): ([\d.]+) ms a step \(([\d.]+ to [\d.]+)\)")
 """A line of experiments/serving/host_time.py."""
 
@@ -26,9 +29,9 @@ def served() -> str:
     for name in RUNS:
         found = data_of(f"serving/{name}.json")
         for level, over in found["compared"].items():
-            if level.startswith("trimmed"):
-                continue  # `adaptive_verification` has them
             sides = found["rows"][level]
+            if ADAPTIVE_SIDE in sides:
+                continue  # `adaptive_verification` has them
             speeds = [number(sides[side]["tok_s"], 5) if "tok_s" in sides.get(side, {}) else None
                       for side in ("plain", "early exit")]  # fmt: skip
             tails = [f"{over[tail]:.2f}" if tail in over else None
@@ -143,10 +146,10 @@ def adaptive_verification() -> str:
     for file, about in ADAPTIVE.items():
         rows = []
         for level, sides in data_of(f"serving/{file}.json")["rows"].items():
-            if not level.startswith("trimmed"):
+            if ADAPTIVE_SIDE not in sides:
                 continue
-            clients, drafts = level.removeprefix("trimmed ").split(" k=")
-            plain, full, ours = (sides[name] for name in ("plain", "early exit", "adaptive verification"))
+            _, clients, drafts = level.replace("k=", "").split()
+            plain, full, ours = (sides[name] for name in ("plain", "early exit", ADAPTIVE_SIDE))
             whole = [number(one["tok_s"], 5) for name, one in sides.items() if name == "adaptive, all verified"]
             rounds = [sum(side["drafting"]["length_histogram"]) for side in (full, ours)]
             rows.append((int(clients), int(drafts), *(number(side["tok_s"], 5) for side in (plain, full, ours)),

@@ -8,7 +8,7 @@ Engines one after the other; each takes every load (1 to 256 requests at once):
 
 plain     vLLM without early exit: what all others are divided by.
 fixed     an engine with decode graphs for every length: no drafts because no request wants any ("off by request"), and
-          every fixed length, by turns. From these `selfspec tune`'s own code makes a table.
+          every fixed length, alternating. From these `selfspec tune`'s own code makes a table.
 table     that table, followed; beside the best fixed length of the engine before, at each load.
 off       drafts off by the table at some loads and by the context of the requests at the others.
 adaptive  random tokens as prompts, and lengths by acceptance. With random weights nothing is accepted.
@@ -85,7 +85,7 @@ def at_load(cfg: RunConfig, requests: int, **changes: Any) -> RunConfig:
 
 
 def times(engine: Engine, cfg: RunConfig, settings: dict[str, Setting], repeats: int) -> dict[str, dict[str, Any]]:
-    """Every setting by turns: seconds a token, and what was drafted and accepted."""
+    """The settings, alternating: seconds a token, and what was drafted and accepted."""
     prompts, work = workload_prompts(cfg, engine), cfg.workload
     found: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in settings}
     for turn in range(repeats + 1):  # the first is for warming up

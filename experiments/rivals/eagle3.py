@@ -70,13 +70,13 @@ def train(chosen: argparse.Namespace, head: Any, states: _States, texts: list[li
         for group in optimiser.param_groups:
             group["lr"] = chosen.rate * min(share / 0.05 + 1e-3, 1.0) * 0.5 * (1 + math.cos(math.pi * share))
         batch = states.batch(draw.sample(texts, min(chosen.batch, len(texts))))
-        _, loss, told = head(**batch, **_how(chosen))
+        _, loss, accuracy = head(**batch, **_how(chosen))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimiser.step()
         if step % chosen.every == 0:
-            print(f"step {step} loss {loss.item():.3f} {_accepted([told], chosen.steps_ahead)}", flush=True)
+            print(f"step {step} loss {loss.item():.3f} {_accepted([accuracy], chosen.steps_ahead)}", flush=True)
         step += 1
 
 

@@ -207,10 +207,10 @@ def check(run: dict[str, Any]) -> list[dict[str, Any]]:
         levels = [(level, run["rows"][level][side]) for level in OPEN if side in run["rows"].get(level, {})]
         server = fitted(measured(run, side), levels[0][1])
         for level, row in levels:
-            told = median_ms(server, row)
+            simulated = median_ms(server, row)
             rows.append({"side": side, "load": level, "fitted": level == levels[0][0], "stall_ms": server.stall,
                          "requests_s": row["requests"] / row["load_seconds"], "measured_ms": row["e2e_ms"],
-                         "simulated_ms": told, "difference": told / row["e2e_ms"] - 1})  # fmt: skip
+                         "simulated_ms": simulated, "difference": simulated / row["e2e_ms"] - 1})  # fmt: skip
     return rows
 
 

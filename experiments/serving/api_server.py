@@ -73,7 +73,7 @@ def step(arm: str, requests: int, joining: int) -> tuple[float, float]:
 
 
 class Engine:
-    """Stands for vLLM's client of an engine core, as far as the API server asks it anything."""
+    """Takes the place of vLLM's client of an engine core; it has what the API server asks of one."""
 
     engine_ranks_managed = (0,)
 

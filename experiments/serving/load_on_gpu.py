@@ -133,7 +133,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
     parser.add_argument("--groups", default=",".join(GROUPS),
                         help="of levels, or levels; in their order, with turns and seconds")  # fmt: skip
-    parser.add_argument("--between", default="32,128", help="numbers of clients that the varying loop has by turns")
+    parser.add_argument(
+        "--between", default="32,128", help="numbers of clients between which the varying loop alternates"
+    )
     parser.add_argument("--period", type=float, default=4.0, help="of the varying loop, seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
     parser.add_argument("--few-seconds", type=float, default=30.0, help="of those of up to 8 clients")
@@ -223,8 +225,8 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
 
 
 def planned(given: argparse.Namespace) -> Iterator[Level]:
-    """The levels that were asked for, by turns; a turn after the first has its number behind the level's name. What is
-    said of a level goes before what is said of its group."""
+    """The levels that were asked for, alternating; a turn after the first has its number after the level's name.
+    Settings of a level override those of its group."""
     chosen: dict[str, tuple[Level, int]] = {}
     words = [word for text in given.groups.split(",") if (word := GROUP.fullmatch(text))]
     said = {word["name"] for word in words}
@@ -356,8 +358,8 @@ class Session:
                 side.table = table
             except OSError as error:  # then every request asks for what the table says
                 print(f"the table cannot be set on the live server ({error}); requests ask for its length", flush=True)
-                told = LengthTable.parse(table, self.given.k).at(level.load.clients or 1, 32).k
-                length = told if length is None else length
+                planned = LengthTable.parse(table, self.given.k).at(level.load.clients or 1, 32).k
+                length = planned if length is None else length
         side.loader.more = {} if length is None else {"vllm_xargs": {K: length}}
 
     def measure(self, cfg: RunConfig, name: str) -> Point:
@@ -453,14 +455,14 @@ def compared(level: Level, rows: dict[str, Any]) -> dict[str, Any] | None:
 
 def over_turns(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of levels that had several turns, medians and ranges of what `compared` says. found: by name."""
-    told: dict[str, dict[str, Any]] = {}
+    ranges: dict[str, dict[str, Any]] = {}
     for level, names in by_level(found).items():
         turns = [found[name] for name in names.values()]
         for figure in ("throughput", "control", "ttft_p99", "tpot_p99"):
             ratios = [one[figure] for one in turns if figure in one]
             if len(ratios) > 1:
-                told.setdefault(level, {"turns": len(turns), "wanted": turns[0]["wanted"]})[figure] = spread(ratios)
-    return told
+                ranges.setdefault(level, {"turns": len(turns), "wanted": turns[0]["wanted"]})[figure] = spread(ratios)
+    return ranges
 
 
 def over_fixed(rows: dict[str, Any]) -> dict[str, Any]:
@@ -501,7 +503,7 @@ def cores() -> list[int]:
     def physical(core: int) -> str:
         try:
             return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
-        except OSError:  # not told here
+        except OSError:  # not known here
             return str(core)
 
     own = os.sched_getaffinity(0)

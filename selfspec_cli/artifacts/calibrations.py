@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import ConfigError, GateConfig, RunConfig, Runner, gate_threshold, head_spec
@@ -17,6 +16,7 @@ from selfspec_cli.early_exit.contexts import Context
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.whole import written
 
 
 @dataclass(frozen=True)

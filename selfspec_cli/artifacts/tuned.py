@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.keys import step_options
 from selfspec_cli.config.model_digest import folder_name, model_fingerprint, safe_name
 from selfspec_cli.config.schema import GateConfig, RunConfig, gate_threshold
 from selfspec_cli.config.tuned_files import FOLDER
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.whole import written
 
-_BY_LOAD = ("length_table", "adaptive_length", "bandit", "draft_cost")
+_BY_LOAD = ("length_table", "adaptive_length", "free_drafts", "bandit", "draft_cost")
 _MORE = ("head_dir", "runner", "read_first")
 """Written down only if not the default, as those by load are."""
 

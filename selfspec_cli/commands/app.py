@@ -423,8 +423,8 @@ def roc(
         result.files |= report_stage.roc_figures(Path(result.files["table"]).parent)
         deploy = deploying.chosen("roc", result.config, result.choice()["expected_speedup"])
         if as_json:
-            told = {"choice": result.choice(), "files": result.files, "deploy": deploy}
-            emit({"rows": [asdict(row) for row in result.rows], **told})
+            document = {"choice": result.choice(), "files": result.files, "deploy": deploy}
+            emit({"rows": [asdict(row) for row in result.rows], **document})
         else:
             screen.show_roc(result.rows, result.choice(), result.files)
             deploying.show(deploy)
@@ -482,7 +482,7 @@ def tune(
 
 @app.command(
     epilog="Examples: selfspec serve tuned=llama3_8b engine=h100   ·   selfspec serve layer=3 k=4 gate=margin -- "
-    "--port 8001 --api-key KEY",
+    "--port 8001 --api-key KEY   ·   selfspec serve tuned=llama3_8b engine=h100 replicas=2",
     cls=TakesSettings,
 )
 def serve(
@@ -492,12 +492,16 @@ def serve(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged."""
+    """Start vLLM's OpenAI-compatible server with draft settings; what you type after -- is handed to vLLM unchanged.
+    replicas=N starts N servers, each on GPUs of its own, behind one address."""
     with guard(as_json, debug):
+        from selfspec_cli.stages import replicas
+
         words = list(overrides or [])
         split = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-        cfg = configs.one(words[:split], config)
-        deploying.serve(cfg, words[split:], as_json=as_json, dry_run=dry_run)
+        count, router, own = replicas.asked(words[:split])
+        cfg = configs.one(own, config)
+        deploying.serve(cfg, words[split:], count, router, as_json=as_json, dry_run=dry_run)
 
 
 @app.command(
@@ -661,6 +665,29 @@ def verify(
         document = verifying.verify(cfg, wanted, dry_run=dry_run, debug=debug)
         emit(document) if as_json else verifying.show(document)
         raise typer.Exit(verifying.exit_code(document))
+
+
+@app.command(
+    epilog="Examples: selfspec gate experiments/gates/cpu_micro.yaml   ·   selfspec gate experiments/gates/h100_8b.yaml"
+    " results_dir=results/h100 --junit gates.xml"
+)
+def gate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/gates/; docs/performance_gates.md.")],
+    overrides: Overrides = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
+    plant: Annotated[
+        str | None, typer.Option("--plant", help="Plant a fault that costs speed: the verdict must be red.")
+    ] = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Performance gate: is the speed still what FILE asks for? (The gate of a draft is the setting gate=.) Exit code 0:
+    green; 1: red, or not measurable, which the last line says; 2: bad input, or its micro gate was not green yet."""
+    with guard(as_json, debug, ROWS_KEPT):
+        from selfspec_cli.commands import gating
+
+        gating.gate(file, overrides or [], plant=plant, junit=junit, as_json=as_json, dry_run=dry_run, debug=debug)
 
 
 Where = Annotated[

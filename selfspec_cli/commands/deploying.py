@@ -24,7 +24,7 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label, latest
-from selfspec_cli.stages import preflight
+from selfspec_cli.stages import preflight, replicas
 
 MODELS = 3  # for which a report says what to deploy
 OF_A_SERVER = ("model=", "model.", "engine=", "engine.")
@@ -124,28 +124,48 @@ def of_report(results: Path, out: Path) -> list[dict[str, Any]]:
     return found
 
 
-def serve(cfg: RunConfig, more: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
-    """Replace this process by vLLM's server, which drafts as `cfg` says. more: further options of vLLM's server.
+def serve(
+    cfg: RunConfig, more: Sequence[str], count: int = 1, router: str | None = None, *, as_json: bool, dry_run: bool
+) -> None:
+    """Replace this process by vLLM's server, which drafts as `cfg` says; or start several of them behind a router.
+
+    more: further options of vLLM's server. count, router: see `replicas.plan`.
 
     Raises:
         ConfigError: what `cfg` asks for cannot be had here.
+        ServerError: of several servers, see `replicas.serve`.
     """
     preflight.check(cfg)
     cfg = preflight.for_this_machine([preflight.with_calibration(cfg)])[0]
     warn(preflight.warnings([cfg]))
     made = deployment.deployment(cfg, Path(cfg.results_dir) / deployment.FOLDER)
+    if count > 1:
+        return _several(made, cfg, more, count, router, as_json=as_json, dry_run=dry_run)
     line = " ".join([made.line(), *map(shlex.quote, more)])
     if dry_run:
         plan = {"dry_run": True, "command": line, "speculative_config": made.speculative_config}
         return emit(plan) if as_json else say(line)
     preflight.check_device(cfg)
     note(f"starting: {line}")
-    for told in explained(made):
-        Console(stderr=True, soft_wrap=True).print(Text(told, style="dim"))
+    for line in explained(made):
+        Console(stderr=True, soft_wrap=True).print(Text(line, style="dim"))
     sys.stdout.flush()
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
     made.replace_process(list(more))
+
+
+def _several(
+    made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None, *, as_json: bool,
+    dry_run: bool,
+) -> None:  # fmt: skip
+    servers, front = replicas.plan(made, cfg, more, count, router)
+    if dry_run:
+        lines = [one.line() for one in (*servers, front)]
+        planned = {"dry_run": True, "commands": lines, "speculative_config": made.speculative_config}
+        return emit(planned) if as_json else say("\n".join(lines))
+    preflight.check_device(cfg)
+    replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
 
 
 def explained(made: Deployment) -> list[str]:

@@ -92,9 +92,9 @@ def _run(
     warn([*found.warnings, *(f"{one.arm}: {one.reason}" for one in found.failed)])
     folder = results / quality.FOLDER
     if as_json:
-        told = [{"arm": one.arm, "kind": one.kind, **_columns(one)} for one in found.findings]
+        rows = [{"arm": one.arm, "kind": one.kind, **_columns(one)} for one in found.findings]
         failed = [asdict(one) for one in found.failed]
-        emit({"findings": told, "failed": failed, "warnings": found.warnings, "folder": folder, "note": note})
+        emit({"findings": rows, "failed": failed, "warnings": found.warnings, "folder": folder, "note": note})
     else:
         Console(width=None if Console().is_terminal else 200).print(table(found.findings))
         say(f"{note}\nkept in {folder}")

@@ -76,8 +76,12 @@ def own_servers(runs: list[RunConfig], more: Sequence[str], *, as_json: bool, dr
         server.front_end(cfg)
         if not dry_run and cfg.load.kind:
             _check_prompts(cfg)
-    means = Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
-    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=means)
+    measure("load", runs, Ways(again=True), as_json=as_json, dry_run=dry_run, debug=debug, means=servers(runs, more))
+
+
+def servers(runs: Sequence[RunConfig], more: Sequence[str]) -> Means:
+    """Servers in place of engines. more: options of vLLM's."""
+    return Means(lambda shown, run_id: _servers(runs, more, shown, run_id), _doubts, _page)
 
 
 def _check_prompts(cfg: RunConfig) -> None:
@@ -158,8 +162,8 @@ def _takes_ignore_eos(found: server.Server, path: str) -> bool:
         except OSError as error:
             problem = error
     read = getattr(problem, "read", None)
-    told = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
-    raise ConfigError(f"--url {found.url}: {path} answers {problem} {told}".rstrip()
+    answer = " ".join(read().decode(errors="replace").split())[:200] if read is not None else ""
+    raise ConfigError(f"--url {found.url}: {path} answers {problem} {answer}".rstrip()
                       + ("" if path == clients.CHAT else "; --chat asks for chats")) from problem  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Ways:
 
     @property
     def plan(self) -> dict[str, bool]:
-        """What a plan is told."""
+        """Arguments of `plan.plan`."""
         return {name: getattr(self, name) for name in ("again", "reuse_baseline", "retry_failed")}
 
 
@@ -110,7 +110,9 @@ def measure(
               + (ROWS_KEPT if ways.again else GOES_ON)])  # fmt: skip
     summary = folder / results_folder.SUMMARY
     if as_json:
-        drafting = {point.key: told for point in result.points if (told := tables.drafting_summary(point)) is not None}
+        drafting = {
+            point.key: summed for point in result.points if (summed := tables.drafting_summary(point)) is not None
+        }
         more: dict[str, Any] = {"drafting": drafting, "warnings": [*doubts, *result.warnings]}
         more |= {} if page is None else {"page": page}
         emit({"run_id": result.run_id, **counts, "summary": summary, "rows": rows_document(result.rows), **more})

@@ -128,8 +128,8 @@ def show(found: Profile, files: dict[str, str]) -> None:
     )
     if abs(found.accounted - 1) > CLOCKS:
         warn([f"the parts add up to {found.accounted:.1%} of the wall time: the clocks of the processes disagree"])
-    for told in found.unknown:
-        note(f"not known: {told}")
+    for line in found.unknown:
+        note(f"not known: {line}")
     for name, path in files.items():
         say(f"{name}: {path}")
     say("Open the trace in https://ui.perfetto.dev")

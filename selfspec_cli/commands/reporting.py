@@ -29,6 +29,9 @@ def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: 
     from selfspec_cli.report import table
 
     table.show(made.rows, Console(), made.targets)
+    places = sources.folders(folder)
+    if places != [folder]:
+        say(f"{folder} holds no points of its own: these are of {len(places)} results folders below it")
     if made.figures:
         say(f"figures: {len(made.figures)} files in {made.figures[0].parent}")
     say(f"page: {made.page}")

@@ -139,7 +139,8 @@ def _place(words: list[str]) -> tuple[Path, list[str]]:
         raise ConfigError(f"{RESULTS} is given twice")
     place = Path(named[0] if named else RunConfig().results_dir)
     if not archive.is_folder(place / results.RUNS):
-        raise ConfigError(f"{place} holds no runs/: nothing was measured there; name a folder: {RESULTS}=FOLDER")
+        raise ConfigError(f"{place} holds no runs/: nothing was measured there; measure with selfspec sweep, or name "
+                          f"another folder: {RESULTS}=FOLDER")  # fmt: skip
     return place, [word for word in words if not word.startswith(f"{RESULTS}=")]
 
 

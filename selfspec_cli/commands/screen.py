@@ -73,10 +73,10 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
     except KeyboardInterrupt as error:
         _fail(error, f"interrupted; {then}", INTERRUPTED, as_json, debug)
     except Exception as error:
-        told = _of_disk(error) if isinstance(error, OSError) else None
-        told = remedy(error) if isinstance(error, ModuleNotFoundError) else told
-        if told:
-            _fail(error, told, BAD_INPUT, as_json, debug)
+        advice = _of_disk(error) if isinstance(error, OSError) else None
+        advice = remedy(error) if isinstance(error, ModuleNotFoundError) else advice
+        if advice:
+            _fail(error, advice, BAD_INPUT, as_json, debug)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = "" if debug else "\nThe same command with --debug shows the traceback."
         _fail(error, _shortened(text) + hint, RUN_FAILED, as_json, debug)
@@ -197,9 +197,9 @@ def show_checks(checks: list[Check]) -> None:
     """The doctor's lines. Names inside vLLM that are as they should be are counted; --json lists them."""
     places = [check for check in checks if ":" in check.name]
     right = [check for check in places if check.ok]
-    told = f"{len(right)} of {len(places)} that selfspec replaces are there as they should be (--json lists them)"
+    counted = f"{len(right)} of {len(places)} that selfspec replaces are there as they should be (--json lists them)"
     for check in [check for check in checks if check not in right[1:]]:
-        check = Check("names inside vLLM", True, told) if check in right[:1] else check
+        check = Check("names inside vLLM", True, counted) if check in right[:1] else check
         mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("    ", "")}[check.ok]
         Console(soft_wrap=True).print(Text.assemble((mark, style), f" {check.name:<22} {check.detail}"))
 

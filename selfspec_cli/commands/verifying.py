@@ -85,14 +85,18 @@ def show(document: dict[str, Any]) -> None:
         drafted = f", {row['accepted']} of {row['drafted']} drafted tokens accepted" if row.get("drafted") else ""
         say(f"{row['verdict']:<15} {row['name']:<15} {counted}{drafted}" + _note(row))
     for row in document["sampling"]:
-        told = ""
+        figures = ""
         if "p" in row:
-            told = f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
-            told += f", finds {row['detectable_share']:.0%} of {row['texts']} texts" if row["detectable_share"] else ""
-            told += (
+            figures = (
+                f"p = {row['p']:.3g}, distance {row['distance']:.3f} (plain from itself {row['distance_plain']:.3f})"
+            )
+            figures += (
+                f", finds {row['detectable_share']:.0%} of {row['texts']} texts" if row["detectable_share"] else ""
+            )
+            figures += (
                 f", against the exact distribution p = {row['p_exact']:.3g}" if row.get("p_exact") is not None else ""
             )
-        say(f"{row['verdict']:<15} {row['name']}: {told}" + _note(row))
+        say(f"{row['verdict']:<15} {row['name']}: {figures}" + _note(row))
     for name in ("own_drafts", "head", "plain_repeats"):
         if document[name]:
             facts = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in document[name].items())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -182,13 +182,23 @@ def _converted(word: Word, value: Any) -> Any:
         node[name] = value
         found = node[name]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{word.typed}: {first_line(error)}") from error
+        raise ConfigError(f"{word.typed}: {_no_number(word, value) or first_line(error)}") from error
     if OmegaConf.is_config(found):
         raise ConfigError(f"{word.typed}: {word.key} takes one value, not a list or a mapping")
     option = option_of(word.key)
     assert option is not None  # a group has choices, and a free-form dict was left to Hydra
     check_value(option, found)
     return found
+
+
+def _no_number(word: Word, value: Any) -> str:
+    """Why a value is none for a setting of numbers, and what is one; empty for a setting of another type."""
+    option = option_of(word.key)
+    if option is None or not option.is_number:
+        return ""
+    kind = "whole number" if int in (option.type, *get_args(option.type)) else "number"
+    allowed = f" ({option.knob.allowed()})" if option.knob.allowed() else ""
+    return f"{value!r} is no {kind}; allowed: a {kind}{allowed}, or several as a,b,c or range(start, stop, step)"
 
 
 @cache

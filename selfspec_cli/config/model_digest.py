@@ -133,7 +133,7 @@ def _config(path: Path) -> bytes:
 
 
 def _pieces(file: BinaryIO, suffix: str, size: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the bytes that stand for a weight file."""
+    """(offset, length) of the bytes of a weight file that its digest is made of."""
     try:
         header, tensors = _safetensors(file, size) if suffix == ".safetensors" else (0, [])
     except (ValueError, KeyError, TypeError, AttributeError):

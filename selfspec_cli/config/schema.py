@@ -243,6 +243,10 @@ class LauncherConfig:
     partition: str | None = knob(None, help="of Slurm", unset="Slurm's default")
     minutes: int = knob(240, help="that a Slurm job may take", unit="min", low=1)
     bucket: str | None = knob(None, help="of launcher=sky: the bucket that keeps the results", unset="has to be given")
+    price_hour: float | None = knob(
+        None, help="price of an hour of what a worker runs on, for the cost of each point", unit="money", low=0,
+        unset="no cost is said",
+    )  # fmt: skip
 
 
 def _default_engine() -> EngineConfig:

@@ -89,8 +89,8 @@ class Probing:
         self.left = self.pause  # the answer may take some rounds
         return True
 
-    def told(self, success: bool) -> None:
-        """How a trial ended. After a success the next round is one too."""
+    def ended(self, success: bool) -> None:
+        """Record how a trial ended. After a success the next round is a trial too."""
         self.pause = FIRST_PAUSE if success else min(2 * self.pause, LONGEST_PAUSE)
         self.left = 0 if success else self.pause
 
@@ -121,7 +121,7 @@ class RequestEstimate:
         self.rate = updated(self.rate, accepted, trials(accepted, drafted), WEIGHT)
         self.level = self.ladder.level(self.rate, before)
         if not before and not self.level:
-            self.probing.told(accepted > 0)
+            self.probing.ended(accepted > 0)
         elif before and not self.level:
             self.probing = Probing()
 
@@ -163,7 +163,7 @@ class BatchSwitch:
         verifying = 0.0 if cost is None else max(0.0, cost - width * self._draft_cost)
         if self._round and self._trying:
             self._trying = False
-            self.probing.told(self._pays(sum(self._round) / len(self._round), width, verifying, 1.0))
+            self.probing.ended(self._pays(sum(self._round) / len(self._round), width, verifying, 1.0))
         self._round = []
         mean = self._usual  # of requests that were never seen: all of them, after a while without drafts
         if self._gained:

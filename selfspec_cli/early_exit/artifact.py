@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +30,7 @@ from selfspec_cli.early_exit.head_metadata import (
 from selfspec_cli.early_exit.head_module import ExitHead, check_vocab_ids
 from selfspec_cli.early_exit.heads.base import HeadError
 from selfspec_cli.early_exit.legacy import load_pt
+from selfspec_cli.whole import written
 
 
 class LoadedHead(NamedTuple):
@@ -41,7 +41,7 @@ class LoadedHead(NamedTuple):
 
 
 def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:
-    """Writes the head; the file is there whole or not at all (temporary file, fsync, os.replace).
+    """Write the head; the file is there whole or not at all.
 
     Creates the directory. Raises HeadError when head and metadata disagree, OSError when the disk does not oblige.
     """
@@ -52,18 +52,8 @@ def save_head(path: str | os.PathLike[str], head: ExitHead, metadata: HeadMetada
     _check_tensors(target, tensors, metadata)
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
     header |= {item.name: json.dumps(getattr(metadata, item.name)) for item in fields(metadata)}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    try:
-        save_file(tensors, temporary, metadata=header)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's 0600 would hide the head from other users
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, target)
-    except BaseException:  # KeyboardInterrupt too: an interrupted save leaves nothing behind
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with written(target) as part:
+        save_file(tensors, part, metadata=header)
     return target
 
 
@@ -136,9 +126,3 @@ def _load_legacy(file: Path) -> LoadedHead:
     bias = "bias" in head.tensors
     fit = {} if scale is None else {"scale": scale}
     return LoadedHead(head, HeadMetadata(LEGACY_KIND, layer, hidden, vocab_size, bias=bias, fit=fit))
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -1,7 +1,7 @@
 """The record of real drafting: for each drafted token every gate statistic, and whether the verifier took it.
 
-A recorder stands beside the draft loop and is told of three things: a draft step, the proposal's fate, and that the
-record is wanted. What a gate would have done is then a question to the log (`replay.py`), not to the machine.
+A recorder works beside the draft loop. It is called after a draft step, after the verification of a proposal, and when
+the record is wanted. What a gate would have done is then a question to the log (`replay.py`), not to the machine.
 """
 
 from __future__ import annotations

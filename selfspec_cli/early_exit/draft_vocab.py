@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.head_module import check_vocab_ids, most_frequent_ids
 from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.whole import written
 
 COUNTS_FILE = "token_counts.safetensors"
 
@@ -91,15 +91,8 @@ def count_tokens(windows: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
 def save_counts(folder: str | os.PathLike[str], counts: Tensor, corpus: str) -> Path:
     """Keep token counts in a folder of heads, whole or not at all."""
     target = Path(folder) / COUNTS_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    try:
-        save_file({"counts": counts}, temporary, metadata={"corpus": corpus})
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with written(target) as part:
+        save_file({"counts": counts}, part, metadata={"corpus": corpus})
     return target
 
 

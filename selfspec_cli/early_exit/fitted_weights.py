@@ -22,6 +22,7 @@ from torch import Tensor
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.base import DraftWeights
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.whole import written
 
 FORMAT, SUFFIX = "selfspec-draft-weights-1", ".safetensors"
 LM_HEAD = "lm_head"
@@ -79,13 +80,8 @@ def save(path: str | os.PathLike[str], fitted: FittedWeights) -> Path:
         raise SettingsError(f"draft_weights_path = {str(target)!r}: fitted copies are saved as {SUFFIX}")
     tensors = {f"{name}.copy.{key}": t for name, copy in fitted.copies.items() for key, t in copy.items()}
     header = {"format": FORMAT, **{key: json.dumps(value) for key, value in asdict(fitted.about).items()}}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with written(target) as part:
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, part, metadata=header)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
     return target
 
 

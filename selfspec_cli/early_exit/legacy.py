@@ -20,6 +20,7 @@ from torch import Tensor
 from selfspec_cli.early_exit.head_metadata import LEGACY_KIND, HeadMetadata, legacy_layer
 from selfspec_cli.early_exit.head_module import ExitHead
 from selfspec_cli.early_exit.heads.base import HeadError
+from selfspec_cli.whole import written
 
 _NUMBERS, _FLAGS = {"weight", "bias", "scale"}, {"after_norm"}
 
@@ -74,14 +75,8 @@ def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetada
     if metadata.fit.get("scale") is not None:
         tensors["scale"] = torch.tensor(float(metadata.fit["scale"]))
     target = Path(folder) / f"ee_layer{metadata.layer}_lsq.pt"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(tensors, temporary)
-        os.replace(temporary, target)
-    except BaseException:  # KeyboardInterrupt too: an interrupted save leaves nothing behind
-        temporary.unlink(missing_ok=True)
-        raise
+    with written(target) as part:
+        torch.save(tensors, part)
     return target
 
 

@@ -125,12 +125,13 @@ def processes_for(clients: int) -> int:
 
 
 def run(
-    job: Job, folder: Path, *, check: Callable[[], None], told: Callable[[int, float], None] = lambda *_: None
+    job: Job, folder: Path, *, check: Callable[[], None], progress: Callable[[int, float], None] = lambda *_: None
 ) -> Run:
     """Run a job to its end. Leaves job.json, samples.jsonl, clients.log and locust's own tables in `folder`.
 
     Args:
-        check: called while the clients work; what it raises ends them. told: requests ended and seconds gone so far.
+        check: called while the clients work; what it raises ends them. progress: called with the
+            requests ended and the seconds gone so far.
 
     Raises:
         ClientsError: locust is not installed, or failed.
@@ -145,7 +146,7 @@ def run(
         try:
             for part in parts:
                 running.append(_start(part, folder, out))
-            _watch(running, parts, check, told)
+            _watch(running, parts, check, progress)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -182,7 +183,7 @@ def warm_up(job: Job, clients: int, *, check: Callable[[], None]) -> None:
 
 
 def _parts(job: Job, folder: Path) -> list[dict[str, Any]]:
-    """What each process is told. Process n of N asks the requests n, n + N, n + 2 N and so on."""
+    """The settings of each process. Process n of N asks the requests n, n + N, n + 2 N and so on."""
     whole, count = asdict(job), max(1, min(job.processes, job.clients or len(job.arrivals or ()) or 1))
     found = []
     for number in range(count):
@@ -263,7 +264,7 @@ def _watch(
     running: Sequence[subprocess.Popen[bytes]],
     parts: Sequence[Mapping[str, Any]],
     check: Callable[[], None],
-    told: Callable[[int, float], None],
+    progress: Callable[[int, float], None],
 ) -> None:
     began = last = time.monotonic()
     ended = 0
@@ -288,7 +289,7 @@ def _watch(
                         samples.seek(read_to[number])
                         new = samples.read()
                     ended, read_to[number] = ended + new.count(b"\n"), read_to[number] + len(new)
-            told(ended, now - began)
+            progress(ended, now - began)
         time.sleep(POLL_SECONDS)
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import RunConfig, Runner, dump
 from selfspec_cli.engine.arguments import llm_arguments
 from selfspec_cli.vllm_plugin import versions
+from selfspec_cli.whole import written
 
 FOLDER = "deploy"
 COMMAND_MODULE = "vllm.entrypoints.cli.main"  # what the `vllm` command runs

@@ -200,8 +200,8 @@ def _read(parts: list[Part]) -> dict[str, Any]:
                 moments.append(round(1e6 * moment))
                 texts += [text or "" for text in written]
     digest = hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    told = {"tokens": usage.get("completion_tokens"), "prompt_tokens": usage.get("prompt_tokens")}
-    return {"events_us": moments, "digest": digest, "whole": whole, **told}
+    counts = {"tokens": usage.get("completion_tokens"), "prompt_tokens": usage.get("prompt_tokens")}
+    return {"events_us": moments, "digest": digest, "whole": whole, **counts}
 
 
 def _pause(client: int, gone: float) -> float:

@@ -136,8 +136,8 @@ def connect(url: str, model: str | None = None) -> Server:
     try:
         known = [str(one["id"]) for one in json.loads(ask(f"{base}/v1/models"))["data"]]
     except urllib.error.HTTPError as error:
-        told = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
-        raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{told}") from error
+        advice = ": set OPENAI_API_KEY" if error.code in (401, 403) else ""
+        raise ConfigError(f"--url {url}: /v1/models answers HTTP {error.code}{advice}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"--url {url}: no OpenAI API answers there ({reason}); start a server with: selfspec serve"

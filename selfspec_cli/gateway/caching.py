@@ -19,7 +19,7 @@ _NOT_SAMPLING = ("model", "messages", "prompt", "stream", "stream_options", "use
 
 
 class Caching:
-    """cache: None where no cache is configured. fault: told what failed in the cache."""
+    """cache: None where no cache is configured. fault: called with what failed in the cache."""
 
     def __init__(
         self, settings: CacheSettings, cache: AnswerCache | None, fault: Callable[[BaseException], None]

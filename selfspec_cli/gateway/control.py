@@ -34,7 +34,7 @@ def control(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="selfspec gateway", version=__version__)
 
     @app.exception_handler(GatewayError)
-    async def told(request: Request, error: GatewayError) -> Response:
+    async def refused(request: Request, error: GatewayError) -> Response:
         return Response(error.body(), error.status, error.headers, "application/json")
 
     @app.exception_handler(404)
@@ -61,7 +61,7 @@ def control(gateway: Gateway) -> FastAPI:
 
 def _views(app: FastAPI, gateway: Gateway) -> None:
     """What is looked at."""
-    told_at = [0.0]  # when /metrics was told the gains
+    gains_at = [0.0]  # when /metrics last got the gains
 
     @app.get("/health")
     async def health() -> Response:
@@ -73,8 +73,8 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus's text format."""
-        if time.monotonic() - told_at[0] > GAINS_SECONDS:
-            told_at[0] = time.monotonic()
+        if time.monotonic() - gains_at[0] > GAINS_SECONDS:
+            gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
@@ -128,8 +128,8 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
         found = [one for one in gateway.replicas if one.name == name]
         if not found or what not in ("drain", "resume"):
             names = ", ".join(one.name for one in gateway.replicas)
-            told = f"{name}/{what}: allowed: one of {names}, and drain or resume"
-            raise GatewayError(told, 404, "invalid_request_error")
+            problem = f"{name}/{what}: allowed: one of {names}, and drain or resume"
+            raise GatewayError(problem, 404, "invalid_request_error")
         found[0].draining = what == "drain"
         return _shown(found[0])
 

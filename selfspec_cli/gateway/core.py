@@ -29,7 +29,7 @@ from selfspec_cli.gateway.telemetry import Telemetry, Tracing
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import ASKED_FOR, Ledger
 
-VANISHED = 499  # of the log and the metrics; nobody is left to be told
+VANISHED = 499  # of the log and the metrics; the client is gone
 LEARNT = 0.05  # weight of a new request in means over requests
 ASKED_KEPT = 10_000  # requests whose answers may still be judged
 TEXT_KEPT = 2000  # characters of each
@@ -120,8 +120,8 @@ class Gateway:
                     f"{scope['method']} is not allowed here; allowed: POST", 405, "invalid_request_error"
                 )
             if self.draining or self.inside > self.settings.limits.at_once:
-                told = "the gateway is ending" if self.draining else "too many requests at once"
-                raise GatewayError(told, 503, "service_unavailable", headers={"retry-after": "1"})
+                reason = "the gateway is ending" if self.draining else "too many requests at once"
+                raise GatewayError(reason, 503, "service_unavailable", headers={"retry-after": "1"})
             who = self.keys.tenant(headers.get("authorization", ""))
             who.enter()
             tenant = who

@@ -83,8 +83,8 @@ class Keys:
         scheme, _, key = authorization.partition(" ")
         found = self.known.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if found is None:
-            told = "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
-            raise GatewayError(told, 401, "authentication_error", headers={"www-authenticate": "Bearer"})
+            problem = "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
+            raise GatewayError(problem, 401, "authentication_error", headers={"www-authenticate": "Bearer"})
         return found
 
 

@@ -52,7 +52,7 @@ class Relay:
         """Answer the request by the first of these backends that can.
 
         Raises:
-            GatewayError: nobody could; the client has not been told.
+            GatewayError: nobody could; nothing has been sent to the client.
         """
         limits, failure = self.gateway.settings.limits, None
         tried = list(order)[: limits.attempts]
@@ -93,7 +93,7 @@ class Relay:
         """Let others send the rest of a stream.
 
         Raises:
-            GatewayError: nobody can; it is told inside the stream.
+            GatewayError: nobody can; the caller sends the error inside the stream.
         """
         broken_at, last_seen = time.monotonic(), self.last
         reason = f"{failure}; it could not be continued"
@@ -208,7 +208,7 @@ class Relay:
     # ---- a stream ----------------------------------------------------------------------------------------------------
 
     async def _stream(self, replica: Replica, number: int, began: float, response: Any) -> None:
-        kind = response.headers.get("Content-Type", "")
+        kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         frames, done = Frames(), False

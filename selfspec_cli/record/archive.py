@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.whole import written
 
 SUFFIX = ".jsonl.xz"
 MADE = ("summary.csv", "details.csv", "loads.csv", "quality.csv", "profiles.csv", "accept.tsv", "heads.csv",
@@ -143,14 +144,9 @@ def pack(folder: Path, archive: Path) -> int:
             lines.append(_line(file, name.as_posix()))
     if not lines:
         raise ConfigError(f"{folder} holds nothing to publish")
-    part = archive.with_name(f".{archive.name}.{os.getpid()}.part")
     try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with written(archive) as part:
             part.write_bytes(lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME))
-            part.replace(archive)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{error.filename or archive} cannot be written ({error.strerror})") from error
     return len(lines)

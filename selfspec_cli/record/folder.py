@@ -23,6 +23,7 @@ from selfspec_cli.record.columns import TABLES, AcceptRow, Summary
 from selfspec_cli.record.guarded import RecordError as RecordError
 from selfspec_cli.record.guarded import explained, locked, not_writable, sweep_lock
 from selfspec_cli.record.point import Point, from_json, head_from_line, to_json
+from selfspec_cli.whole import written
 
 RUNS, SUMMARY = "runs", "summary.csv"
 
@@ -227,16 +228,8 @@ def delete(results: str | os.PathLike[str], ids: Collection[str]) -> list[str]:
 
 def _replace(path: Path, text: str) -> None:
     path = path.resolve()  # a link stays a link
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with explained(path):
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+    with explained(path), written(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def prepare(results: str | os.PathLike[str]) -> list[str]:

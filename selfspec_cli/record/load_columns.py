@@ -13,8 +13,8 @@ from selfspec_cli.record.point import Point, median
 if TYPE_CHECKING:
     from selfspec_cli.record.columns import Record
 
-TOLD = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
-"""Columns that the server told, or that followed from what was measured before (`Point.engine`)."""
+FROM_ENGINE = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
+"""Columns that `Point.engine` holds: reported by the server, or known from what was measured before."""
 DRIFT = 3  # whole windows that a run needs for its first and its last one to be compared
 
 
@@ -60,7 +60,7 @@ def limits(arm: dict[str, Any]) -> latency.Limits:
 
 def measured(point: Point) -> dict[str, Any]:
     """What a load test found, besides speed and latencies, which every point has."""
-    found: dict[str, Any] = {name: point.engine[name] for name in TOLD if point.engine.get(name) is not None}
+    found: dict[str, Any] = {name: point.engine[name] for name in FROM_ENGINE if point.engine.get(name) is not None}
     found["requests"] = sum(len(repeat.requests) for repeat in point.repeats)
     if not point.repeats:
         return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.record import archive
+from selfspec_cli.whole import written
 
 FOLDER, FORMAT = "profiles", 1
 SHARES = {
@@ -108,16 +109,11 @@ def save(results: str | os.PathLike[str], profile: Profile, trace: bytes) -> Pat
         OSError: one could not be written.
     """
     folder = Path(results) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT} | asdict(profile), ensure_ascii=False) + "\n"
     target = folder / f"{profile.name}.json"
     for file, content in ((folder / profile.trace, trace), (target, text.encode())):
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
-        try:
+        with written(file) as part:
             part.write_bytes(content)
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
     return target
 
 

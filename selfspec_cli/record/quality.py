@@ -22,6 +22,7 @@ from selfspec_cli.early_exit import view
 from selfspec_cli.record import archive, profiles
 from selfspec_cli.record.intervals import Interval, perplexity_interval
 from selfspec_cli.record.point import Point
+from selfspec_cli.whole import written
 
 FOLDER, VERDICTS, FORMAT = "quality", "verify", 1
 TEXT, GENERATED, EVAL = "text", "generated", "eval"
@@ -131,15 +132,9 @@ def save(results: str | os.PathLike[str], finding: Finding) -> Path:
     Raises:
         OSError: it could not be written.
     """
-    folder = Path(results) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{finding.name}.json"
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    target = Path(results) / FOLDER / f"{finding.name}.json"
+    with written(target) as part:
         part.write_text(json.dumps({"format": FORMAT} | asdict(finding), ensure_ascii=False) + "\n", encoding="utf-8")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
     return target
 
 

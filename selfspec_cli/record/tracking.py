@@ -26,7 +26,7 @@ UPLOAD_LOG = "selfspec-upload.log"
 
 
 class Tracker:
-    """Takes points and figures; this one drops them. messages: what a user is told in the end."""
+    """Takes points and figures; this one drops them. messages: shown to the user in the end."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -49,8 +49,8 @@ class _Wandb(Tracker):
 
     def log(self, point: Point) -> None:
         row = tables.row(point)
-        told = {"point": point.id, "key": point.key, "device": point.device, "status": row.status, "arm": point.arm}
-        facts = told | {"digests": point.digests, "versions": point.versions, "git": point.git}
+        about = {"point": point.id, "key": point.key, "device": point.device, "status": row.status, "arm": point.arm}
+        facts = about | {"digests": point.digests, "versions": point.versions, "git": point.git}
         with self._run(point.id, _name(row), "point", (point.config or {}) | facts) as run:
             run.summary.update({name: value for name, value in asdict(row).items() if value is not None})
             logged: dict[str, Any] = {name: self._wandb.Histogram(ms) for name, ms in latencies(point).items()}

@@ -67,17 +67,19 @@ class Comparison:
     @property
     def found(self) -> str:
         """What the comparison says, in a sentence or two."""
-        told = [pair.verdict for pair in self.pairs]
+        verdicts = [pair.verdict for pair in self.pairs]
         counts = ", ".join(
-            f"{told.count(verdict)} {verdict}" for verdict in (FASTER, SLOWER, NOISE, UNKNOWN) if verdict in told
+            f"{verdicts.count(verdict)} {verdict}"
+            for verdict in (FASTER, SLOWER, NOISE, UNKNOWN)
+            if verdict in verdicts
         )
-        sure = len(told) - told.count(UNKNOWN)
-        text = f"Of {len(told)} arm(s) that both measured, with A = {self.a} and B = {self.b}, B is: {counts}."
-        if sure >= 10 and sure != told.count(NOISE):
+        sure = len(verdicts) - verdicts.count(UNKNOWN)
+        text = f"Of {len(verdicts)} arm(s) that both measured, with A = {self.a} and B = {self.b}, B is: {counts}."
+        if sure >= 10 and sure != verdicts.count(NOISE):
             text += f" At 95 %, about {sure / 20:.0f} of {sure} would seem to differ by chance alone."
         if any(pair.interval is not None and min(pair.runs) < 2 for pair in self.pairs):
             text += " The noise is that of repeats within one run, and does not hold how runs differ from one another."
-        if UNKNOWN in told:
+        if UNKNOWN in verdicts:
             text += " Where repeats were not kept, nothing says how much is noise."
         return text
 
@@ -114,7 +116,9 @@ def resolve(word: str, results: str | Path) -> tuple[list[Point], list[str]]:
 
 def _all(root: Path) -> tuple[list[Point], list[str]]:
     read = [folder.read(place) for place in sources.folders(root)]
-    return folder.in_order([point for points, _ in read for point in points]), [one for _, told in read for one in told]
+    return folder.in_order([point for points, _ in read for point in points]), [
+        one for _, doubts in read for one in doubts
+    ]
 
 
 def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = ()) -> Comparison:
@@ -125,8 +129,8 @@ def compare(words: tuple[str, str], results: str | Path, where: Sequence[str] = 
     """
     sides, warnings = [], []
     for word in words:
-        points, told = resolve(word, results)
-        warnings += told
+        points, doubts = resolve(word, results)
+        warnings += doubts
         by_id = {row.point: row for row in query.chosen(map(tables.row, points), where)}
         sides.append({point.id: (point, by_id[point.id]) for point in points if point.ok and point.id in by_id})
     return between(words, [*sides[0].values()], [*sides[1].values()], warnings)

@@ -111,5 +111,7 @@ def _line(pair: Pair) -> list[str]:
 
 
 def _values(values: list[Any]) -> str:
-    told = ["not set" if value is None else str(value) for value in values]
-    return ", ".join(told[:MOST_VALUES]) + (f" and {len(told) - MOST_VALUES} more" if len(told) > MOST_VALUES else "")
+    texts = ["not set" if value is None else str(value) for value in values]
+    return ", ".join(texts[:MOST_VALUES]) + (
+        f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
+    )

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.report.figures.base import ROWS, Figure, Panel
+from selfspec_cli.whole import written
 
 WIDTH = 760  # pixels
 MOST_PANELS = 24  # of one figure, as files

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import __version__
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config import paths
 from selfspec_cli.report import details
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
+from selfspec_cli.whole import written
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60
+MOST_GATES = 40
 MOST_PANELS = (300, 60, 12)
 """Of one figure: fewer where more do not fit, even with the least detailed raw times."""
 MOST_TIMES = {"events": 500_000, "requests": 100_000}
@@ -45,19 +46,20 @@ def html(found: Sources, figures: list[Figure], reload: int = 0) -> str:
     together = groups(found.rows)
     places = {row.point: place for place, row in enumerate(found.rows)}
     show = templates.get_template("page.html").render
-    told = (
+    headlines = (
         [f"{group.title}, {group.rows[0].device}: {group.headline}" for group in together] if len(together) > 1 else []
     )
     words = {
         "version": __version__,
         "lead": overview(together),
-        "sentences": told[:MOST_SENTENCES],
-        "more": max(0, len(told) - MOST_SENTENCES),
+        "sentences": headlines[:MOST_SENTENCES],
+        "more": max(0, len(headlines) - MOST_SENTENCES),
         "targets": targets(found),
         "facts": details.provenance(found.points),
         "counts": {"points": len(found.points), "failed": sum(not point.ok for point in found.points)},
         "warnings": found.warnings,
         "gateway": found.gateway,
+        "gates": gates(found),
         "code": code(),
         "reload": reload,
     }
@@ -88,12 +90,12 @@ def limited(figure: Figure, most: int) -> Figure:
         return figure
     chosen = sorted(figure.panels, key=lambda panel: -len(panel.points))[:most]
     kept = {id(panel) for panel in chosen}
-    told = (
+    left_out = (
         f" {most} of {len(figure.panels):,} panels are here, those of most points; the table has all points, "
         "and selfspec report --where makes a page of some."
     )
     panels = [panel for panel in figure.panels if id(panel) in kept]
-    return replace(figure, about=figure.about + told, panels=panels)
+    return replace(figure, about=figure.about + left_out, panels=panels)
 
 
 def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _figure(figure: Figure, places: dict[str, int]) -> dict[str, Any]:
 
 def targets(found: Sources) -> list[dict[str, str]]:
     """Each value that an experiment wanted, beside the best that its points reached."""
-    told = []
+    found_targets = []
     for target in found.targets:
         rows = [row for row in latest(found.rows) if target.is_for(row)]
         arm = ", ".join(f"{name}={value}" for name, value in target.arm.items())
@@ -123,7 +125,7 @@ def targets(found: Sources) -> list[dict[str, str]]:
             measured = [value for row in rows if (value := getattr(row, name)) is not None]
             reached = any(target.reached(row, name) for row in rows)
             best = (min if target.is_less_better(name) else max)(measured) if measured else None
-            told.append(
+            found_targets.append(
                 {
                     "experiment": target.experiment,
                     "arm": arm,
@@ -133,7 +135,21 @@ def targets(found: Sources) -> list[dict[str, str]]:
                     "reached": "" if best is None else "yes" if reached else "no",
                 }
             )
-    return told
+    return found_targets
+
+
+def gates(found: Sources) -> list[dict[str, str]]:
+    """What performance gates said, the newest first, with what decided where they were not green."""
+    shown = []
+    for line in found.gates[: -MOST_GATES - 1 : -1]:
+        deciding = [one for one in line["checks"] if one["outcome"] == line["outcome"] != "green"]
+        words = [f"{one['gate']}: {one['asked']}" + (f", {one['value']:.3g}" if one["value"] is not None else "")
+                 for one in deciding]  # fmt: skip
+        more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+        shown.append({"time": line["time"], "gate": line["gate"], "outcome": line["outcome"],
+                     "because": "; ".join(words[:3]) + more, "code": line["place"]["code"],
+                     "device": line["place"]["device"]})  # fmt: skip
+    return shown
 
 
 def code() -> dict[str, str]:

@@ -162,7 +162,7 @@ def breakdown(
     Raises:
         ValueError: the trace has no range of a full pass.
     """
-    ranges, doubts = _ranges(engine), []
+    ranges, doubts = _ranges(engine), list[str]()
     end = begin + wall * 1e6
     rounds = sum(name == "verify" and at < end for at, _, name in ranges)
     if not rounds:
@@ -172,8 +172,8 @@ def breakdown(
     if device:
         pieces = _device_pieces(engine, device, ranges, step)
         busy = _covered(pieces)
-        unseen, told = _unseen_steps(pieces, step, steps)
-        busy, doubts = _filled(busy, unseen), told
+        unseen, doubts = _unseen_steps(pieces, step, steps)
+        busy = _filled(busy, unseen)
         waiting = [(at, until, part if part in ("scheduler", "detokenise") else HOST) for at, until, part in host]
         timeline = _filled(busy, waiting)
     else:
@@ -201,9 +201,9 @@ def _unseen_steps(
 ) -> tuple[list[Interval], list[str]]:
     """Draft steps that were made and are not in the trace, as intervals beside those that are, and what to say of it.
 
-    Of a loop inside a CUDA graph the profiler may see one pass alone (the last one on an H200), and the GPU seems to
-    rest during the others. The steps that were counted and not seen take so much of these rests as those that were seen
-    took on average, in the same shares of their parts, and no more than there is.
+    Of a loop inside a CUDA graph the profiler may see one pass alone (the last one on an H200), and the GPU seems
+    idle during the others. Each step that was counted and not seen gets as much of this idle time as a seen one took on
+    average, divided among its parts in the same shares, as far as the idle time lasts.
     """
     drafted = [piece for piece in pieces if (piece.name, piece.part) in step]
     seen = _seen(pieces, step)
@@ -215,20 +215,20 @@ def _unseen_steps(
     total = sum(spent.values())
     needed = left = total / seen * (steps - seen)
     found: list[Interval] = []
-    for rests in _rests(pieces, step[-1]):
-        room = sum(end - at for at, end in rests)
+    for gaps in _idle(pieces, step[-1]):
+        room = sum(end - at for at, end in gaps)
         taken = min(left, room)
         left -= taken
-        for at, end in rests:
+        for at, end in gaps:
             whole = taken * (end - at) / room
             for part, time in spent.items():
                 found.append((at, at + whole * time / total, part))
                 at = found[-1][1]
-    told = (f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
+    doubt = (f"{steps - seen} of {steps} draft steps are not in the trace: the profiler does not see all passes of a "
             "loop inside a CUDA graph. They are counted as the time of those that it saw")  # fmt: skip
     if left > 0.05 * needed:
-        told += f", as far as the GPU seems to rest beside them, which is {1 - left / needed:.0%} of it"
-    return sorted(found), [told]
+        doubt += f", as far as the GPU seems idle beside them, which is {1 - left / needed:.0%} of it"
+    return sorted(found), [doubt]
 
 
 def _seen(pieces: Sequence[Piece], step: Sequence[tuple[str, str]]) -> int:
@@ -242,11 +242,12 @@ def _passes(pieces: Sequence[Piece], step: Sequence[tuple[str, str]], steps: int
     return max(steps / seen, 1.0) if seen and steps is not None else 1.0
 
 
-def _rests(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[float, float]], ...]:
-    """When the GPU seems to rest inside launches that have the kernel `last`, which ends a pass, and when behind them.
+def _idle(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[float, float]], ...]:
+    """When the GPU seems idle inside launches that have the kernel `last`, which ends a pass, and when after them.
 
-    Inside a launch nothing waits for the host, so a rest there is passes that the profiler did not see, in front of the
-    one that it saw. Behind a launch are those of a profiler that sees the first pass, and the GPU may wait there too.
+    Inside a launch nothing waits for the host, so idle time there is passes that the profiler did not see, before the
+    one that it saw. After a launch come the passes that are missed by a profiler that sees the first one, and there the
+    GPU may also wait for the host.
     """
     launches: dict[int, list[int]] = {}
     for place, piece in enumerate(pieces):
@@ -256,9 +257,9 @@ def _rests(pieces: Sequence[Piece], last: tuple[str, str]) -> tuple[list[tuple[f
         own = [pieces[place] for place in places]
         if any((piece.name, piece.part) == last for piece in own):
             between = [(one.end, following.begin) for one, following in pairwise(own)]
-            inside += sorted(between, key=lambda rest: rest[1] - rest[0])[-1:]
+            inside += sorted(between, key=lambda gap: gap[1] - gap[0])[-1:]
             behind += [(own[-1].end, following.begin) for following in pieces[places[-1] + 1 :][:1]]
-    return tuple([(at, end) for at, end in rests if end > at] for rests in (inside, behind))
+    return tuple([(at, end) for at, end in gaps if end > at] for gaps in (inside, behind))
 
 
 def draft_step(engine: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -77,7 +77,7 @@ def each(
     """Call `do(engine, arm)` for every arm, on engines that neighbours share; what fails is written down, and the rest
     goes on, on a fresh engine unless it was bad input.
 
-    done: is told how many arms are over.
+    done: called with the number of arms that are over.
     """
     failed: list[Failure] = []
     waiting = list(arms)
@@ -115,7 +115,7 @@ def _groups(arms: Sequence[Planned]) -> Iterator[Iterator[Planned]]:
 
 
 def failure(planned: Planned, error: Exception) -> Failure:
-    """What is told of an arm that failed; an interrupt comes first."""
+    """The failure of an arm as it is reported; raises KeyboardInterrupt if the user interrupted the run."""
     interrupts.check()
     return Failure(label(planned), " ".join(str(error).split()) or type(error).__name__, isinstance(error, BAD_INPUT))
 

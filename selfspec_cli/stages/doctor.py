@@ -133,11 +133,11 @@ def _compiler(cfg: RunConfig) -> Check:
 def _preloaded() -> Check:
     """vLLM's log warns of libraries that are not preloaded: what a server will have, and what is missing."""
     found = [file.name for file in deployment.preloaded()]
-    told = f"selfspec serve preloads {' and '.join(found)}" if found else "nothing to preload"
+    detail = f"selfspec serve preloads {' and '.join(found)}" if found else "nothing to preload"
     missing = "" if any("tcmalloc" in name for name in found) else (
         "; libtcmalloc, an allocator that may be faster, is not installed (Debian, Ubuntu: libtcmalloc-minimal4), and "
         "vLLM's log says so")  # fmt: skip
-    return Check("preloaded", None, told + missing)
+    return Check("preloaded", None, detail + missing)
 
 
 def _settings(cfg: RunConfig) -> Check:

@@ -164,8 +164,8 @@ class _Job:
             self.found.warnings.append(f"{arms.label(planned)}: no draft was accepted while answers were generated; "
                                        "that they are the baseline's says nothing about drafting")  # fmt: skip
         protocol = {"lm_eval": version("lm_eval"), "limit": self.limit, "num_fewshot": self.fewshot}
-        told = {"scores": scores, "accepted": accepted}
-        finding = arms.finding(planned, self.base, quality.EVAL, self.run_id, protocol, told)
+        values = {"scores": scores, "accepted": accepted}
+        finding = arms.finding(planned, self.base, quality.EVAL, self.run_id, protocol, values)
         results.save_finding(Path(planned.cfg.results_dir), finding)
         self.found.findings.append(finding)
 
@@ -180,17 +180,17 @@ def _evaluate(
         task.set_fewshot_seed(seed=cfg.seed)
     named = {"tasks": {task.config.task: task for task in tasks}, "groups": {}, "group_map": {}}
     # Not `simple_evaluate`: for every arm that would read thousands of task files and ask pip what is installed.
-    told = harness_evaluate(
+    found = harness_evaluate(
         LiveModel(engine, progress), named, limit=limit, bootstrap_iters=BOOTSTRAP, fewshot_as_multiturn=True
     )
     scores: list[dict[str, Any]] = []
     answers: Answers = {}
     for task in tasks:
         name, kind = task.config.task, task.OUTPUT_TYPE
-        samples = told["samples"][name]
-        for metric, value in _metrics(told["results"][name]):
+        samples = found["samples"][name]
+        for metric, value in _metrics(found["results"][name]):
             scores.append({
-                "task": name, "metric": metric, "value": value, "stderr": _stderr(told["results"][name], metric),
+                "task": name, "metric": metric, "value": value, "stderr": _stderr(found["results"][name], metric),
                 "samples": len(samples), "same": None, "drafted": kind == GENERATES and cfg.method is Method.layer_skip,
                 "output_type": kind,
             })  # fmt: skip
@@ -201,15 +201,15 @@ def _evaluate(
     return scores, {(name, metric.removesuffix(",none")): given for (name, metric), given in answers.items()}
 
 
-def _metrics(told: Mapping[str, Any]) -> list[tuple[str, float]]:
+def _metrics(results: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The numbers among a task's results that are scores, by the harness's names (`metric,filter`)."""
-    return [(name, float(value)) for name, value in told.items()
+    return [(name, float(value)) for name, value in results.items()
             if "," in name and "_stderr," not in name and isinstance(value, (int, float))]  # fmt: skip
 
 
-def _stderr(told: Mapping[str, Any], metric: str) -> float | None:
+def _stderr(results: Mapping[str, Any], metric: str) -> float | None:
     plain, _, chosen = metric.partition(",")
-    value = told.get(f"{plain}_stderr,{chosen}")
+    value = results.get(f"{plain}_stderr,{chosen}")
     return float(value) if isinstance(value, (int, float)) else None
 
 

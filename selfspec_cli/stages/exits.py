@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
 from selfspec_cli.config.keys import KEY_LENGTH, engine_key
@@ -27,6 +26,7 @@ from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.stages import measure
 from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.whole import written
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]

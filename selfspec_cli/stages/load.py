@@ -28,7 +28,7 @@ from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
 FOLDER = "load"  # of raw samples, in the results folder
 FEW = 8  # clients that warm up a server, and that ask where nothing says how much
 ERRORS = 5  # kinds of failure that a point keeps
-IDLE = 0.01  # share of a core below which a process of a server is not told
+IDLE = 0.01  # share of a core below which a process of a server is not listed
 LATE_MS = 20.0  # by which an open loop may fall behind its schedule before it is said
 
 
@@ -163,13 +163,13 @@ class Loader:
     def _run(self, cfg: RunConfig, server: Server, job: Job, place: Path, progress: Progress) -> Run:
         total = job.requests or (len(job.arrivals) if job.arrivals is not None else 0)
 
-        def told(ended: int, gone: float) -> None:
+        def report(ended: int, gone: float) -> None:
             if total:
                 progress("requests", min(ended, total - 1), total)
             elif job.seconds is not None:
                 progress("seconds", min(int(gone), int(job.seconds)), int(job.seconds) + 1)
 
-        run = run_clients(job, place, check=server.check, told=told)
+        run = run_clients(job, place, check=server.check, progress=report)
         if total or job.seconds is not None:
             size = total or int(job.seconds or 0) + 1
             progress("requests" if total else "seconds", size, size)
@@ -260,8 +260,8 @@ def doubts(engine: dict[str, Any]) -> list[str]:
     if engine.get("interrupted"):
         found.append("it was interrupted, and holds what had ended until then")
     if failed := engine.get("failed_requests"):
-        told = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
-        found.append(f"{failed} requests failed: {told}")
+        counted = "; ".join(f"{count} times {error}" for error, count in engine.get("errors", {}).items())
+        found.append(f"{failed} requests failed: {counted}")
     if again := engine.get("sent_again"):
         found.append(f"{again} requests were sent a second time: the server had closed the connection that they used")
     if (engine.get("client_cpu") or 0) > BUSY:

@@ -1,7 +1,7 @@
 """The measuring loop: one arm, or several settings of one live engine, alternating.
 
-By turns the arms generate prompt chunk by prompt chunk, a second or less each, so that whatever slows the machine slows
-all of them and their ratios survive. Plain decoding is an arm like the others: the same engine, drafting nothing.
+The arms alternate after every prompt chunk, a second or less each, so that whatever slows the machine slows all of
+them, and their ratios stay true. Plain decoding is an arm like the others: the same engine, drafting nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN = Setting("none", None, 0)
 """No drafts at all."""
 
 AS_FOUND = Setting("as found", None, 0)
-"""Stands for whatever the engine is set to."""
+"""Leaves the engine as it was set up."""
 
 Repeat = list[Generation]
 """What one arm generated in one repeat: a generation for each prompt chunk."""

@@ -168,15 +168,15 @@ def distinguishing_settings(points: Iterable[Planned]) -> dict[str, str]:
     for planned in points:
         shown = tuple(item for item in tables.identity(planned.cfg).items() if item[0] not in NOT_SHOWN)
         alike.setdefault(shown, []).append(planned)
-    told = {}
+    texts = {}
     for same in alike.values():
         settings = [_flat(to_plain(planned.cfg)) for planned in same] if len(same) > 1 else [{}]
         names = dict.fromkeys(name for flat in settings for name in flat)
         differing = [name for name in names if any(flat.get(name) != settings[0].get(name) for flat in settings)]
         for planned, flat in zip(same, settings, strict=True):
             values = {name: "null" if flat.get(name) is None else flat[name] for name in differing}
-            told[planned.key] = " ".join(f"{name}={value}" for name, value in values.items())
-    return told
+            texts[planned.key] = " ".join(f"{name}={value}" for name, value in values.items())
+    return texts
 
 
 def _flat(settings: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -135,10 +135,10 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
         if cfg.method is Method.layer_skip and key not in found:
             used = replace(cfg, gate=replace(gate, calibration=calibrations.map_of(cfg)))
             found[key] = warnings_for(used, vocab_size(cfg) or model_facts(cfg).vocab_size)
-    told = [warning for lines in found.values() for warning in lines]
+    gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]
-    return list(dict.fromkeys([*told, *filter(None, flat), *filter(None, map(speculative.warning, cfgs))]))
+    return list(dict.fromkeys([*gates, *filter(None, flat), *filter(None, map(speculative.warning, cfgs))]))
 
 
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:

@@ -171,14 +171,14 @@ def _kernel(one: trace.Kernel, rate: float | None) -> dict[str, Any]:
 
 
 def _unknown(cfg: RunConfig, seen: _Observed) -> list[str]:
-    told = [] if seen.text else [NO_TEXT]
+    unknown = [] if seen.text else [NO_TEXT]
     if cfg.model.tensor_parallel_size > 1:
-        told.append(PARALLEL)
+        unknown.append(PARALLEL)
     if seen.about["memory_rate"] is None:
-        told.append(NO_RATE)
+        unknown.append(NO_RATE)
     if seen.about["weights"] is None:
-        told.append(NO_WEIGHTS)
-    return told + seen.parts.doubts
+        unknown.append(NO_WEIGHTS)
+    return unknown + seen.parts.doubts
 
 
 def _perfetto(events: Sequence[dict[str, Any]], parts: trace.Breakdown) -> bytes:

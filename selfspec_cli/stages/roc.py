@@ -14,7 +14,6 @@ from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.artifacts.calibrations import SavedGate
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.model_digest import folder_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import replay
@@ -27,6 +26,7 @@ from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits
 from selfspec_cli.stages.exits import Exit, OpenEngine
+from selfspec_cli.whole import written
 
 LONGEST = 12  # tokens a draft while recording
 PROMPTS = 32  # requests recorded

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.artifacts import calibrations, tuned
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
@@ -35,6 +34,7 @@ from selfspec_cli.stages import loads as loads_stage
 from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.exits import Exit, OpenEngine
 from selfspec_cli.texts.prompts import workload_prompts
+from selfspec_cli.whole import written
 
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit

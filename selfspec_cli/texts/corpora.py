@@ -79,7 +79,7 @@ class Corpus:
         from selfspec_cli.early_exit.draft_vocab import count_tokens
 
         texts = list(self.fitting)
-        random.Random(0).shuffle(texts)  # a part of the text stands for all of it
+        random.Random(0).shuffle(texts)  # so that the first part is a sample of all of it
         room, taken = COUNTED_CHARACTERS, []
         for _, text in texts:
             taken.append(text[:room])

@@ -61,7 +61,7 @@ def read(name: str, column: str | None = None, category: str = "category") -> li
 
 
 def drawn(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """`count` prompts, the same ones for the same seed; of several categories as many of each as there are, by turns.
+    """`count` prompts, the same ones for the same seed; alternating over the categories while they last.
 
     Fewer where the file holds fewer.
     """

@@ -33,10 +33,13 @@ loaded_model.py   what is done to a model once it is loaded: cut it (method `ski
 fitting/          collect.py takes hidden states off forward passes, solve.py solves and tests heads in the worker,
                   timing.py times them there; moments.py looks at what linear layers see, and makes copies for it
 observe/          annotate.py names what a profiler shows, profiler.py starts one; gpu_meter.py says how busy a GPU was;
+                  watch.py counts what must not happen while drafting;
                   metrics.py adds to a server's /metrics what drafting counted, transport.py takes it there,
                   late_copy.py off the device
-planted/          faults that `selfspec verify` plants in an engine of its own: worker.py is that engine's worker, v1.py
-                  and v2.py the faults on each model runner, wrap.py how they come and go; no other module imports them
+planted/          faults that `selfspec verify` and `selfspec gate` plant in an engine of their own: worker.py is that
+                  engine's worker, v1.py and v2.py the faults on each model runner, speed.py those that cost speed
+                  alone, spoil.py how a KV cache is spoilt; no other module imports them
+wrap.py           how a fault, or what counts, comes and goes on a live engine
 worker.py         calls from the driver into live workers: thresholds, counters, collection, memory
 """
 

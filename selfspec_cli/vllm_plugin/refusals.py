@@ -39,7 +39,6 @@ def refuse_runner() -> None:
 NO_TARGETS = {
     "is_hybrid": "it has layers with a recurrent state, in which rejected drafts would stay",
     "is_attention_free": "it has layers with a recurrent state, in which rejected drafts would stay",
-    "uses_mrope": "its positions have several dimensions (M-RoPE), and drafts are made at plain positions",
     "is_encoder_decoder": "its decoder also attends to an encoder's states, which a draft step does not have",
     "is_diffusion": "it makes several tokens at once, and none of them after the other",
 }
@@ -58,7 +57,7 @@ def refuse_model(target: ModelConfig) -> None:
         if getattr(target, name):
             raise SettingsError(
                 f"model {target.model} is not supported with early exit: {reason}; allowed: decoders of attention "
-                "layers with plain positions; this one can be served without a speculative_config, or with vLLM's "
+                "layers; this one can be served without a speculative_config, or with vLLM's "
                 "method 'ngram'"
             )
 

@@ -21,6 +21,8 @@ MODULES = {
     "get_current_vllm_config_or_none set_current_vllm_config",
     "vllm.config.compilation": "CUDAGraphMode",
     "vllm.distributed": "tensor_model_parallel_all_gather",
+    "vllm.distributed.device_communicators.pynccl": "PyNcclCommunicator",
+    "vllm.distributed.parallel_state": "get_tp_group graph_capture",
     "vllm.engine.arg_utils": "EngineArgs",
     "vllm.exceptions": "VLLMValidationError",
     "vllm.forward_context": "BatchDescriptor get_forward_context set_forward_context",
@@ -47,6 +49,7 @@ MODULES = {
     # The V2 model runner, which is CUDA's.
     "vllm.v1.worker.gpu.attn_utils": "build_slot_mappings_by_layer get_attn_cg_support init_attn_backend",
     "vllm.v1.worker.gpu.block_table": "BlockTables",
+    "vllm.v1.worker.gpu.buffer_utils": "StagedWriteTensor",
     "vllm.v1.worker.gpu.cudagraph_utils": "BatchExecutionDescriptor ModelCudaGraphManager",
     "vllm.v1.worker.gpu.dp_utils": "dispatch_cg_and_sync_dp",
     "vllm.v1.worker.gpu.input_batch": "InputBatch InputBuffers",

@@ -181,6 +181,19 @@ class EarlyExitWorker:
 
         return annotate(self.model_runner, self._early_exit_drafter())
 
+    def early_exit_watch(self, on: bool) -> dict[str, dict[str, Any]] | None:
+        """Begin to count what must not happen while drafting (early_exit/invariants.py), or end it; the counts.
+
+        Raises SettingsError on an engine that does not draft with its own layers.
+        """
+        from selfspec_cli.vllm_plugin.observe.watch import Watch
+
+        watch = self.__dict__.pop("_early_exit_watch", None)
+        found = None if watch is None else watch.stop()
+        if on:
+            self._early_exit_watch = Watch(self.model_runner, self._early_exit_drafter())
+        return found
+
     # ---- profiling ------------------------------------------------------------------------------------------------
 
     def early_exit_profile_start(self, nsight: bool = False, eager_drafts: bool = False) -> None:

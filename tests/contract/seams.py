@@ -20,6 +20,7 @@ LINEAR = "vllm.model_executor.layers.linear"
 MARLIN = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
 ATTENTION = "vllm.model_executor.layers.attention.attention"
+COMMUNICATORS = "vllm.distributed.device_communicators"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
 # Layers of a decoder, its embedding and its logits that hold adapters (weights/adapters.py takes what they wrap).
@@ -125,6 +126,17 @@ SIGNATURES = {
     f"{V2_FOLDER}.block_table:BlockTables.compute_slot_mappings": "idx_mapping query_start_loc positions "
     "num_tokens_padded out",
     "vllm.v1.worker.utils:AttentionGroup.map_to_kernel_block_table": "block_table ubatch_idx",
+    # Ranks that exchange something inside the draft loop (v2/ranks.py).
+    "vllm.distributed.parallel_state:graph_capture": "device",
+    "vllm.distributed.parallel_state:GroupCoordinator.all_reduce": "input_",
+    "vllm.distributed.parallel_state:GroupCoordinator.all_gather": "input_ dim",
+    f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator.all_gather": "input_ dim",
+    f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator.custom_all_gather": "input_",
+    f"{COMMUNICATORS}.custom_all_reduce:CustomAllreduce.should_custom_all_gather": "inp",
+    f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.__init__": "group device library_path",
+    f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.all_reduce": "in_tensor out_tensor op stream",
+    f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.all_gather": "output_tensor input_tensor stream",
+    f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.destroy": "",
     # What `selfspec verify` plants faults around, and asks of an engine.
     f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
@@ -226,7 +238,7 @@ FIELDS = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
     "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_new_reqs finished_req_ids num_scheduled_tokens "
     "num_spec_tokens_to_schedule total_num_scheduled_tokens has_structured_output_requests",
-    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params",
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params mrope_position_delta",
 }
 
 # Class -> attributes that its __init__, or a base class's, sets and that we read or replace.
@@ -238,9 +250,12 @@ ATTRIBUTES = {
     f"{V2_RUNNER}:GPUModelRunner": "rejection_sampler speculator block_tables compilation_config kv_cache_config "
     "req_states execute_model_state draft_tokens_handler num_speculative_steps pp_handler "
     "cudagraph_manager",
+    f"{V2_FOLDER}.model_states.default:DefaultModelState": "rope_state",
+    f"{V2_FOLDER}.mm.rope:RopeState": "prefill_delta",
+    f"{V2_FOLDER}.buffer_utils:UvaBackedTensor": "gpu",
     MIN_TOKENS: "min_toks",
     "vllm.v1.sample.logits_processor.state:LogitsProcessors": "argmax_invariant non_argmax_invariant",
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec token_ids_cpu block_table",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "num_tokens_no_spec num_prompt_tokens token_ids_cpu block_table",
     "vllm.v1.worker.block_table:BlockTable": "block_size",
     V2_SPECULATOR: "vllm_config device num_speculative_steps max_model_len dp_size dp_rank input_buffers idx_mapping "
     "temperature seeds draft_tokens draft_logits current_draft_step sample_src_positions "
@@ -249,7 +264,10 @@ ATTRIBUTES = {
     f"{V2_FOLDER}.sample.sampler:Sampler": "req_states",
     f"{V2_FOLDER}.states:RequestState": "req_id_to_index",
     f"{V2_FOLDER}.cudagraph_utils:CudaGraphManager": "vllm_config decode_query_len _candidates "
-    "_capture_descs cudagraph_mode compilation_config max_num_reqs",
+    "_capture_descs cudagraph_mode compilation_config max_num_reqs graphs pool",
+    "vllm.distributed.parallel_state:GroupCoordinator": "device_communicator cpu_group rank_in_group world_size",
+    f"{COMMUNICATORS}.cuda_communicator:CudaCommunicator": "ca_comm",
+    f"{COMMUNICATORS}.pynccl:PyNcclCommunicator": "disabled",
     SCHEDULER: "vllm_config scheduler_config requests running waiting max_num_running_reqs dynamic_sd_lookup "
     "use_v2_model_runner",
     "vllm.v1.engine.core:EngineCore": "batch_queue scheduler model_executor vllm_config",

@@ -2,9 +2,12 @@
 
     python tests/engine/architectures.py --out FILE [NAME ...]
 
-asks each in a process of its own, forked from one that has imported vLLM, and appends a line of JSON to FILE; an
-architecture that is in FILE already is left out. docs/compatibility.md has a table that is made of such a file
-(tests/contract/architecture_table.py). A line:
+    VLLM_BATCH_INVARIANT=1 python tests/engine/architectures.py --out FILE --heads-of-128 --set dtype=bfloat16 \\
+        gpu_memory_utilization=0.1 [NAME ...]
+
+asks each, the second time on a GPU, in a process of its own, forked from one that has imported vLLM, and appends a line
+of JSON to FILE; an architecture that is in FILE already is left out. docs/compatibility.md has a table that is made of
+such a file (tests/contract/architecture_table.py). A line:
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
 - `verdict`: "works" (greedy output is the plain engine's, drafts were made, some accepted), "refused" (by us, with
@@ -47,6 +50,25 @@ SHAPE: dict[str, Any] = {
     "query_pre_attn_scalar": 32, "attention_chunk_size": 64, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 """Fields of a tiny model's config; each config takes those that it has."""
+
+HEADS_OF_128: dict[str, Any] = (
+    dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 256)
+    | dict.fromkeys(
+        (
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "intermediate_size_mlp",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        512,
+    )
+    | {"head_dim": 128, "v_head_dim": 128, "qk_nope_head_dim": 128, "num_attention_heads": 2, "rotary_dim": 64}
+)
+"""What is different on a GPU, where FlashAttention 3 is not batch-invariant at smaller heads."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
@@ -153,7 +175,7 @@ def _randomise(name: str, weight: Any, gain_beside_one: bool) -> None:
             weight.mul_(DAMPING)
 
 
-SPEC = ("draft_weights", "skip_layers")
+SPEC = ("draft_weights", "skip_layers", "draft_context")
 """Of what may be asked for beside, what belongs in the speculative_config."""
 
 
@@ -205,6 +227,13 @@ def ask(folder: Path, **changes: Any) -> dict[str, Any]:
     if not counts.accepted:
         return found | {"verdict": "fails", "reason": "no draft was accepted"}
     return found | {"verdict": "works"}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -315,6 +344,9 @@ def main() -> None:
     parser.add_argument("--for-minutes", type=float, default=1e9, help="begin no other one after so long")
     parser.add_argument("--transformers", action="store_true", help="all of them through vLLM's Transformers backend")
     parser.add_argument("--compiled", action="store_true", help="not eagerly")
+    parser.add_argument("--heads-of-128", action="store_true", help="larger models, for a GPU")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of every engine, or keys "
+                        "of the speculative_config: " + ", ".join(SPEC))  # fmt: skip
     given = parser.parse_args()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
                       VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # fmt: skip
@@ -328,6 +360,9 @@ def main() -> None:
     changes: dict[str, Any] = {"model_impl": "transformers"} if given.transformers else {}
     if given.compiled:
         changes["enforce_eager"] = False
+    changes |= {key: _value(text) for key, text in (one.split("=", 1) for one in given.set)}
+    if given.heads_of_128:
+        SHAPE.update(HEADS_OF_128)
     began = time.monotonic()
     for name in _wanted(given.out, given.names):
         if time.monotonic() - began > 60 * given.for_minutes:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -98,6 +101,53 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     transformers.Idefics3Processor(images, tokenizer, image_seq_len=PATCHES).save_pretrained(folder)
     return folder
+
+
+def save_with_several_positions(folder: Path, **changes: Any) -> Path:
+    """Qwen2-VL of random weights, whose positions have three dimensions. changes: to the config of its decoder."""
+    import transformers
+    from architectures import EXIT, SHAPE, _randomise
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    text = {**{name: SHAPE[name] for name in names}, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
+    special = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+    config = transformers.Qwen2VLConfig(
+        text_config={**text, **changes}, vision_config=vision, tie_word_embeddings=False, **special
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen2VLForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _randomise(name, weight, False)
+    assert len(model.model.language_model.layers) > EXIT
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    transformers.Qwen2VLImageProcessorPil().save_pretrained(folder)
+    return folder
+
+
+def without_torchvision(monkeypatch: Any) -> None:
+    """Let vLLM import models whose image processors, unused here, import torchvision; in this process alone."""
+    import architectures
+    import transformers.image_processing_utils  # noqa: F401 (it looks for torchvision itself, so it comes first)
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setattr(
+        registry._LazyRegisteredModel, "inspect_model_cls", registry._LazyRegisteredModel.inspect_model_cls
+    )  # `_inspect_here` replaces it
+    architectures._inspect_here()
+    parent: Any = None
+    parts = ("torchvision", "transforms", "v2", "functional")
+    for name in (".".join(parts[: n + 1]) for n in range(len(parts))):
+        module: Any = ModuleType(name)
+        module.__path__, module.__spec__ = [], ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+        parent = module
 
 
 def pictures(count: int) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exit_heads import lens_head
-from harness import Counts, greedy, layer_skip, live, ragged_prompts, tokens
+from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 
 from selfspec_cli.early_exit.artifact import save_head
@@ -41,8 +41,8 @@ def model(tmp_path_factory) -> Callable[[str], Path]:
     return cache(lambda name: save_tiny(name, root / name, **SHAPE))
 
 
-def check(path: Path, *views: dict[str, Any], **spec: Any) -> list[Counts]:
-    """Two ranks generate with drafts what they generate without: as started, and with each other view.
+def check(path: Path, *views: dict[str, Any], gate: str | None = None, **spec: Any) -> list[Counts]:
+    """Two ranks generate with drafts what they generate without: as started, with each other view, and under a gate.
 
     Without drafts is the same engine at a draft length of 0: starting two ranks is dear.
     """
@@ -57,6 +57,12 @@ def check(path: Path, *views: dict[str, Any], **spec: Any) -> list[Counts]:
                 engine.llm.collective_rpc("early_exit_set_view", args=({"layer_skip": EXIT, **view},))
             before = engine.counts()
             assert tokens(engine.generate(PROMPTS, greedy(48))) == plain, view
+            found.append(engine.counts() - before)
+            found[-1].require_both_verdicts()
+        if gate is not None:
+            engine.set_gate(gate, GATES[gate])
+            before = engine.counts()
+            assert tokens(engine.generate(PROMPTS, greedy(48))) == plain, gate
             found.append(engine.counts() - before)
             found[-1].require_both_verdicts()
     return found
@@ -75,9 +81,11 @@ def saved(head: ExitHead, path: Path, folder: Path) -> str:
 
 
 def test_two_ranks_draft_on_their_shares(model):
-    """On the target's own weights and on copies of them."""
-    for counts in check(model("llama"), {"draft_weights": "fp8"}):
+    """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
+    *open_ones, gated = check(model("llama"), {"draft_weights": "fp8"}, gate="margin")
+    for counts in open_ones:
         assert counts.accepted > 0.2 * counts.drafted, counts
+    assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request
 
 
 def test_two_ranks_draft_on_copies_of_their_shares_of_experts(model):

@@ -9,7 +9,14 @@ import pytest
 import torch
 from harness import Live, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB
-from more_models import IMAGE, pictures, save_quantised, save_with_eyes
+from more_models import (
+    IMAGE,
+    pictures,
+    save_quantised,
+    save_with_eyes,
+    save_with_several_positions,
+    without_torchvision,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -69,6 +76,29 @@ def test_multimodal_models(model_dir, tmp_path):
     with live(path, layer_skip(EXIT, K), skip_tokenizer_init=False) as engine:
         assert described(engine) == want
         engine.counts().require_both_verdicts()
+
+
+def test_positions_of_several_dimensions(tmp_path, monkeypatch):
+    """Qwen2-VL on text, whose positions are what they would be behind pictures: fewer than tokens, not alike."""
+    without_torchvision(monkeypatch)
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
+
+    def positions(self: Any, ids: list[int], pictures: Any) -> tuple[torch.Tensor, int]:
+        place = torch.arange(len(ids))
+        return torch.stack([place // 2, place // 2 + place % 3, place // 3]), len(ids) // 2 + 3 - len(ids)
+
+    monkeypatch.setattr(Qwen2VLForConditionalGeneration, "get_mrope_input_positions", positions)
+    path = save_with_several_positions(tmp_path / "qwen2_vl")
+    prompts, wanted = ragged_prompts(8, 240, seed=9), greedy(48)
+    text = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+    with live(path, **text) as engine:
+        want = tokens(engine.generate(prompts, wanted))
+    with live(path, layer_skip(2, K), **text) as engine:
+        assert tokens(engine.generate(prompts, wanted)) == want
+        counts = engine.counts()
+        counts.require_both_verdicts()
+        # At plain positions the same drafts would be accepted less than half of the time.
+        assert counts.accepted > 0.8 * counts.drafted
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

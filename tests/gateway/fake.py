@@ -1,4 +1,4 @@
-"""Backends without a model, inside the test's event loop. They answer as vLLM does, and fail when they are told to.
+"""Backends without a model, inside the test's event loop. They answer as vLLM does, and fail when a test wants it.
 
 The next token is a function of all tokens before it, so an answer that is continued from its token ids is the very same
 answer, and one that was cut into tokens anew is not: text is cut by letters, but a generated token has several.

@@ -162,7 +162,7 @@ def simulate(
 
 
 def _step(server: Server, job: Job, at: float) -> bool:
-    """Whether a job has ended; its first token is told to the replica."""
+    """Advance a job, and inform the replica of its first token. Returns whether the job has ended."""
     if job.prefill <= 1e-6 and job.first is None:
         job.prefill, job.first = 0.0, at
         server.replica.first_token(job.number, at - job.at)

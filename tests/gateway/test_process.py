@@ -57,13 +57,13 @@ async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wi
             raw = await response.content.readany()
             process.send_signal(wish)
             raw += await response.read()
-    _, told = await process.communicate()
-    assert process.returncode == 0, told.decode()
+    _, logged = await process.communicate()
+    assert process.returncode == 0, logged.decode()
     parts = [json.loads(line[6:]) for line in raw.decode().split("\n\n") if line.startswith("data: {")]
     assert "".join(part["choices"][0]["text"] for part in parts) == answer("once", 40)
     (row,) = (tmp_path / "gateway" / "requests.jsonl").read_text().splitlines()
     assert json.loads(row)["tokens"] == 40
-    assert "listening on" in told.decode()
+    assert "listening on" in logged.decode()
     await fake.stop()
 
 
@@ -76,9 +76,9 @@ async def test_a_port_that_is_taken_is_bad_input(tmp_path):
         words = ["two_servers", f"port={port}", "backends.0.words=[]", "backends.1.words=[]", f"results_dir={tmp_path}"]
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", *words,
                                                        stderr=asyncio.subprocess.PIPE)  # fmt: skip
-        _, told = await process.communicate()
+        _, logged = await process.communicate()
     assert process.returncode == 2
-    assert f"port={port}" in told.decode()
+    assert f"port={port}" in logged.decode()
 
 
 def command(settings, port):

@@ -67,7 +67,7 @@ def test_a_requests_own_length_holds_beside_the_table_until_another_takes_its_sl
     state = new_state(LengthTable.parse("1:4", K))
     own = [RequestSettings(0), RequestSettings(2), RequestSettings(5), NOTHING]
     take_in(state, [5, 4, 3, 2], own, [math.nan] * 4, [Ending()] * 4)
-    assert state.budget.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
+    assert state.budget.limits.own_lengths.tolist() == [LARGEST, LARGEST, LARGEST, 5, 2, 0]
     begin(state, [10] * 4, steps=K)
     assert state.requests.tolist() == [-1, 4, 3, 2, -1, -1]
     assert drafted(state, 4) == [0, 2, 4, 4]
@@ -84,7 +84,7 @@ def test_nothing_is_drafted_that_would_lie_beyond_a_requests_end():
     take_in(state, [5, 4, 3, 2, 1, 0], [NOTHING] * 6, [math.nan] * 6, ends)
     begin(state, [10] * 6, steps=K)  # the token that was sampled last is 100 + the request
     assert drafted(state, 6) == [5, 2, 0, 0, 0, 5]
-    assert state.budget.ends.dtype == state.budget.stops.dtype == torch.int32
+    assert state.budget.limits.ends.dtype == state.budget.limits.stops.dtype == torch.int32
     take_in(state, [3, 1], [NOTHING] * 2, [math.nan] * 2, [Ending(), Ending()])  # others in their places
     begin(state, [10] * 6, steps=K)
     assert drafted(state, 6) == [5, 2, 5, 0, 5, 5]
@@ -109,7 +109,7 @@ def test_where_a_request_ends_by_its_sampling_parameters(given, prompt, wanted):
 def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_the_gates_own():
     state = new_state(LengthTable.parse("1:5 1@20:5/0.9", K))
     gate = DeviceGate(state, "maxp", 0.0, None)
-    state.budget.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.9)]))
+    state.budget.limits.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.9)]))
     take_in(state, [4, 2], [NOTHING, NOTHING], [0.99, 0.0], [Ending(), Ending()])
     logits = torch.zeros(ROWS, 2100)
     logits[:, 7] = math.log(0.95 / 0.05 * 2099)  # probability 0.95
@@ -122,7 +122,7 @@ def test_thresholds_of_requests_come_before_those_of_the_table_and_these_before_
         while int(state.active):
             end(state, logits)
         assert state.lengths[[5, 4, 3, 2, 1]].tolist() == wanted
-    state.budget.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.97)]))
+    state.budget.limits.cell_limits.copy_(torch.tensor([math.nan, gate.limit(0.97)]))
     begin(state, [10, 10, 20, 20, 20], steps=K)
     end(state, logits)
     assert (state.buffers.seq_lens > 0).tolist() == [True, False, False, True, False, False]
@@ -158,9 +158,9 @@ def test_the_estimate_and_its_levels_are_the_plain_functions():
             if tried:
                 levels[row] = max(ladder.level(rates[row], levels[row]), 1)
         flip = torch.arange(ROWS - 1, -1, -1)
-        torch.testing.assert_close(state.budget.rates[flip], torch.tensor(rates), atol=1e-5, rtol=1e-5)
-        assert state.budget.levels[flip].tolist() == levels
-        assert float(state.budget.usual) == pytest.approx(usual, abs=1e-5)
+        torch.testing.assert_close(state.budget.acceptance.rates[flip], torch.tensor(rates), atol=1e-5, rtol=1e-5)
+        assert state.budget.acceptance.levels[flip].tolist() == levels
+        assert float(state.budget.acceptance.usual) == pytest.approx(usual, abs=1e-5)
         wanted = [ladder.length(level) for level in levels[: len(likely)]]
         assert state.row_steps[: len(likely)].tolist() == wanted
         seen |= set(wanted)
@@ -174,23 +174,23 @@ def test_the_estimate_and_its_levels_are_the_plain_functions():
 def test_a_new_request_begins_with_what_is_usual():
     ladder = Ladder.of(K, 0.25)
     state = new_state(None, ladder)
-    state.budget.usual.fill_(0.5)
-    state.budget.rates.fill_(0.1)
-    state.budget.levels.fill_(1)
+    state.budget.acceptance.usual.fill_(0.5)
+    state.budget.acceptance.rates.fill_(0.1)
+    state.budget.acceptance.levels.fill_(1)
     take_in(state, [3, 0], [NOTHING, NOTHING], [math.nan, math.nan], [Ending(), Ending()])
-    torch.testing.assert_close(state.budget.rates, torch.tensor([0.5, 0.1, 0.1, 0.5, 0.1, 0.1]))
-    assert state.budget.levels.tolist() == [len(ladder.lengths), 1, 1] * 2
+    torch.testing.assert_close(state.budget.acceptance.rates, torch.tensor([0.5, 0.1, 0.1, 0.5, 0.1, 0.1]))
+    assert state.budget.acceptance.levels.tolist() == [len(ladder.lengths), 1, 1] * 2
 
 
 def test_requests_inside_their_prefill_and_rounds_without_drafts_teach_nothing():
     state = new_state(None, Ladder.of(K, 0.25))
     state.lengths.fill_(3)
     begin(state, [10, 10], sampled=[0, 4], steps=0)
-    assert state.budget.rates[5] == 1.0
+    assert state.budget.acceptance.rates[5] == 1.0
     assert not state.row_steps.any()
     assert state.lengths[[5, 4]].tolist() == [0, 0]
     begin(state, [10, 10], steps=K)  # the verdict on drafts that were not made
-    assert state.budget.rates[[5, 4]].tolist() == [1.0, 1.0]
+    assert state.budget.acceptance.rates[[5, 4]].tolist() == [1.0, 1.0]
 
 
 def test_a_new_state_belongs_to_no_request():

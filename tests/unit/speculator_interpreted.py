@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.vllm_plugin import register
+from selfspec_cli.vllm_plugin.v2 import draft_loop
 from selfspec_cli.vllm_plugin.v2 import speculator as v2
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
 from selfspec_cli.vllm_plugin.v2.requests import tell_speculator
@@ -65,10 +66,11 @@ def scheduled(config):
 
 def start(config):
     """The speculator of another engine, made as vLLM makes it but on the CPU, and the engine's request state."""
-    requests, gpu = SimpleNamespace(), torch.device("cuda")
+    text = SimpleNamespace(gpu=torch.zeros(REQUESTS, 128, dtype=torch.int32))
+    requests, gpu = SimpleNamespace(all_token_ids=text), torch.device("cuda")
     original, made = pytest.fail, v2.EarlyExitSpeculator  # vLLM's own speculators are for engines without early exit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(v2, "EarlyExitSpeculator", lambda config, device: made(config, torch.device("cpu")))
+        patch.setattr(v2, "EarlyExitSpeculator", lambda config, device, *more: made(config, torch.device("cpu"), *more))
         return v2.init_with_early_exit(original)(config, gpu, requests), requests
 
 
@@ -229,10 +231,32 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
 
+@pytest.mark.parametrize("free", [2, 7])
+def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monkeypatch, free):
+    spec = config(free_drafts=free, draft_cost=0.3, draft_sample_method="probabilistic")
+    assert spec.speculative_config.num_speculative_tokens == max(free, K)
+    speculator = captured(spec, monkeypatch)
+    text = speculator.state.matches.text
+    text[0, :11], text[1, :11] = torch.tensor([1, 2, 3] * 4)[:11], torch.arange(11) + 20
+    assert speculator.draft_length == K
+    drafts = propose(speculator, 2)
+    assert drafts.shape == (2, max(free, K))
+    assert drafts[0, :free].tolist() == [3, 1, 2, 3, 1, 2, 3][:free]
+    assert speculator.state.lengths[:2].tolist() == [free, K]
+    assert speculator.draft_logits[0, 0].softmax(-1)[3] == 1.0
+    counted = speculator.counters.snapshot()
+    assert (counted["steps"], counted["drafted"], counted["free_drafted"]) == (K, K, free)
+    propose(speculator, 2, dummy_run=True)
+    assert speculator.state.matches.known[:2].tolist() == [11, 11]
+
+
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}, {"free_drafts": 9}],
+)
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
     speculator, _ = start(config(**more))
@@ -344,27 +368,27 @@ def test_the_first_round_after_a_verdict_does_not_count_the_drafts_of_who_was_in
     """What a place's request drafted last is judged as a round begins, where lengths depend on acceptance."""
     speculator = captured(config(adaptive_length=True), monkeypatch)
     speculator.state.lengths.fill_(4)
-    speculator.state.budget.usual.fill_(0.5)
+    speculator.state.budget.acceptance.usual.fill_(0.5)
     arrived(speculator, {0: asking()})
     propose(speculator, 1)
-    assert speculator.state.budget.rates.tolist() == [0.5, 1.0, 1.0]
+    assert speculator.state.budget.acceptance.rates.tolist() == [0.5, 1.0, 1.0]
 
 
 def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_with(config):
     speculator, _ = start(config(gate="maxp", tau=0.3, length_table="2:3/0.9"))
     arrived(speculator, {0: asking(threshold=0.5), 1: asking()}, {"2": [-1]})
-    limits = speculator.state.budget.own_limits.tolist()
+    limits = speculator.state.budget.limits.own_limits.tolist()
     assert limits[0] == 0.5
     assert limits[1] != limits[1]
     counted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_copy_request_inputs", lambda *arguments, **more: None)
-        patch.setattr(v2, "begin_round", lambda state, batch, steps, verdict, own_limits: counted.append(own_limits))
+        patch.setattr(v2, "begin_round", lambda *given: counted.append(given[4]))
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
     assert counted == [True, False]
-    assert speculator.state.budget.cell_limits.tolist()[1] == pytest.approx(0.9)
+    assert speculator.state.budget.limits.cell_limits.tolist()[1] == pytest.approx(0.9)
 
 
 def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_the_device(drafting, plain):
@@ -376,6 +400,85 @@ def test_a_graph_is_captured_for_each_length_only_where_the_loop_cannot_end_on_t
     unscheduled, _ = start(plain)
     unscheduled.supports_decode_metadata_update = True
     assert not unscheduled._length_is_captured
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+class Capturing:
+    """In place of vLLM's manager of graphs: what it captures, and at which capture it fails."""
+
+    def __init__(self, fails=()):
+        self.graphs, self.pool, self._capture_descs, self.fails, self.loops = {}, "vllm's", {}, fails, []
+
+    def capture(self, record, *arguments, **more):
+        self.loops.append(record.__self__._loop)
+        self.graphs["one"] = len(self.loops)
+        if len(self.loops) in self.fails:
+            raise RuntimeError("CUDA: cudaErrorStreamCaptureInvalidated")
+
+
+def capturing(speculator, monkeypatch, *, reason=None, fails=(), ranks=2):
+    """Capture as one of two ranks; the reasons that the log gives for the unrolled form."""
+    said, made = [], SimpleNamespace()
+    speculator._loop, speculator.supports_decode_metadata_update = None, True
+    for name in ("model_state", "block_tables", "kv_cache_config"):
+        monkeypatch.setattr(speculator, name, None, raising=False)
+    speculator.decode_cudagraph_manager = Capturing(fails)
+    monkeypatch.setattr(speculator.vllm_config.parallel_config, "tensor_parallel_size", ranks)
+    monkeypatch.setattr(draft_loop.device_loop, "unavailable", lambda: None)
+    monkeypatch.setattr(draft_loop.device_loop, "DeviceLoop", lambda device: made)
+    monkeypatch.setattr(draft_loop.ranks, "agreed", lambda mine: mine)
+    monkeypatch.setattr(draft_loop.ranks, "reason_against_a_loop", lambda loop, device: reason)
+    monkeypatch.setattr(draft_loop.logger, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another")
+    speculator.capture()
+    return said, made
+
+
+def test_ranks_whose_exchange_works_in_a_loop_capture_it(drafting, monkeypatch):
+    said, made = capturing(drafting, monkeypatch)
+    assert not said
+    assert drafting.decode_cudagraph_manager.loops == [made]
+
+
+def test_ranks_whose_exchange_does_not_capture_k_steps_and_say_why(drafting, monkeypatch):
+    said, _ = capturing(drafting, monkeypatch, reason="NCCL")
+    assert said == ["drafting always takes all k steps on this device: NCCL"]
+    assert drafting.decode_cudagraph_manager.loops == [None]
+
+
+def test_a_loop_that_several_ranks_cannot_capture_is_captured_as_k_steps_in_another_pool(drafting, monkeypatch):
+    said, made = capturing(drafting, monkeypatch, fails=[1])
+    manager = drafting.decode_cudagraph_manager
+    assert manager.loops == [made, None]
+    assert manager.pool == "another"
+    assert "cudaErrorStreamCaptureInvalidated" in said[0]
+    with pytest.raises(RuntimeError):  # one GPU has no reason to fail that is known
+        capturing(drafting, monkeypatch, fails=[1], ranks=1)
+
+
+def test_logits_that_the_kernel_does_not_take_at_once_are_gathered_in_pieces_of_rows():
+    """Two ranks, of which the other one has the same logits but negative."""
+    sizes = []
+
+    class Communicator:
+        ca_comm = SimpleNamespace(should_custom_all_gather=lambda part: part.numel() <= 4)
+
+        def custom_all_gather(self, part):
+            if not self.ca_comm.should_custom_all_gather(part):
+                return None
+            sizes.append(len(part))
+            return torch.cat([part, -part])
+
+    part = torch.arange(1.0, 11.0).view(5, 2)
+    found = draft_loop.ranks.gathered(Communicator(), pytest.fail, part)
+    assert torch.equal(found, torch.cat([part, -part], dim=-1))
+    assert sizes == [2, 1, 2]
+    wide, told = torch.ones(2, 8), []
+    draft_loop.ranks.gathered(Communicator(), lambda *words: told.append(words), wide)  # not even one row
+    draft_loop.ranks.gathered(Communicator(), lambda *words: told.append(words), part, 0)
+    assert told == [(wide, 1), (part, 0)]
 
 
 def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):

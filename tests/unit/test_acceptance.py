@@ -87,12 +87,12 @@ def test_trials_are_rarer_the_more_fail_and_frequent_after_one_that_does_not():
     for number in range(4000):
         if probing.due():
             rounds.append(number)
-            probing.told(False)
+            probing.ended(False)
     gaps = [after - before for before, after in itertools.pairwise(rounds)]
     assert rounds[0] == FIRST_PAUSE
     assert gaps[:3] == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1, 8 * FIRST_PAUSE + 1]
     assert max(gaps) == LONGEST_PAUSE + 1
-    probing.told(True)
+    probing.ended(True)
     assert probing.due()
 
 

@@ -104,10 +104,6 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=range(5,3)"), "layer=range(5,3)"),
         (("fit", "layer=range(5,3)"), "layer=range(5,3)"),
         (("sweep", "method=interval(0,1)"), "method=interval(0,1)"),
-        (
-            ("bench", "draft_weights=fp8", "model.quantization=awq", "engine.device=cuda"),
-            "quantised already (awq)",
-        ),
         (("sweep", "draft_weights=shared,fp9"), "did you mean 'fp8'"),
         (("bench", "model=/not/there"), "/not/there"),
         (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),
@@ -117,6 +113,7 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "workload.input_len=5000"), "together they must fit the 1024 tokens of model"),
         (("sweep", "workload.input_len=5000", "--dry-run"), "together they must fit the 1024 tokens of model"),
         (("sweep", "k=99999999"), "k=99999999: out of range; allowed: from 1 to 256, because each draft"),
+        (("sweep", "k=2:4"), "'2:4' is no whole number; allowed: a whole number (from 1 to 256), or several as a,b,c"),
         (("sweep", "results_dir=", "--dry-run"), "results_dir=: it must name a folder"),
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),

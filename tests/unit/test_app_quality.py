@@ -67,19 +67,19 @@ def test_ppl_ends_with_a_document(asked, model):
     asked["warnings"] = ["no draft was accepted"]
     result = call("ppl", "method=skip", model, "--json")
     assert result.exit_code == 1
-    told = document(result)
-    assert told["findings"][0]["delta_ppl"] == pytest.approx(1.763, abs=1e-3)
-    assert told["findings"][1]["delta_ppl_of_greedy"] == pytest.approx(1.763, abs=1e-3)
-    assert told["failed"] == [{"arm": "skip E=4", "reason": "out of memory", "bad_input": False}]
+    shown = document(result)
+    assert shown["findings"][0]["delta_ppl"] == pytest.approx(1.763, abs=1e-3)
+    assert shown["findings"][1]["delta_ppl_of_greedy"] == pytest.approx(1.763, abs=1e-3)
+    assert shown["failed"] == [{"arm": "skip E=4", "reason": "out of memory", "bad_input": False}]
     assert "no draft was accepted" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["ppl", "eval"])
 def test_a_dry_run_names_the_arms_and_starts_nothing(asked, model, command):
     words = ("gate=varH", "tau_v=4,5", "workload.batch=1,4", model, "--dry-run", "--json")
-    told = document(call(command, *words))
+    shown = document(call(command, *words))
     arm = "layer_skip E=4 k=5 head=lens gate=varH threshold="
-    assert told["arms"] == ["baseline", f"{arm}4.0", f"{arm}5.0"]
+    assert shown["arms"] == ["baseline", f"{arm}4.0", f"{arm}5.0"]
     assert asked == {}
     assert "baseline" in call(command, *words[:-1]).stdout
 

@@ -35,8 +35,8 @@ def test_an_archive_is_read_like_the_folder(results):
     assert quality.read(results) == quality.read("mine") and len(quality.read(results).findings) == 1
     one, other = sources.read(results), sources.read("mine")
     assert (one.points, one.rows, one.targets) == (other.points, other.rows, other.targets)
-    told = json.loads(call("runs", "list", "speedup>1", f"results_dir={results}", "--json").stdout)["points"]
-    assert [row["speedup"] for row in told] == [1.5]
+    listed = json.loads(call("runs", "list", "speedup>1", f"results_dir={results}", "--json").stdout)["points"]
+    assert [row["speedup"] for row in listed] == [1.5]
     assert "1.50x" in call("report", "--format", "md", f"results_dir={results}").stdout
     made = compare.compare(("mine", str(results)), "nowhere")
     assert [pair.ratio for pair in made.pairs] == [1.0, 1.0] and made.differing == {}
@@ -51,6 +51,8 @@ def test_an_archive_may_hold_several_folders(tmp_path, monkeypatch):
     assert sources.folders("published") == [inner / "one", inner / "two"] == sources.folders(inner)
     assert [point.key for point in folder.read(inner / "two")[0]] == [baseline("o").key]
     assert sources.read("published").places == ["both/a/one", "both/a/two"]
+    shown = call("report", "results_dir=published", "--out", "page").stdout
+    assert "published holds no points of its own: these are of 2 results folders below it" in " ".join(shown.split())
     assert sources.folders(inner / "one") == [inner / "one"] and not archive.is_folder(inner / "on")
 
 

@@ -142,7 +142,7 @@ def test_a_round_is_told_of_every_request_that_was_drafted_for():
     lengths.verdict(["a"], [[1]], None)  # nobody was drafted for
     assert not learned
     lengths._arm = Arm(None, 0)
-    lengths.verdict(["a"], [[1]], None)  # but time goes by
+    lengths.verdict(["a"], [[1]], None)  # but time passes
     assert learned.pop() == (Arm(None, 0), [])
 
 

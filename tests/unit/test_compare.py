@@ -30,8 +30,8 @@ def results(tmp_path, monkeypatch):
 def test_revisions_and_machines_of_one_folder(results):
     for words in (("aaaa", "bbbb"), ("a machine", "another"), ("20261121-000000-aaaa", LATER)):
         made = compare.compare(words, results)
-        told = {pair.a.arm: (pair.verdict, pair.of_speedups) for pair in made.pairs}
-        assert told == {"baseline": ("within noise", ""), "layer_skip": ("faster", "greater")}
+        verdicts = {pair.a.arm: (pair.verdict, pair.of_speedups) for pair in made.pairs}
+        assert verdicts == {"baseline": ("within noise", ""), "layer_skip": ("faster", "greater")}
         assert made.differing["dtype"] == ([None], ["half"])
         assert made.differing["version of selfspec"] == (["0.1.0"], ["0.2.0"])
         assert made.differing["git revision"] == (["a" * 10], ["b" * 10])

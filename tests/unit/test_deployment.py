@@ -53,7 +53,8 @@ def test_the_spec_is_what_was_measured_and_reads_back(model, tmp_path):
     found = made(cfg, tmp_path)
     assert found.speculative_config == {
         "method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": 6, "gate": "margin", "threshold": 0.2,
-        "draft_weights": "shared", "adaptive_length": False, "bandit": False, "read_first": True, "strict": False,
+        "draft_weights": "shared", "adaptive_length": False, "free_drafts": 0, "bandit": False,
+        "read_first": True, "strict": False,
     }  # fmt: skip
     settings = ResolvedSettings.from_user(found.speculative_config, 8)
     assert (settings.layer, settings.k, settings.gate.kind, settings.threshold) == (2, 6, "margin", 0.2)
@@ -122,8 +123,8 @@ def test_what_is_chosen_lies_in_two_files_and_serve_starts_from_either(model, tm
     words = shlex.split(found["selfspec"])
     assert words[:3] == ["selfspec", "serve", "--config"]
     assert load_config(words[3]) == cfg
-    told = document(call(*words[1:], "--dry-run", "--json"))
-    assert (told["command"], told["speculative_config"]) == (found["command"], found["speculative_config"])
+    planned = document(call(*words[1:], "--dry-run", "--json"))
+    assert (planned["command"], planned["speculative_config"]) == (found["command"], found["speculative_config"])
 
 
 def test_what_does_not_pay_is_not_deployed(model):
@@ -143,9 +144,9 @@ def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
 
 def test_serve_takes_settings_and_hands_the_rest_to_vllm(model):
     words = ("serve", "model=./model", "layer=2", "k=3", "gate=margin", "--dry-run", "--json")
-    told = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
-    assert told["command"].endswith("--port 8001 --api-key 'a b'")
-    assert told["speculative_config"]["gate"] == "margin"
+    planned = document(call(*words, "--", "--port", "8001", "--api-key", "a b"))
+    assert planned["command"].endswith("--port 8001 --api-key 'a b'")
+    assert planned["speculative_config"]["gate"] == "margin"
     drawn = call("serve", *words[1:-2], "draft_sample_method=probabilistic", *words[-2:])
     assert document(drawn)["speculative_config"]["draft_sample_method"] == "probabilistic"
     assert "warning" not in drawn.stderr  # a server's requests have temperatures of their own

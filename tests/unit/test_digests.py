@@ -116,7 +116,7 @@ def test_a_model_of_the_hub_is_its_commit_where_the_cache_has_it(cfg, monkeypatc
 
 
 def test_dummy_weights_of_another_seed_are_another_model_whichever_comes_first(cfg):
-    """One Keys object stands for one command; what it kept of one seed must not answer for another."""
+    """A command uses one Keys object; what that keeps for one seed must not be used for another."""
     dummies = [replace(cfg, model=replace(cfg.model, load_format="dummy"), seed=seed) for seed in (0, 1)]
     alone = [Keys().run(one) for one in dummies]
     together, turned = Keys(), Keys()

@@ -164,7 +164,7 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(site):
 def test_the_page_of_all_figures_is_made_with_the_site(site, doc_pages):
     page = (site / "figures.html").read_text(encoding="utf-8")
     assert all(f">{name}<" in page for name in doc_pages.point_folders())
-    assert not (DOCS / "figures.md").exists()
+    assert len((DOCS / "figures.md").read_text(encoding="utf-8").splitlines()) < 20  # a link to it leads somewhere
 
 
 @pytest.mark.slow

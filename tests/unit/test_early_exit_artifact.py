@@ -61,9 +61,10 @@ def test_round_trip(name, dtype, tmp_path):
     head.to(torch.float32)
 
 
-def test_file_is_readable_by_others_and_alone(saved):
-    assert saved.stat().st_mode & 0o777 == 0o666 & ~artifact._umask()
+def test_file_is_readable_by_others_and_alone(saved, tmp_path):
     assert list(saved.parent.iterdir()) == [saved]
+    (tmp_path / "usual").touch()
+    assert saved.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 @pytest.mark.parametrize("failure", [OSError("disk"), KeyboardInterrupt()], ids=repr)

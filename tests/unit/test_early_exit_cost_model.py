@@ -188,8 +188,8 @@ def test_costs_of_a_millisecond_are_found_as_well():
     rounds = [(layer, k, true.at(layer, 3e-4).round(k)) for layer, k in ((2, 2), (2, 6), (12, 6))]
     assert cm.fit_step_times(8e-3, rounds, head=3e-4).to_dict() == pytest.approx(true.to_dict())
     small = Costs(plain=7e-3, draft=1e-3, verify=7.2e-3, verify_token=2.5e-4)
-    told = cm.fit_costs([(k, small.round(k), k * small.draft, 1) for k in (2, 6)], small.plain)
-    assert told.to_dict() == pytest.approx(small.to_dict())
+    fitted = cm.fit_costs([(k, small.round(k), k * small.draft, 1) for k in (2, 6)], small.plain)
+    assert fitted.to_dict() == pytest.approx(small.to_dict())
     untold = cm.fit_costs([(k, small.round(k), None, 1) for k in (2, 6)], small.plain)
     assert (untold.draft, untold.verify) == pytest.approx((1.25e-3, 7.2e-3))
     assert cm.efficiency(0.2, 0.5) == 0.4
@@ -207,8 +207,8 @@ def test_a_line_through_noise_leaves_something_for_the_verify_pass(own):
     assert (faster.verify, faster.draft) == (8.5, 0.0)
     edge = cm.fit_costs([(1, 1.0, None, 1), (4, 4.0, None, 1)], 2.0)  # a line through nothing
     assert (edge.verify, edge.draft) == pytest.approx((2.0, 0.2))
-    told = cm.fit_costs([(1, 1.5, 0.5, 1), (4, 4.5, 0.5, 1)], 2.0)
-    assert (told.verify, told.verify_token) == (2.5, 0.0)
+    fitted = cm.fit_costs([(1, 1.5, 0.5, 1), (4, 4.5, 0.5, 1)], 2.0)
+    assert (fitted.verify, fitted.verify_token) == (2.5, 0.0)
 
 
 def test_rounds_at_one_exit_are_refused_in_these_words():

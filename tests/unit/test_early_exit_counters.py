@@ -40,24 +40,25 @@ def test_stretches_add_up():
 
 
 def test_the_summary_names_what_the_issue_asks_for():
-    told = summary(rounds_of([4, 2, 1], [3], [2, 2]).snapshot(), rounds=9, drafted=14, accepted=7)
-    assert told["draft_steps_histogram"] == [0, 1, 1, 1]
-    assert told["ended_by_gate"] == 2 / 3
-    assert (told["active_requests_min"], told["active_requests_max"]) == (1, 4)
-    assert told["active_requests_mean"] == 14 / 6
-    assert told["acceptance_per_active_request"] == 0.5
+    summed = summary(rounds_of([4, 2, 1], [3], [2, 2]).snapshot(), rounds=9, drafted=14, accepted=7)
+    assert summed["draft_steps_histogram"] == [0, 1, 1, 1]
+    assert summed["ended_by_gate"] == 2 / 3
+    assert (summed["active_requests_min"], summed["active_requests_max"]) == (1, 4)
+    assert summed["active_requests_mean"] == 14 / 6
+    assert summed["acceptance_per_active_request"] == 0.5
 
 
 def test_what_was_not_counted_is_none_and_not_zero():
-    told = summary(DraftCounters(3).snapshot(), 0, 0, 0)
+    summed = summary(DraftCounters(3).snapshot(), 0, 0, 0)
     for name in ("ended_by_gate", "active_requests_mean", "active_requests_min", "acceptance_per_active_request"):
-        assert told[name] is None
+        assert summed[name] is None
 
 
 def test_counting_begins_at_zero():
-    assert DraftCounters(2).snapshot() == {"rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0,
-                                           "seconds": 0.0, "length_histogram": [0, 0, 0],
-                                           "active_histogram": [], "position_histogram": [0, 0]}  # fmt: skip
+    assert DraftCounters(2).snapshot() == {
+        "rounds": 0, "steps": 0, "drafted": 0, "gate_ended": 0, "nan_logits": 0, "free_drafted": 0, "free_accepted": 0,
+        "seconds": 0.0, "length_histogram": [0, 0, 0], "active_histogram": [], "position_histogram": [0, 0],
+    }  # fmt: skip
 
 
 def test_one_stretch_is_its_own_total():
@@ -69,6 +70,6 @@ def test_a_summary_of_counts_from_before_there_were_more_of_them():
     counted = rounds_of([4, 2]).snapshot()
     for name in ("active_histogram", "nan_logits", "seconds"):
         del counted[name]
-    told = summary(counted, rounds=2, drafted=6, accepted=3)
-    assert told["nan_logits"] == 0
-    assert told["active_requests_min"] is told["active_requests_max"] is told["draft_seconds"] is None
+    summed = summary(counted, rounds=2, drafted=6, accepted=3)
+    assert summed["nan_logits"] == 0
+    assert summed["active_requests_min"] is summed["active_requests_max"] is summed["draft_seconds"] is None

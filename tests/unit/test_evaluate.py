@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on engines without vLLM: what it asks of a model, the offline tasks, how scores are told."""
+"""lm-evaluation-harness on engines without vLLM: what it asks of a model, offline tasks, reported scores."""
 
 import math
 import sys
@@ -80,10 +80,10 @@ def test_a_whole_text_is_scored_in_windows_that_meet():
 
 
 def test_generation_takes_what_the_task_asks():
-    told = model()
+    wrapped = model()
     wanted = {"until": ["\n", ""], "max_gen_toks": 9, "temperature": 0.0, "do_sample": False, "top_p": 0.5}
-    assert told.generate_until([request("a" * 100, wanted), request("b", {"until": "."})]) == ["x", "x"]
-    (first, asked), (_, default) = told.engine.llm.asked
+    assert wrapped.generate_until([request("a" * 100, wanted), request("b", {"until": "."})]) == ["x", "x"]
+    (first, asked), (_, default) = wrapped.engine.llm.asked
     assert len(first) == 64 - 9
     assert (asked.stop, asked.max_tokens, asked.temperature, asked.top_p) == (["\n"], 9, 0.0, 0.5)
     assert (default.stop, default.max_tokens) == (["."], 63)  # 256, if the model took so many
@@ -116,16 +116,16 @@ def test_scores_say_what_went_through_drafting():
     tasks = evaluate.load(["stdlib_choice", "stdlib_line"])
     found = evaluate.run([GATED, SKIP], tasks, limit=12, fewshot=0, open_engine=open_engine)
     assert found.failed == []
-    told = {one.arm["arm"]: {(score["task"], score["metric"]): score for score in one.found["scores"]}
+    scores = {one.arm["arm"]: {(score["task"], score["metric"]): score for score in one.found["scores"]}
             for one in found.findings}  # fmt: skip
-    assert set(told) == {"baseline", "layer_skip", "skip"}
+    assert set(scores) == {"baseline", "layer_skip", "skip"}
     metrics = {("stdlib_choice", "acc"), ("stdlib_choice", "acc_norm"), ("stdlib_line", "exact_match")}
-    assert set(told["skip"]) == metrics
-    line, choice = (told["layer_skip"][name] for name in (("stdlib_line", "exact_match"), ("stdlib_choice", "acc")))
+    assert set(scores["skip"]) == metrics
+    line, choice = (scores["layer_skip"][name] for name in (("stdlib_line", "exact_match"), ("stdlib_choice", "acc")))
     assert (line["drafted"], choice["drafted"], line["same"], choice["same"]) == (True, False, 12, 12)
-    assert told["skip"]["stdlib_line", "exact_match"]["same"] == 0
-    assert told["baseline"]["stdlib_line", "exact_match"]["same"] is None
-    assert not told["skip"]["stdlib_line", "exact_match"]["drafted"]
+    assert scores["skip"]["stdlib_line", "exact_match"]["same"] == 0
+    assert scores["baseline"]["stdlib_line", "exact_match"]["same"] is None
+    assert not scores["skip"]["stdlib_line", "exact_match"]["drafted"]
     p = choice["value"]
     assert choice["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 11))
     columns = quality.read("results").columns(found.findings[1].arm_key, "")
@@ -136,12 +136,12 @@ def test_scores_say_what_went_through_drafting():
 def test_the_right_answers_are_right():
     """A model that knows the answers scores 1, and one that knows some of them that share."""
     (task,) = evaluate.load(["stdlib_line"])
-    rests = {one["context"]: one["rest"] for one in questions.stdlib_line()}
+    answers = {one["context"]: one["rest"] for one in questions.stdlib_line()}
 
     @contextmanager
     def knowing(cfg):
         engine = bigrams.Engine(cfg, max_model_len=2048)
-        contexts = {tuple(ids(context)): rest for context, rest in rests.items()}
+        contexts = {tuple(ids(context)): answer for context, answer in answers.items()}
 
         def one(tokens, params):
             engine.llm.asked.append(None)

@@ -42,8 +42,8 @@ def test_a_loss_has_the_colour_of_losses_and_a_lossy_arm_its_own():
     base = baseline()
     slow = against(base, "2", 80.0, 81.0, 79.0)
     lossy = against(base, "3", arm=ARM | {"arm": "skip"})
-    told = {row["point"]: row["kind"] for row in drawn(base, slow, lossy)["speedup"].panels[0].data}
-    assert told == {base.id: "baseline", slow.id: "slower than the baseline", lossy.id: "not verified"}
+    kinds = {row["point"]: row["kind"] for row in drawn(base, slow, lossy)["speedup"].panels[0].data}
+    assert kinds == {base.id: "baseline", slow.id: "slower than the baseline", lossy.id: "not verified"}
 
 
 def test_arms_of_one_name_are_told_apart():
@@ -102,8 +102,10 @@ def test_energy_is_power_over_speed():
 def test_quality_is_drawn_with_what_says_how_sure_it_is():
     words = "gsm exact_match 0.310 ± 0.050 (drafted); hella acc 0.500"
     made = drawn(baseline(), scores=words, ppl_of_greedy=8.0, ppl_of_greedy_low=7.5, ppl_of_greedy_high=8.5)
-    told = {panel.name: [panel.data[0][name] for name in ("value", "low", "high")] for panel in made["scores"].panels}
-    assert told == {"gsm exact_match (drafted)": [0.31, 0.26, 0.36], "hella acc": [0.5, None, None]}
+    intervals = {
+        panel.name: [panel.data[0][name] for name in ("value", "low", "high")] for panel in made["scores"].panels
+    }
+    assert intervals == {"gsm exact_match (drafted)": [0.31, 0.26, 0.36], "hella acc": [0.5, None, None]}
     (panel,) = made["perplexity"].panels
     assert [panel.data[0][name] for name in ("value", "low", "high")] == [8.0, 7.5, 8.5]
 

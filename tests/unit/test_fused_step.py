@@ -24,7 +24,9 @@ from selfspec_cli.vllm_plugin.fused_step.layout import (
     records,
     share,
 )
-from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
+from selfspec_cli.vllm_plugin.weights import copied as copied_weights
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight, drop_plain
+from selfspec_cli.vllm_plugin.weights.renewed import refill
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
 LLAMA = Shape(32, 4096, 14336, 32, 8, 128, 16, 1e-5)
@@ -162,15 +164,11 @@ def kind(name: str, module: str, *bases: type) -> type:
     return type(name, bases or (SimpleNamespace,), {"__module__": f"vllm.model_executor.models.{module}"})
 
 
-def linear(rows: int, columns: int, bias: bool = False, width: str = "words") -> Any:
+def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    tensors = {"words": torch.zeros(rows, columns // 8, dtype=torch.int32),
-               "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
-    if width != "words":
-        tensors = {width: tensors["words"]}
-    for name, tensor in tensors.items():
-        copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    copy.plain = {"words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
+                  "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
     return SimpleNamespace(copy_of_weight=copy, bias=torch.zeros(rows) if bias else None)
 
 
@@ -253,7 +251,7 @@ class Turned(RotaryEmbedding):
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
-        (change("self_attn.qkv_proj", linear(2048, 1536, True, "marlin")), "layout of an engine for up to 32 requests"),
+        (change("self_attn.qkv_proj", linear(2048, 1536, True, bits=8)), "the copies are not of 4 bits"),
         (change("self_attn.attn", SimpleNamespace()), "the attention is not one to the whole context"),
         (change("self_attn.o_proj", linear(1536, 1536, bias=True)), "has a bias"),
         (change("input_layernorm", SimpleNamespace(weight=torch.ones(8))), "RMS norms"),
@@ -301,7 +299,7 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     before = {name: tensor.clone() for name, tensor in step._tensors.items() if tensor is not None}
     for layer in layers:
         for linear_ in models.linears_of(layer).values():
-            linear_.copy_of_weight.words.random_(-(2**31), 2**31 - 1)
+            linear_.copy_of_weight.plain["words"].random_(-(2**31), 2**31 - 1)
         layer.input_layernorm.weight += 1
         layer.self_attn.qkv_proj.bias += 2
     step.renew(trunk)
@@ -311,3 +309,45 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
         assert step._tensors[name].data_ptr() == address
         assert not torch.equal(step._tensors[name], before[name]), name
     assert set(addresses) == {"norms", "bias", "stream"}
+
+
+# ---- engines whose other kernels read another layout -----------------------------------------------------------------
+
+
+class Repacked:
+    """Kernels that keep another layout than copies are made in, as Marlin's do."""
+
+    COMPILE_SIZES = ()
+
+    def prepare(self, tensors: Any) -> dict[str, torch.Tensor]:
+        return {"marlin": tensors["words"].flip(0), "scales": tensors["scales"].bfloat16()}
+
+
+def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: Repacked())
+    layer: Any = nn.Module()
+    layer.copy_of_weight = CopiedWeight(WEIGHTS, weight, shared)
+    return layer
+
+
+def test_a_copy_is_there_as_it_was_made_until_every_kernel_has_its_layout(monkeypatch):
+    weight = torch.randn(32, 128)
+    layer = copied_layer(monkeypatch, weight)
+    assert all(tensor.equal(WEIGHTS.quantise(weight)[name]) for name, tensor in models.plain_copy(layer).items())
+    assert [name for name, _ in layer.named_parameters()] == ["copy_of_weight.marlin", "copy_of_weight.scales"]
+    drop_plain([layer])
+    assert models.plain_copy(layer) == {}
+
+
+def test_new_weights_bring_the_copy_as_it_was_made_again(monkeypatch):
+    old, new = (copied_layer(monkeypatch, torch.randn(32, 128)) for _ in range(2))
+    drop_plain([old])
+    refill(old, new)
+    assert models.plain_copy(old)["words"].equal(models.plain_copy(new)["words"])
+    assert old.copy_of_weight.marlin.equal(new.copy_of_weight.marlin)
+
+
+def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
+    weight = torch.randn(32, 128)
+    assert copied_layer(monkeypatch, weight).copy_of_weight._weight is weight
+    assert copied_layer(monkeypatch, weight, shared=False).copy_of_weight._weight is None

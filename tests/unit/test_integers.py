@@ -71,12 +71,12 @@ def test_a_fit_minds_what_the_data_do():
 
 @pytest.mark.parametrize("broken", [torch.randn(4, 96), torch.full((4, GROUP), torch.nan)])
 def test_a_fit_refuses_what_rounding_does(broken):
-    told = []
+    messages = []
     for make in (DRAFT_WEIGHTS["int4"].quantise, lambda one: DRAFT_WEIGHTS["int4"].fit(one, torch.eye(one.shape[1]))):
         with pytest.raises(SettingsError) as error:
             make(broken)
-        told.append(str(error.value))
-    assert told[0] == told[1]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
 def test_groups_of_zeros_and_of_tiny_values_stay_finite():

@@ -33,9 +33,9 @@ def test_an_interrupt_waits_for_a_safe_place_and_is_not_lost_in_a_callback(capfd
         interrupts.check()
         reached.append("after the check")
     assert reached == ["after the callback"]
-    told = capfd.readouterr().err
-    assert "press Ctrl-C again" in told
-    assert "Exception ignored" not in told
+    stderr = capfd.readouterr().err
+    assert "press Ctrl-C again" in stderr
+    assert "Exception ignored" not in stderr
     interrupts.check()  # it has ended the block, once
 
 

@@ -44,11 +44,11 @@ def test_an_engine_that_does_not_draft_with_its_own_layers_has_none():
 
 
 def test_the_order_of_steps_is_set_where_there_are_two():
-    told = []
-    worker(set_read_first=told.append).early_exit_set_read_first(False)
-    assert told == [False]
+    calls = []
+    worker(set_read_first=calls.append).early_exit_set_read_first(False)
+    assert calls == [False]
     with pytest.raises(SettingsError, match="read_first = 'false' is not allowed; allowed: true and false"):
-        worker(set_read_first=told.append).early_exit_set_read_first("false")
-    assert told == [False]
+        worker(set_read_first=calls.append).early_exit_set_read_first("false")
+    assert calls == [False]
     with pytest.raises(SettingsError, match="in one order only"):
         worker().early_exit_set_read_first(True)

@@ -141,8 +141,8 @@ def test_only_a_request_that_got_no_byte_on_a_used_connection_is_sent_again_and_
 def test_clients_of_several_processes_share_the_requests_and_begin_together(toy, tmp_path):
     prompts = [{"prompt": [n]} for n in (1, 2, 3)]
     job = Job(toy.url, COMPLETIONS, BODY, prompts, clients=3, requests=11, processes=2)
-    told = []
-    run = clients.run(job, tmp_path / "closed", check=nothing, told=lambda ended, _: told.append(ended))
+    ends = []
+    run = clients.run(job, tmp_path / "closed", check=nothing, progress=lambda ended, _: ends.append(ended))
     assert sorted(one.number for one in run.good) == list(range(11)) and len(toy.asked) == 11
     assert {(one.number % 3, one.digest) for one in run.good} == {(n, one.digest) for n in range(3) for one in run.good
                                                                    if one.number == n}  # fmt: skip

@@ -135,10 +135,10 @@ def test_a_second_plain_server_says_how_much_servers_differ(script, tmp_path):
         for turn, level in enumerate(chosen)
     }
     found = {level.name: script.compared(level, rows) for level in chosen}
-    told = script.over_turns(found)["closed 1"]
-    assert told["turns"] == 3
-    assert told["throughput"] == {"median": 0.99, "low": 0.99, "high": 0.99, "all": [0.99, 0.99, 0.99]}
-    assert told["control"] == {"median": 0.901, "low": 0.9, "high": 0.902, "all": [0.9, 0.901, 0.902]}
+    summed = script.over_turns(found)["closed 1"]
+    assert summed["turns"] == 3
+    assert summed["throughput"] == {"median": 0.99, "low": 0.99, "high": 0.99, "all": [0.99, 0.99, 0.99]}
+    assert summed["control"] == {"median": 0.901, "low": 0.9, "high": 0.902, "all": [0.9, 0.901, 0.902]}
 
 
 def test_levels_come_in_the_order_of_their_groups_and_few_clients_in_both_orders_of_steps(script, tmp_path):
@@ -182,9 +182,13 @@ def test_the_table_is_compared_with_the_length_that_is_the_best_over_all_turns(s
     speeds = {varying.name: (102.0, 103.0, 101.0), two.name: (100.0, 100.0, 100.0), four.name: (120.0, 90.0, 95.0)}
     rows = {script.named(name, turn + 1): {script.DRAFTING: {"tok_s": speed}}
             for name, found in speeds.items() for turn, speed in enumerate(found)}  # fmt: skip
-    told = script.over_fixed(rows)
-    assert told["best"] == two.name and told["fixed"] == {two.name: 100.0, four.name: 95.0} and told["table"] == 102.0
-    assert told["over_the_best"] == {"median": 1.02, "low": 1.01, "high": 1.03, "all": [1.02, 1.03, 1.01]}
+    summed = script.over_fixed(rows)
+    assert (
+        summed["best"] == two.name
+        and summed["fixed"] == {two.name: 100.0, four.name: 95.0}
+        and summed["table"] == 102.0
+    )
+    assert summed["over_the_best"] == {"median": 1.02, "low": 1.01, "high": 1.03, "all": [1.02, 1.03, 1.01]}
     assert script.over_fixed({varying.name: rows[varying.name]}) == {} == script.over_fixed({})
 
 

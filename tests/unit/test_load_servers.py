@@ -54,8 +54,8 @@ def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path):
     results = tmp_path / "results"
     result = call("load", *WORDS, f"results_dir={results}", "--ttft-limit", "60000", "--json", "--", "--seed", "7")
     assert result.exit_code == 0, result.stderr
-    told = document(result)
-    assert (told["measured"], told["failed"]) == (4, 0) and Path(told["page"]).is_file()
+    shown = document(result)
+    assert (shown["measured"], shown["failed"]) == (4, 0) and Path(shown["page"]).is_file()
     assert [cfg.method for cfg in toys] == ["baseline", "layer_skip"]
     points, _ = folder.read(results)
     rows = [tables.row(point) for point in points]

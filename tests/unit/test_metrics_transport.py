@@ -84,7 +84,7 @@ def test_counts_by_reason_and_the_longest_draft_that_may_be_made():
     counters = DraftCounters(4)
     counters.allowed(4, [(0, "load"), (2, None), (0, "load"), (0, "request")])
     assert (counters.off["load"], counters.off["request"], counters.in_force) == (2, 1, 2)
-    counters.allowed(1, [(4, None)])  # a live engine was told to draft one token at most
+    counters.allowed(1, [(4, None)])  # a live engine whose draft length was set to one token
     assert counters.in_force == 1
     counters.allowed(0, [])
     assert counters.in_force == 0
@@ -104,7 +104,7 @@ def test_what_switches_drafting_off(cell, own, reason):
 
 
 class Event:
-    """Of a device that finishes when it is told to."""
+    """A CUDA event that has happened while `done` is true."""
 
     done = True
     recorded = 0
@@ -157,7 +157,7 @@ def our_metrics() -> set[str]:
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\("\w+", "(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)
-    assert len(plain) == 4 and len(labelled) == 3 and len(gauges) == 2
+    assert len(plain) == 6 and len(labelled) == 3 and len(gauges) == 2
     return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
 
 

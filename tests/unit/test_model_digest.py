@@ -33,7 +33,7 @@ def test_a_model_that_is_written_anew_is_read_anew(tmp_path, monkeypatch):
     cfg = model(tmp_path / "M")
     before = model_fingerprint(cfg)
     with monkeypatch.context() as patched:
-        patched.setattr(model_digest, "_pieces", None)  # unchanged: not a byte of the weights is read again
+        patched.setattr(model_digest, "_pieces", None)  # unchanged: no byte of the weights is read a second time
         assert model_fingerprint(cfg) == before
     file = tmp_path / "M" / "model.safetensors"
     content = bytearray(file.read_bytes())

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from selfspec_cli.vllm_plugin.planted import v2
-from selfspec_cli.vllm_plugin.planted.wrap import spoil, wrap
+from selfspec_cli.vllm_plugin.planted.spoil import spoil
+from selfspec_cli.vllm_plugin.wrap import wrap
 
 K = 3
 

@@ -115,6 +115,15 @@ def test_what_was_not_measured_is_empty_and_not_zero():
     assert cells["ppl"] == cells["speedup"] == ""
 
 
+def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
+    made = point(config={"launcher": {"price_hour": 3.0}})
+    assert tables.row(made).cost == pytest.approx(3.0 * (2.0 + 10.0) / 3600)
+    assert tables.row(replace(made, start_seconds=None)).cost == pytest.approx(3.0 * 2.0 / 3600)
+    for unknown in (point(), point(config=None), point(config={"launcher": {"price_hour": None}}),
+                    replace(made, seconds=None)):  # fmt: skip
+        assert tables.row(unknown).cost is None
+
+
 def test_figures_that_were_kept_without_their_raw_values_stay_as_they_were():
     made = replace(point(), figures={"tok_s_median": 7.0, "speedup": 1.25}, repeats=())
     row = tables.row(made)

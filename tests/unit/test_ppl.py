@@ -87,8 +87,8 @@ def test_what_arms_generate_is_scored_by_the_plain_model(opened):
     found = ppl.run([SKIP, GATED], SMALL, open_engine=opened)
     assert found.failed == []
     assert [engine.cfg.method for engine in opened.engines] == ["baseline", "skip", "layer_skip", "baseline"]
-    told = arms_of(found, quality.GENERATED)
-    greedy, sampled = (told["skip"].found[name] for name in ("greedy", "sampled"))
+    by_arm = arms_of(found, quality.GENERATED)
+    greedy, sampled = (by_arm["skip"].found[name] for name in ("greedy", "sampled"))
     assert (greedy["identical"], greedy["outputs"]) == (0, 5)
     last = opened.engines[-1].llm.asked
     assert last and all(len(ids) == 10 for ids, _ in last)  # prompt and continuation
@@ -101,14 +101,14 @@ def test_what_arms_generate_is_scored_by_the_plain_model(opened):
 
 def test_a_verified_arm_that_generates_the_baselines_text_differs_by_nothing(opened):
     found = ppl.run([GATED], SMALL, open_engine=opened)
-    told = arms_of(found, quality.GENERATED)["layer_skip"]
-    assert told.found["greedy"]["identical"] == 5
-    columns = quality.read("results").columns(told.arm_key, "")
+    arm = arms_of(found, quality.GENERATED)["layer_skip"]
+    assert arm.found["greedy"]["identical"] == 5
+    columns = quality.read("results").columns(arm.arm_key, "")
     assert (columns["delta_ppl_of_greedy"], columns["delta_ppl_of_greedy_low"]) == (0.0, 0.0)
     low, value, high = (columns[f"delta_ppl_of_sampled{end}"] for end in ("_low", "", "_high"))
     assert low <= value <= high and value != 0
     assert "ppl" not in columns
-    assert told.found["greedy"]["accepted"] == 3
+    assert arm.found["greedy"]["accepted"] == 3
     assert found.warnings == []
 
 

@@ -71,15 +71,15 @@ def test_the_page_has_a_bar_for_each_profile(tmp_path):
 
 def test_what_is_shown_adds_up_and_says_what_is_not_known(capsys):
     shown.show(made(unknown=[stage.NO_RATE]), {"profile": "p.json"})
-    told = capsys.readouterr()
-    assert "verify" in told.out and "60.0%" in told.out and "100.0%" in told.out and "2.0" in told.out
-    assert "rate of this machine is not known" in told.err
+    printed = capsys.readouterr()
+    assert "verify" in printed.out and "60.0%" in printed.out and "100.0%" in printed.out and "2.0" in printed.out
+    assert "rate of this machine is not known" in printed.err
     shown.show(made(wall=0.8), {})
     assert "125.0% of the wall time" in capsys.readouterr().err
 
 
 class Engine:
-    """Stands for a live engine of so many seconds a run, whose traces are those of test_trace.py."""
+    """An engine without vLLM: every run takes the given seconds, and the traces are those of test_trace.py."""
 
     layer = None
 

@@ -1,4 +1,4 @@
-"""Prompts from the rows of files: every shape that is known, categories by turns, and what is said of others."""
+"""Prompts from the rows of files: known shapes of rows, alternating categories, and messages about other rows."""
 
 import json
 from collections import Counter

@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from properties import costs, logs, rates, times
+from test_early_exit_counters import rounds_of
 
 from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.cost_model import Costs, expected_tokens, expected_tokens_from_positions, fit_costs
@@ -104,8 +105,8 @@ arms = st.lists(st.tuples(st.integers(1, 16), times, shares, st.integers(1, 1000
 @given(arms, times)
 def test_whatever_was_timed_a_round_has_a_price(measured, plain):
     """Noise may make the line through the verify passes begin below zero; no round costs nothing, or less."""
-    told = [(k, n * time, None if share is None else share * n * time, n) for k, time, share, n in measured]
-    made = fit_costs(told, plain)
+    timings = [(k, n * time, None if share is None else share * n * time, n) for k, time, share, n in measured]
+    made = fit_costs(timings, plain)
     assert made.plain == plain
     assert made.start >= 0 and made.verify_token >= 0
     for k in (0, 1, 4, 16):
@@ -120,35 +121,23 @@ ROUND = st.lists(st.integers(1, 6), min_size=1, max_size=K).map(lambda active: s
 ROUNDS = st.lists(ROUND, max_size=8)
 
 
-def count(rounds, made=None):
-    """The counters after rounds, each a list of the requests that took part in its steps."""
-    made = made or DraftCounters(K)
-    for steps in rounds:
-        made.round(steps[0])
-        for active in steps:
-            made.step(active)
-        if len(steps) < K:
-            made.ended_early()
-    return made
-
-
 @given(ROUNDS)
 def test_histograms_and_totals_tell_one_story(rounds):
-    told = count(rounds).snapshot()
-    lengths, active = told["length_histogram"], told["active_histogram"]
-    assert sum(lengths) == told["rounds"] == len(rounds)
-    assert sum(active) == told["steps"] == sum(i * n for i, n in enumerate(lengths)) == sum(map(len, rounds))
-    assert sum(i * n for i, n in enumerate(active)) == told["drafted"] == sum(map(sum, rounds))
-    assert told["gate_ended"] == sum(lengths[:K])
+    counted = rounds_of(*rounds, k=K).snapshot()
+    lengths, active = counted["length_histogram"], counted["active_histogram"]
+    assert sum(lengths) == counted["rounds"] == len(rounds)
+    assert sum(active) == counted["steps"] == sum(i * n for i, n in enumerate(lengths)) == sum(map(len, rounds))
+    assert sum(i * n for i, n in enumerate(active)) == counted["drafted"] == sum(map(sum, rounds))
+    assert counted["gate_ended"] == sum(lengths[:K])
 
 
 @given(ROUNDS, ROUNDS)
 def test_two_stretches_and_the_whole(first, second):
-    made = count(first)
+    made = rounds_of(*first, k=K)
     before = made.snapshot()
-    after = count(second, made).snapshot()
+    after = rounds_of(*second, k=K, counters=made).snapshot()
     stretch = counters.since(after, before)
-    alone = count(second).snapshot()
+    alone = rounds_of(*second, k=K).snapshot()
 
     def same(one, other):
         return one.keys() == other.keys() and all(_stripped(one[name]) == _stripped(other[name]) for name in one)
@@ -156,7 +145,7 @@ def test_two_stretches_and_the_whole(first, second):
     assert same(stretch, alone)
     assert same(counters.total([before, None, stretch]), after)
     assert same(counters.total([stretch, before]), after)
-    assert before == count(first).snapshot()  # a snapshot does not change behind its owner's back
+    assert before == rounds_of(*first, k=K).snapshot()  # a snapshot does not change behind its owner's back
 
 
 def _stripped(value):
@@ -168,10 +157,10 @@ def _stripped(value):
 
 @given(ROUNDS)
 def test_the_summary_is_shares_of_the_counts(rounds):
-    counted = count(rounds).snapshot() | {"nan_logits": 3, "seconds": 1.5}
-    told = counters.summary(counted, 5, 20, 8)
+    counted = rounds_of(*rounds, k=K).snapshot() | {"nan_logits": 3, "seconds": 1.5}
+    summed = counters.summary(counted, 5, 20, 8)
     steps = [active for taken in rounds for active in taken]
-    assert told == {
+    assert summed == {
         "rounds": len(rounds), "draft_steps": len(steps), "draft_steps_histogram": counted["length_histogram"],
         "mean_draft_steps": len(steps) / len(rounds) if rounds else None,
         "ended_by_gate": sum(len(taken) < K for taken in rounds) / len(rounds) if rounds else None,
@@ -189,9 +178,9 @@ def test_what_keeps_requests_from_being_drafted_for_is_counted_beside_the_rest(l
     first = made.landed()
     for _ in range(2):
         made.allowed(limit, requests)
-    told = made.landed()
-    assert told["in_force"] == min(limit, max((k for k, _ in requests), default=limit))
-    assert told["off"] == {name: 2 * sum(why == name for _, why in requests) for name in counters.REASONS}
+    taken = made.landed()
+    assert taken["in_force"] == min(limit, max((k for k, _ in requests), default=limit))
+    assert taken["off"] == {name: 2 * sum(why == name for _, why in requests) for name in counters.REASONS}
     assert sum(first["off"].values()) == 0  # what landed does not change behind its reader's back
 
 

@@ -198,15 +198,15 @@ def test_a_warning_is_given_just_where_a_threshold_decides_nothing(name, thresho
     spec |= {"calibration": made.to_dict()} if gate.needs_calibration else {}
     settings = ResolvedSettings.from_user(spec, 8)
     low, high = gate.statistic_range(vocab, made)
-    told = warnings_for(settings, vocab)
+    warnings = warnings_for(settings, vocab)
     if gate.direction == "at_least":
         always, never, edge = threshold <= low, threshold > high, threshold == high
     else:
         always, never, edge = threshold >= high, threshold < low, threshold == low
-    assert len(told) == (always or never or edge)
-    if told:
+    assert len(warnings) == (always or never or edge)
+    if warnings:
         said = "never closes" if always else "never opens (" if never else "never opens but for ties"
-        assert said in told[0] and repr(name) in told[0] and f"{gate.key} = {threshold:g}" in told[0]
+        assert said in warnings[0] and repr(name) in warnings[0] and f"{gate.key} = {threshold:g}" in warnings[0]
 
 
 @given(st.sampled_from(list(GATES)), st.floats(0, 1), calibrations(), st.integers(1, 7), st.integers(1, 256))

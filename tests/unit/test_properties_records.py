@@ -21,7 +21,7 @@ many_files = settings(max_examples=12, phases=[Phase.explicit, Phase.generate],
                       suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 finite = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(1e-3, 1e6)
-# As Python reads a name that is no UTF-8, such as a file's: single surrogates stand for the bytes.
+# Python reads a file name that is not UTF-8 with a lone surrogate for each byte that it cannot decode.
 letters = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("\n\t\r,\"'\x85\u2028\udcff"))
 words = st.text(letters, max_size=8)
 plain = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), finite, words),

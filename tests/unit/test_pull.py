@@ -125,10 +125,10 @@ def test_a_pull_that_was_killed_keeps_the_files_that_were_whole(tmp_path):
 def test_what_goes_wrong_is_explained(tmp_path, words, hub, environment, code, said):
     with served(hub):
         done = selfspec(hub, tmp_path, *words, **environment)
-    told = done.stderr.read()
-    assert done.returncode == code, told
-    assert said in " ".join(told.split())
-    assert "Traceback" not in told
+    stderr = done.stderr.read()
+    assert done.returncode == code, stderr
+    assert said in " ".join(stderr.split())
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.slow

@@ -136,10 +136,10 @@ def test_a_finding_is_in_the_tables_at_once(tmp_path):
 
 
 def test_what_is_found_later_is_no_part_of_a_points_file(tmp_path):
-    told = replace(point(), arm_key=ARM, quality={"verdict": "pass"})
-    folder.save(tmp_path, told)
+    judged = replace(point(), arm_key=ARM, quality={"verdict": "pass"})
+    folder.save(tmp_path, judged)
     assert "pass" not in next((tmp_path / "runs").glob("*.json")).read_text()
-    assert folder.read(tmp_path)[0] == [replace(told, quality={})]
+    assert folder.read(tmp_path)[0] == [replace(judged, quality={})]
 
 
 def test_an_arm_is_the_same_whatever_its_workload():

@@ -1,4 +1,4 @@
-"""Objects by name: this package's modules first, then other packages' entry points, whose faults are told by name."""
+"""Objects by name: this package's modules first, then other packages' entry points, whose faults are named."""
 
 import sys
 from dataclasses import replace

@@ -135,12 +135,12 @@ def test_acceptance_that_was_set_is_said_and_stands_apart_from_real():
 
 
 @pytest.mark.parametrize(
-    ("busy", "told"), [(None, ""), (0.71, ""), (0.27, "multiprocessors were busy 27% of the time")]
+    ("busy", "doubt"), [(None, ""), (0.71, ""), (0.27, "multiprocessors were busy 27% of the time")]
 )
-def test_the_headline_says_where_the_gpu_had_little_to_do(busy, told):
+def test_the_headline_says_where_the_gpu_had_little_to_do(busy, doubt):
     found = rows.headline([replace(BASE, sm_util=busy), replace(ARM, sm_util=0.1)])
-    assert found.startswith("Fastest verified arm: 1.50x") and told in found
-    assert ("the host" in found) == bool(told)
+    assert found.startswith("Fastest verified arm: 1.50x") and doubt in found
+    assert ("the host" in found) == bool(doubt)
 
 
 def test_the_headline_prefers_real_acceptance_and_says_where_there_is_none():
@@ -153,9 +153,9 @@ SLOW = replace(ARM, threshold=9.0, speedup=1.1, speedup_low=0.95, speedup_high=1
 
 
 def test_no_arm_is_called_the_fastest_where_intervals_overlap():
-    told = rows.headline([BASE, ARM, NEAR, SLOW])
-    assert told.startswith("No arm is clearly the fastest: 1.55x (1.45x to 1.70x)")
-    assert "one other arm have intervals that overlap" in told
+    headline = rows.headline([BASE, ARM, NEAR, SLOW])
+    assert headline.startswith("No arm is clearly the fastest: 1.55x (1.45x to 1.70x)")
+    assert "one other arm have intervals that overlap" in headline
     assert rows.headline([BASE, ARM, SLOW]).startswith("Fastest verified arm: 1.50x")
     assert "its interval holds 1, so it may be no faster than the baseline" in rows.headline([BASE, SLOW])
     slower = rows.headline([BASE, replace(SLOW, speedup=0.9, speedup_low=0.88, speedup_high=0.92)])
@@ -164,9 +164,9 @@ def test_no_arm_is_called_the_fastest_where_intervals_overlap():
 
 def test_without_intervals_nothing_is_called_the_fastest():
     bare = [replace(row, speedup_low=None, speedup_high=None) for row in (ARM, SLOW)]
-    told = rows.headline([BASE, *bare])
-    assert told.startswith("Greatest speedup measured: 1.50x the baseline")
-    assert told.endswith("no interval, because repeats were not kept.")
+    headline = rows.headline([BASE, *bare])
+    assert headline.startswith("Greatest speedup measured: 1.50x the baseline")
+    assert headline.endswith("no interval, because repeats were not kept.")
 
 
 def test_long_names_are_whole_where_the_output_is_no_terminal():
@@ -243,17 +243,17 @@ def test_the_page_makes_no_request_and_escapes(results, tmp_path):
 
 def test_a_row_opens_everything_that_is_kept_of_it(results):
     found = sources.read(results)
-    told = details.details(found, "events")
-    arm = told["rows"][1]
-    assert told["pool"][arm["command"]] == "selfspec sweep"
-    assert [told["pool"][place] for place in arm["config"]] == [["k", 5]]
+    shown = details.details(found, "events")
+    arm = shown["rows"][1]
+    assert shown["pool"][arm["command"]] == "selfspec sweep"
+    assert [shown["pool"][place] for place in arm["config"]] == [["k", 5]]
     assert arm["against"][0] == found.points[0].id
     seconds, speed, ((tokens, arrival, *steps),) = arm["repeats"][0]
     request = found.points[1].repeats[0].requests[0]
     assert (speed, tokens, arrival) == (150.0, 4, 0)
     assert sum(steps) == pytest.approx(1e6 * request.events[-1], abs=2)
     assert seconds == pytest.approx(4 / 150, rel=1e-4)
-    assert "repeats" not in told["rows"][2]  # it failed
+    assert "repeats" not in shown["rows"][2]  # it failed
     assert len(details.details(found, "repeats")["rows"][1]["repeats"][0]) == 2
     assert "repeats" not in details.details(found, "none")["rows"][1]
 
@@ -327,9 +327,9 @@ def test_published_speedups_are_over_the_published_baselines(place):
         if row.baseline is not None:
             assert row.speedup == pytest.approx(row.tok_s_median / by_point[row.baseline].tok_s_median, rel=1e-4)
     arms = [row for row in shown if row.arm == "layer_skip"]
-    told = rows.overview(rows.groups(shown))
+    sentence = rows.overview(rows.groups(shown))
     if arms and all(row.speedup_low is None for row in arms):
-        assert "Fastest" not in told  # repeats were not kept, so there are no intervals
+        assert "Fastest" not in sentence  # repeats were not kept, so there are no intervals
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a request may ask of drafting, and how it is told that it may not."""
+"""What a request may ask of drafting, and the message where it asks for something else."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
         for point in (base, against(base, keys[1], arm=ARM | {"workload": text}),
                       against(base, keys[2], speed, speed, speed, arm=ngram | {"workload": text})):  # fmt: skip
             folder.save(tmp_path / "cpu", point)
-    (told,) = script("table").lost(tmp_path)
+    (lost,) = script("table").lost(tmp_path)
     assert (
-        told.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
-        and " 1.50x (m, English documentation, " in told
+        lost.startswith("ngram k=5 2.50x, where early exit was E=4 k=5")
+        and " 1.50x (m, English documentation, " in lost
     )
-    assert told.endswith(f", batch 1, {baseline().device})")
+    assert lost.endswith(f", batch 1, {baseline().device})")
     tables = script("table").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
     assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "none")

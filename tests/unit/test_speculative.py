@@ -30,7 +30,7 @@ def one(*words: str) -> RunConfig:
 
 @pytest.fixture
 def draft(tmp_path):
-    """A folder with a draft's config.json and something that stands for its weights."""
+    """A folder with a draft model's config.json and a few bytes as its weights."""
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL))

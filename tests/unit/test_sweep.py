@@ -247,8 +247,8 @@ def test_a_tracker_gets_every_row_and_its_failure_is_a_warning(lab):
 
 
 def distinguished(cfgs):
-    told = planning.distinguishing_settings(planning.plan(cfgs).points)
-    return [told[run_key(cfg)] for cfg in cfgs]
+    texts = planning.distinguishing_settings(planning.plan(cfgs).points)
+    return [texts[run_key(cfg)] for cfg in cfgs]
 
 
 def test_points_that_a_row_would_call_the_same_are_told_apart_by_their_settings():

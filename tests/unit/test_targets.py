@@ -98,8 +98,8 @@ def test_what_is_reached_depends_on_which_way_is_better():
 
 
 def test_the_page_says_what_was_reached_and_has_no_targets_without_an_experiment(mine):
-    told = page.targets(sources.of_points([by("mine")]))
-    assert [(one["target"], one["measured"], one["reached"]) for one in told] == [
+    rows = page.targets(sources.of_points([by("mine")]))
+    assert [(one["target"], one["measured"], one["reached"]) for one in rows] == [
         ("speedup ≥ 2.05x", "not measured", ""),
         ("delta_ppl +0.18 to +1.50", "not measured", ""),
     ]

@@ -83,11 +83,15 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     arm, row = written[points[1].id], tables.row(points[1])
     config = values(arm["run"][0].run.config.update)
     assert config["k"] == 5 and config["digests"] == {"model": "m0"} and config["arm"]["gate"] == "varH"
-    told = {}
+    summary = {}
     for record in arm["summary"]:
-        told |= values(record.summary.update)
-    assert (told["speedup"], told["tok_s_median"], told["baseline"]) == (row.speedup, row.tok_s_median, base.id)
-    assert "power_w" not in told  # it was not measured
+        summary |= values(record.summary.update)
+    assert (summary["speedup"], summary["tok_s_median"], summary["baseline"]) == (
+        row.speedup,
+        row.tok_s_median,
+        base.id,
+    )
+    assert "power_w" not in summary  # it was not measured
     logged = {}
     for record in arm["history"]:
         logged |= values(record.history.item)
@@ -194,5 +198,7 @@ def test_no_tracker_imports_nothing(monkeypatch):
 @pytest.mark.slow
 def test_the_command_to_sync_is_wandbs_own():
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'selfspec[track]'")
-    told = subprocess.run([sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True)
-    assert "PATH" in told.stdout.upper()
+    shown = subprocess.run(
+        [sys.executable, "-m", "wandb", "sync", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "PATH" in shown.stdout.upper()

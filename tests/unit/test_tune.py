@@ -265,11 +265,11 @@ def test_the_pace_of_plain_decoding_stands_beside_each_finalist(lab, monkeypatch
     monkeypatch.setattr(FakeEngine, "answer", slowed)
     monkeypatch.setattr(tune, "NEAR", 0.0)
     result = lab.run(chosen=lab.cfgs[1:3])
-    told = tune.document(result)
+    document = tune.document(result)
     usual = 1 / COSTS.plain
-    assert {round(one["plain_tok_s"], 3) for one in told["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
-    assert len(told["warnings"]) == 1
-    assert "changed by 100%" in told["warnings"][0]
+    assert {round(one["plain_tok_s"], 3) for one in document["finalists"]} == {round(usual, 3), round(usual / 2, 3)}
+    assert len(document["warnings"]) == 1
+    assert "changed by 100%" in document["warnings"][0]
 
 
 def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
@@ -283,11 +283,11 @@ def test_an_exit_is_surveyed_once_however_many_lengths_and_gates_name_it(lab):
 
 
 def test_a_dry_run_says_which_gates_lengths_and_minutes(lab):
-    told = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14, trials=18)
-    assert told["exits"] == ["E3-lens"]
-    assert told["gates"] == ["none", *features()]
-    assert told["k"] == "1 to 5"  # LONGEST, as it is here
-    assert (told["minutes"], told["trials"]) == (14, "at most 18 on each of 1 engine(s)")
+    facts = tune.facts([replace(lab.cfgs[1], k=k) for k in (3, 5)], minutes=14, trials=18)
+    assert facts["exits"] == ["E3-lens"]
+    assert facts["gates"] == ["none", *features()]
+    assert facts["k"] == "1 to 5"  # LONGEST, as it is here
+    assert (facts["minutes"], facts["trials"]) == (14, "at most 18 on each of 1 engine(s)")
 
 
 def test_two_exits_that_expect_less_end_the_survey(lab):
@@ -420,9 +420,9 @@ def test_arms_take_turns_and_ratios_are_within_a_repeat():
     assert all(count == 2 for _, count in order)
     assert {order[0][0], order[1][0]} == {0, 2}
     assert order[0] != order[2]  # who goes first changes
-    told = two.to_dict(plain)
-    assert told["speedup"] == pytest.approx(two.median / plain.median)
-    assert told["speedup_low"] <= told["speedup"] <= told["speedup_high"]
+    row = two.to_dict(plain)
+    assert row["speedup"] == pytest.approx(two.median / plain.median)
+    assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
     assert plain.to_dict(plain)["accept_rate"] is None
 
 

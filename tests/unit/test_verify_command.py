@@ -22,9 +22,9 @@ def given(monkeypatch, tmp_path):
     def stand_in(cfg, wanted, *, open_engine, progress):
         found["asked"] = (cfg, wanted)
         row = {"name": "mixed", "verdict": found["verdict"], "differ": 2, "compared": 12, "drafted": 90, "accepted": 30}
-        told = {"name": "temperature 1", "verdict": "same", "p": 0.4, "distance": 0.1, "distance_plain": 0.11,
+        drawn = {"name": "temperature 1", "verdict": "same", "p": 0.4, "distance": 0.1, "distance_plain": 0.11,
                 "detectable_share": 0.08, "texts": 384, "p_exact": 0.2}  # fmt: skip
-        made = {"verdict": found["verdict"], "reason": "because", "suspect": None, "cases": [row], "sampling": [told],
+        made = {"verdict": found["verdict"], "reason": "because", "suspect": None, "cases": [row], "sampling": [drawn],
                 "proof": {"accept_one_more": {"caught": True}}, "own_drafts": {"verdict": "same"}, "head": None,
                 "plain_repeats": None, "runs": 2, "verdicts": {found["verdict"]: 2}, "seconds": 1.0,
                 "key": "abc", "arm_key": "def", "planted": wanted.plant}  # fmt: skip

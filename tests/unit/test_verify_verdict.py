@@ -45,8 +45,8 @@ SAMPLED = [{"name": "temperature 1", "verdict": "differs"}]
 )
 def test_each_kind_of_fault_is_named_by_what_it_does(found, kind):
     assert verdict.suspect(found) == kind
-    told, why = verdict.decide(found)
-    assert told == "fault"
+    judged, why = verdict.decide(found)
+    assert judged == "fault"
     assert f"({kind})" in why
 
 
@@ -61,10 +61,10 @@ def test_each_kind_of_fault_is_named_by_what_it_does(found, kind):
     ],
 )
 def test_what_shows_nothing_does_not_pass(found, words):
-    told, why = verdict.decide(found)
-    assert told == "not shown"
+    judged, why = verdict.decide(found)
+    assert judged == "not shown"
     assert words in why
-    assert told not in verdict.PASSING
+    assert judged not in verdict.PASSING
 
 
 def test_a_case_is_judged_by_its_differences():
@@ -79,8 +79,8 @@ def test_a_case_is_judged_by_its_differences():
 def test_where_plain_vllm_does_not_repeat_itself_that_is_said():
     """gpt-oss in batch-invariant mode: 17 of 32 differ from plain to plain, 22 of 32 from the arm to plain."""
     noisy = {"differ": 17, "near_ties": 0, "compared": 32}
-    told, note = verdict.case_row(["fault"] * 22, 32, 0, noisy, True)
-    assert told == "not shown"
+    judged, note = verdict.case_row(["fault"] * 22, 32, 0, noisy, True)
+    assert judged == "not shown"
     assert "17 of 32" in note
     # Far more than plain from itself, and where plain repeats itself but for near-ties.
     assert verdict.case_row(["fault"] * 32, 32, 0, noisy | {"differ": 4}, True)[0] == "fault"
@@ -102,8 +102,8 @@ def test_kernels_that_are_not_invariant_are_not_our_fault():
     assert verdict.not_invariant(40, 2, 64, {"differ": 1, "compared": 12}, 4) is None
 
     rows = [{"name": "mixed", "verdict": "not shown", "plain_differs": True}, {"name": "again", "verdict": "lossless"}]
-    told, why = verdict.decide(document() | {"cases": rows})
-    assert told == "not shown"
+    judged, why = verdict.decide(document() | {"cases": rows})
+    assert judged == "not shown"
     assert why.startswith(verdict.PLAIN_DIFFERS)
     assert why.endswith("left open: mixed")
 
@@ -154,9 +154,9 @@ def test_drafts_of_a_request_are_its_own():
 
 
 def test_several_runs_have_the_verdict_of_the_worst():
-    def one(kinds, told):
+    def one(kinds, judged):
         found = [Difference(0, 3, 7, 9, kind=kind) for kind in kinds]
-        row = {"name": "mixed", "verdict": told, "note": None, "differences": found}
+        row = {"name": "mixed", "verdict": judged, "note": None, "differences": found}
         return document() | {"cases": [row]}
 
     found = run.finished([one([], "lossless"), one(["near-tie"], "fault")], batch_invariant=False)

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from selfspec_cli.artifacts.whole import written
+from selfspec_cli.whole import written
 
 
 def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path):
@@ -11,8 +11,17 @@ def test_a_file_is_replaced_when_all_of_it_is_written(tmp_path):
     for text in ("first", "second"):
         with written(file) as part:
             part.write_text(text)
+            assert part.parent == file.parent  # a file of another disk could not replace it in one step
         assert file.read_text() == text
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_file_is_as_readable_as_any_other_one(tmp_path):
+    with written(tmp_path / "file.json") as part:
+        part.write_text("text")
+        part.chmod(0o600)
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "file.json").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=repr)

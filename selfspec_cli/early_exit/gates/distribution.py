@@ -86,7 +86,7 @@ class Distribution:
 
 
 class _Rows:
-    """Stands for some rows of a distribution."""
+    """Some rows of a distribution: every attribute is the whole's, indexed by the rows."""
 
     def __init__(self, whole: Distribution, rows: slice) -> None:
         self._whole, self._rows = whole, rows

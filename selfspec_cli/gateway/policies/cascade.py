@@ -34,10 +34,10 @@ class _Cascade(Chooser):
 def sureness(answer: Any) -> float | None:
     """The geometric mean of the probabilities of an answer's tokens, 0 to 1; None where it does not tell them."""
     try:
-        told = answer["choices"][0].get("logprobs") or {}
-        logs = told.get("token_logprobs")
+        given = answer["choices"][0].get("logprobs") or {}
+        logs = given.get("token_logprobs")
         if logs is None:
-            logs = [one["logprob"] for one in told.get("content") or ()]
+            logs = [one["logprob"] for one in given.get("content") or ()]
         logs = [float(one) for one in logs if one is not None]
     except (KeyError, IndexError, TypeError, AttributeError):
         return None

@@ -30,8 +30,8 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
     if new:
         rest = [one for one in replicas if one is not new[0]]
         return Choice((new[0], *rest), "unknown")
-    told = [one for one in replicas if known[one.name] is not None]
-    if not told:
+    estimated = [one for one in replicas if known[one.name] is not None]
+    if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
 
     def seconds(replica: Replica) -> float:

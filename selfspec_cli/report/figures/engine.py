@@ -48,30 +48,14 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
         arms = [row for row in rows if row.arm != "baseline"]
         if len({getattr(row, column) for row in arms}) < 2:
             continue
-        data = [
-            {
-                "series": name,
-                "load": getattr(row, column),
-                "speedup": sig(row.speedup),
-                "low": sig(row.speedup_low),
-                "high": sig(row.speedup_high),
-                "tok_s": sig(row.tok_s_median),
-                "loss": (row.speedup or 1) < 1,
-                "point": row.point,
-            }
-            for name, row in sorted(
-                ((label(replace(row, acceptance_length=None)), row) for row in arms),
-                key=lambda pair: (pair[0], getattr(pair[1], column)),
-            )
-        ]
         first = arms[0]
         title = f"{model}, {first.input_len} tokens in, {first.output_len} out"
-        told = acceptance(first)
+        accepted = acceptance(first)
         panels.append(
             Panel(
                 device or "machine unknown",
-                ", ".join(filter(None, (title, told))),
-                data,
+                ", ".join(filter(None, (title, accepted))),
+                _speedups_by(column, arms),
                 tuple(row.point for row in rows),
             )
         )
@@ -97,6 +81,24 @@ def by_load(groups: Sequence[Group], column: str) -> list[Figure]:
         "through their median. Red points below 1x are losses."
     )
     return figure(f"by_{column}", f"Speedup by {LOADS[column]}", about, chart, panels)
+
+
+def _speedups_by(column: str, arms: Iterable[Record]) -> list[dict[str, Any]]:
+    """The points of a panel, in the order of their labels and loads."""
+    named = [(label(replace(row, acceptance_length=None)), row) for row in arms]
+    return [
+        {
+            "series": name,
+            "load": getattr(row, column),
+            "speedup": sig(row.speedup),
+            "low": sig(row.speedup_low),
+            "high": sig(row.speedup_high),
+            "tok_s": sig(row.tok_s_median),
+            "loss": (row.speedup or 1) < 1,
+            "point": row.point,
+        }
+        for name, row in sorted(named, key=lambda pair: (pair[0], getattr(pair[1], column)))
+    ]
 
 
 def _family(row: Record, column: str) -> tuple[Any, ...]:

@@ -53,9 +53,9 @@ def curves(rows: Iterable[Record]) -> list[Figure]:
                 for row in ordered
                 if getattr(row, name) is not None
             ]
-            told = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
+            title = f"{meaning}, by {'clients' if column == 'clients' else 'requests that arrive in a second'}"
             if any(one["value"] for one in data):
-                panels.append(Panel(_where(some[0]), told, data, tuple(row.point for row in some)))
+                panels.append(Panel(_where(some[0]), title, data, tuple(row.point for row in some)))
     x = alt.X("load:Q", axis=alt.Axis(title="clients, or requests a second"), scale=alt.Scale(type="sqrt"))
     y = alt.Y("value:Q", axis=alt.Axis(title=None), scale=alt.Scale(zero=True))
     tips = ["series:N", "asked:N", "value:Q", "point:N"]

@@ -60,13 +60,13 @@ def scores(groups: Iterable[Group]) -> list[Figure]:
     panels = []
     for group in groups:
         rows = [row for row in group.rows if row.status == OK and row.scores]
-        told: dict[str, list[tuple[Record, dict[str, Any]]]] = {}
+        by_title: dict[str, list[tuple[Record, dict[str, Any]]]] = {}
         for row in rows:
             for found in map(_SCORE.fullmatch, (row.scores or "").split("; ")):
                 if found is not None:
                     title = found["name"] + (" (drafted)" if found["drafted"] else "")
-                    told.setdefault(title, []).append((row, found.groupdict()))
-        for title, members in told.items():
+                    by_title.setdefault(title, []).append((row, found.groupdict()))
+        for title, members in by_title.items():
             known = [row for row, _ in members][:LONGEST]
             data = []
             for name, (row, score) in zip(labels(known), members, strict=False):

@@ -73,10 +73,10 @@ function caption(panel, ids, show) {
   if (panel.points.length) {
     const days = [...new Set(panel.points.map((at) => ids[at].split("-")[1]))].sort();
     const when = days.map((day) => `${day.slice(0, 4)}-${day.slice(4, 6)}-${day.slice(6)}`);
-    const told = `${panel.points.length} point${panel.points.length > 1 ? "s" : ""}, measured ${when[0]}${when.length > 1 ? ` to ${when.at(-1)}` : ""}`;
+    const origin = `${panel.points.length} point${panel.points.length > 1 ? "s" : ""}, measured ${when[0]}${when.length > 1 ? ` to ${when.at(-1)}` : ""}`;
     const button = made("button", { type: "button", className: "link", textContent: "show these points in the table" });
     button.addEventListener("click", () => show(panel.points));
-    parts.push(`From ${told}: `, button, ".");
+    parts.push(`From ${origin}: `, button, ".");
   }
   return parts;
 }
@@ -115,20 +115,20 @@ function shown(column, value) {
 }
 
 function pairs(entries) {
-  const told = (value) => (value === null ? "not set" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  const shown = (value) => (value === null ? "not set" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const list = made("dl");
-  for (const [name, value] of entries) list.append(made("dt", { textContent: name }), made("dd", { textContent: told(value) }));
+  for (const [name, value] of entries) list.append(made("dt", { textContent: name }), made("dd", { textContent: shown(value) }));
   return list;
 }
 
 function times(repeats) {
   const milli = (micros) => (micros / 1000).toFixed(2);
   return repeats.map(([seconds, speed, requests], at) => {
-    const told = `repeat ${at + 1}: ${speed} tokens a second, ${seconds} s`;
-    if (!requests) return made("p", { className: "small", textContent: told });
+    const title = `repeat ${at + 1}: ${speed} tokens a second, ${seconds} s`;
+    if (!requests) return made("p", { className: "small", textContent: title });
     const lines = requests.map(([tokens, arrival, ...steps], n) =>
       `request ${n + 1}: ${tokens} tokens, arrived at ${milli(arrival)} ms, outputs after ${steps.map(milli).join(" ")} ms`);
-    const opened = made("details", {}, [made("summary", { textContent: told }), made("pre", { textContent: lines.join("\n") })]);
+    const opened = made("details", {}, [made("summary", { textContent: title }), made("pre", { textContent: lines.join("\n") })]);
     opened.firstChild.className = "small";
     return opened;
   });
@@ -168,9 +168,9 @@ function opened(data, at) {
       ["its tokens a second", row.against[2].join(", ") || "not kept"]]));
   }
   head("Raw times");
-  const told = { events: "each output's time since the one before", requests: "the first and the last output of each request; the point's file has all",
+  const kept = { events: "each output's time since the one before", requests: "the first and the last output of each request; the point's file has all",
     repeats: "of each repeat; the point's file has those of each output", none: "only in the point's file" }[level];
-  box.append(made("p", { className: "small", textContent: row.repeats || level === "none" ? told : "were not kept" }), ...times(row.repeats ?? []));
+  box.append(made("p", { className: "small", textContent: row.repeats || level === "none" ? kept : "were not kept" }), ...times(row.repeats ?? []));
   return box;
 }
 
@@ -241,7 +241,7 @@ function tableIn(DataTable, data) {
 // What a reader has chosen stays: where the page is scrolled to, which panel each figure shows, how the table is sorted
 // and searched. A browser that keeps nothing for files begins anew each time.
 function keepUp() {
-  const told = byId("watched");
+  const notice = byId("watched");
   const table = window.selfspecTable;
   const place = `selfspec ${location.pathname}`;
   const storage = (action) => { try { return action(sessionStorage); } catch { return null; } };
@@ -258,15 +258,15 @@ function keepUp() {
     }
     scrollTo({ top: kept.scroll, behavior: "instant" });
   }
-  if (!told) return;
+  if (!notice) return;
   const timer = setInterval(() => {
     if (document.hidden || document.querySelector("[aria-expanded=true]")) return;
     const panels = Object.fromEntries([...document.querySelectorAll("select[id$=-panel]")].map((one) => [one.id, one.selectedOptions[0].textContent]));
     const all = JSON.stringify({ scroll: scrollY, panels, search: table.search(), order: table.order() });
     storage((found) => found.setItem(place, all));
     location.reload();
-  }, 1000 * Number(told.dataset.seconds));
-  told.querySelector("button").addEventListener("click", () => { clearInterval(timer); told.hidden = true; });
+  }, 1000 * Number(notice.dataset.seconds));
+  notice.querySelector("button").addEventListener("click", () => { clearInterval(timer); notice.hidden = true; });
 }
 
 // ---- all of it

@@ -55,9 +55,9 @@ def judge(engine: Engine, cfg: RunConfig, wanted: Wanted, arm: Arm) -> tuple[dic
         unlike = greedy.unlike_scores(case.requests, ours.answers, plain.answers, tolerance)
         noise = plain_repeats or {"differ": 0, "near_ties": 0, "compared": 0}
         kinds = [one.kind for one in found]
-        told, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
-        rows.append(_case_row(case, ours, plain, compared, found, told, note or _hollow(case, ours, plain)))
-        rows[-1]["plain_differs"] = told == verdict.NOT_SHOWN
+        judged, note = verdict.case_row(kinds, compared, unlike, noise, wanted.batch_invariant)
+        rows.append(_case_row(case, ours, plain, compared, found, judged, note or _hollow(case, ours, plain)))
+        rows[-1]["plain_differs"] = judged == verdict.NOT_SHOWN
         near = [one for one in found if one.gap is not None and abs(one.gap) <= 4 * tolerance]
         level = found if wanted.batch_invariant else near
         if level:
@@ -104,10 +104,10 @@ def judge_together(
 
 
 def _case_row(
-    case: Case, ours: Observed, plain: Observed, compared: int, found: Sequence[Difference], told: str,
+    case: Case, ours: Observed, plain: Observed, compared: int, found: Sequence[Difference], judged: str,
     note: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    row: dict[str, Any] = {"name": case.name, "about": case.about, "verdict": told, "compared": compared}
+    row: dict[str, Any] = {"name": case.name, "about": case.about, "verdict": judged, "compared": compared}
     row |= {"tokens": sum(len(one.tokens) for one in ours.answers), "differ": len(found)}
     row |= {"near_ties": sum(one.kind == "near-tie" for one in found), "differences": found}
     if ours.counts is not None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.artifacts.whole import written
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of, exit_layer, longest_request, needed
 from selfspec_cli.config.keys import Keys, baseline_of
@@ -28,6 +27,7 @@ from selfspec_cli.stages.verify import arm, cases, plain, sampling, verdict
 from selfspec_cli.stages.verify.arm import EVERY, FOREIGN_HEAD, Arm, Wanted
 from selfspec_cli.stages.verify.plain import Unsure
 from selfspec_cli.stages.verify.verdict import FAULT, NEAR_TIES
+from selfspec_cli.whole import written
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 SAMPLE_METHOD, PROBABILISTIC = "draft_sample_method", "probabilistic"

@@ -102,5 +102,5 @@ def judge(name: str, ours: Drawn, plain: Sequence[Drawn], known: np.ndarray | No
     if least is None:
         if len(np.unique(np.concatenate([one.tokens, other.tokens]), axis=0)) > 1:
             return row | {"verdict": "not shown", "note": "so few texts tell nothing"}
-        row["note"] = "the plain engine draws one text every time, so that only other texts could be told from it"
+        row["note"] = "the plain engine draws one text every time, so only a text that differs from it could be noticed"
     return row | {"verdict": "differs" if p < ALPHA else "same"}

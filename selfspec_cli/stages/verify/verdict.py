@@ -74,7 +74,10 @@ def decide(document: Mapping[str, Any]) -> tuple[str, str]:
         return NOT_SHOWN, f"left open: {', '.join(open_cases)}; see their notes"
     if any(row["verdict"] == NEAR_TIES for row in document["cases"]):
         return NEAR_TIES, "where outputs part, the plain engine holds both tokens level"
-    return LOSSLESS, "every greedy output is the plain engine's, and no sampled one can be told from its distribution"
+    return (
+        LOSSLESS,
+        "every greedy output is the plain engine's, and no sampled one is distinguishable from its distribution",
+    )
 
 
 def case_row(

@@ -32,40 +32,94 @@ for more, and for several requests; found on an H200 (experiments/kernels)."""
 
 
 @triton.jit
+def _newest(q, key, value, keys, values, slot, scale, cache_block, cache_token, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Scores of the newest token [ROWS] and its value [1, DIM], which it also writes to the token's slot of a head.
+
+    key, value: of that token and head. keys, values: of the head, in the cache's first block.
+    """
+    dim = tl.arange(0, DIM)
+    newest, worth = tl.load(key + dim), tl.load(value + dim)
+    place = tl.load(slot)
+    scores = tl.sum(q.to(tl.float32) * newest.to(tl.float32)[None, :], axis=1) * scale
+    if place >= 0:
+        at = place // PAGE * cache_block + place % PAGE * cache_token
+        tl.store(keys + at + dim, newest)
+        tl.store(values + at + dim, worth)
+    return scores, worth.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _over_cache(
+    q, keys, values, blocks, block, cached, steps, split, best, weight, sums, scale,
+    cache_block, cache_token, table_columns,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """best, weight and sums with every SPLITS-th step of KEYS cached keys: an online softmax, [ROWS] and [ROWS, DIM].
+
+    keys, values: of a head, in the cache's first block. blocks: the request's row of the block table. block: the blocks
+    of the first step's keys, read before.
+    """
+    dim, place = tl.arange(0, DIM), tl.arange(0, KEYS)
+    for step in tl.range(split, steps, SPLITS):
+        position = step * KEYS + place
+        here = position < cached
+        at = block.to(tl.int64) * cache_block + position % PAGE * cache_token
+        some = tl.load(keys + at[None, :] + dim[:, None], mask=here[None, :], other=0.0)  # [DIM, KEYS]
+        what = tl.load(values + at[:, None] + dim[None, :], mask=here[:, None], other=0.0)  # [KEYS, DIM]
+        at_block = ((step + SPLITS) * KEYS + place) // PAGE
+        block = tl.load(blocks + at_block, mask=at_block < table_columns, other=0)
+        scores = tl.where(here[None, :], tl.dot(q, some) * scale, float("-inf"))
+        larger = tl.maximum(best, tl.max(scores, axis=1))
+        shares = tl.exp2(scores - larger[:, None])
+        before = tl.exp2(best - larger)
+        weight = weight * before + tl.sum(shares, axis=1)
+        sums = sums * before[:, None] + tl.dot(shares.to(what.dtype), what)
+        best = larger
+    return best, weight, sums
+
+
+@triton.jit
+def _together(
+    best, weight, sums, parts, stats, arrived, split, programs, exists,
+    ROWS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store what a program found; the last program to arrive adds up what all of them stored. Returns whether this is
+    the last one, and then the weight [ROWS] and sums [ROWS, DIM] over all programs.
+
+    parts [SPLITS, ROWS, DIM], stats [SPLITS, 2, ROWS] and arrived: of the request and head.
+    """
+    dim, row = tl.arange(0, DIM), tl.arange(0, ROWS)
+    parts += row[:, None] * DIM + dim[None, :]
+    tl.store(parts + split * ROWS * DIM, sums, mask=exists[:, None])
+    tl.store(stats + split * 2 * ROWS + row, best)
+    tl.store(stats + split * 2 * ROWS + ROWS + row, weight)
+    tl.debug_barrier()  # all of the program's sums are there before it says so
+    complete = tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1
+    if complete:
+        other = tl.arange(0, SPLITS)
+        at = stats + other[:, None] * 2 * ROWS + row[None, :]
+        there = (other < programs)[:, None]
+        bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")  # [SPLITS, ROWS]
+        weights = tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        best = tl.max(bests, axis=0)
+        weight = tl.sum(weights * tl.exp2(bests - best[None, :]), axis=0)
+        sums = tl.zeros([ROWS, DIM], tl.float32)
+        for one in tl.range(0, programs, loop_unroll_factor=4):
+            share = tl.exp2(tl.load(stats + one * 2 * ROWS + row, cache_modifier=".cg") - best)
+            more = tl.load(parts + one * ROWS * DIM, mask=exists[:, None], other=0.0, cache_modifier=".cg")
+            sums += more * share[:, None]
+        tl.store(arrived, 0)
+    return complete, weight, sums
+
+
+@triton.jit
 def _attend(
-    query,
-    key,
-    value,
-    out,
-    keys,
-    values,
-    table,
-    seq_lens,
-    slots,
-    partial,
-    found,
-    arrived,
-    scale,
-    query_token,
-    query_head,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    out_token,
-    cache_block,
-    cache_head,
-    cache_token,
-    table_row,
-    table_columns,
-    DIM: tl.constexpr,
-    SHARED: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    query, key, value, out, keys, values, table, seq_lens, slots, partial, found, arrived, scale,
+    query_token, query_head, key_token, key_head, value_token, value_head, out_token,
+    cache_block, cache_head, cache_token, table_row, table_columns,
+    DIM: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """A program takes every SPLITS-th step of KEYS keys of a request for one head.
 
     scale: of the scores, times log2(e). SHARED: query heads that share a key, of ROWS rows of a product. PAGE: tokens
@@ -77,6 +131,7 @@ def _attend(
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dim, row, place = tl.arange(0, DIM), tl.arange(0, ROWS), tl.arange(0, KEYS)
     exists = row < SHARED
+    keys, values = keys + head * cache_head, values + head * cache_head
     blocks = table + request.to(tl.int64) * table_row
     at_block = (split * KEYS + place) // PAGE  # read before it is known how many there are
     block = tl.load(blocks + at_block, mask=at_block < table_columns, other=0)
@@ -90,58 +145,27 @@ def _attend(
         weight = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, DIM], tl.float32)
         if split == 0:
-            newest = tl.load(key + request * key_token + head * key_head + dim)
-            worth = tl.load(value + request * value_token + head * value_head + dim)
-            slot = tl.load(slots + request)
-            best = tl.sum(q.to(tl.float32) * newest.to(tl.float32)[None, :], axis=1) * scale
+            key += request * key_token + head * key_head
+            value += request * value_token + head * value_head
+            best, worth = _newest(
+                q, key, value, keys, values, slots + request, scale, cache_block, cache_token, PAGE, DIM
+            )
             weight += 1.0
-            sums += worth.to(tl.float32)[None, :]
-            if slot >= 0:
-                at = slot // PAGE * cache_block + head * cache_head + slot % PAGE * cache_token
-                tl.store(keys + at + dim, newest)
-                tl.store(values + at + dim, worth)
-        for step in tl.range(split, steps, SPLITS):
-            position = step * KEYS + place
-            here = position < cached
-            at = block.to(tl.int64) * cache_block + head * cache_head + position % PAGE * cache_token
-            some = tl.load(keys + at[None, :] + dim[:, None], mask=here[None, :], other=0.0)  # [DIM, KEYS]
-            what = tl.load(values + at[:, None] + dim[None, :], mask=here[:, None], other=0.0)  # [KEYS, DIM]
-            at_block = ((step + SPLITS) * KEYS + place) // PAGE
-            block = tl.load(blocks + at_block, mask=at_block < table_columns, other=0)
-            scores = tl.where(here[None, :], tl.dot(q, some) * scale, float("-inf"))
-            larger = tl.maximum(best, tl.max(scores, axis=1))
-            shares = tl.exp2(scores - larger[:, None])
-            before = tl.exp2(best - larger)
-            weight = weight * before + tl.sum(shares, axis=1)
-            sums = sums * before[:, None] + tl.dot(shares.to(what.dtype), what)
-            best = larger
+            sums += worth
+        best, weight, sums = _over_cache(
+            q, keys, values, blocks, block, cached, steps, split, best, weight, sums, scale, cache_block, cache_token,
+            table_columns, PAGE, KEYS, SPLITS, DIM,
+        )  # fmt: skip
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()  # what comes next waits for this kernel's end itself
         complete = programs == 1
         if SPLITS > 1:  # noqa: SIM102 - a constant, by which the rest is compiled or not
             if programs > 1:
                 unit = request * tl.num_programs(1) + head
-                parts = partial + (unit * SPLITS).to(tl.int64) * ROWS * DIM + row[:, None] * DIM + dim[None, :]
-                stats = found + unit * SPLITS * 2 * ROWS
-                tl.store(parts + split * ROWS * DIM, sums, mask=exists[:, None])
-                tl.store(stats + split * 2 * ROWS + row, best)
-                tl.store(stats + split * 2 * ROWS + ROWS + row, weight)
-                tl.debug_barrier()  # all of the program's sums are there before it says so
-                complete = tl.atomic_add(arrived + unit, 1, sem="acq_rel") == programs - 1
-                if complete:
-                    other = tl.arange(0, SPLITS)
-                    at = stats + other[:, None] * 2 * ROWS + row[None, :]
-                    there = (other < programs)[:, None]
-                    bests = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")  # [SPLITS, ROWS]
-                    weights = tl.load(at + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-                    best = tl.max(bests, axis=0)
-                    weight = tl.sum(weights * tl.exp2(bests - best[None, :]), axis=0)
-                    sums = tl.zeros([ROWS, DIM], tl.float32)
-                    for one in tl.range(0, programs, loop_unroll_factor=4):
-                        share = tl.exp2(tl.load(stats + one * 2 * ROWS + row, cache_modifier=".cg") - best)
-                        more = tl.load(parts + one * ROWS * DIM, mask=exists[:, None], other=0.0, cache_modifier=".cg")
-                        sums += more * share[:, None]
-                    tl.store(arrived + unit, 0)
+                parts, stats = partial + (unit * SPLITS).to(tl.int64) * ROWS * DIM, found + unit * SPLITS * 2 * ROWS
+                complete, weight, sums = _together(
+                    best, weight, sums, parts, stats, arrived + unit, split, programs, exists, ROWS, DIM, SPLITS
+                )
         if complete:
             whole = tl.where(cached >= 0, sums / weight[:, None], 0.0)
             result = out + request * out_token + (head * SHARED + row)[:, None] * DIM + dim[None, :]
@@ -179,43 +203,17 @@ def attend(
     at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
     splits = min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (n * heads) + 1) // 2))
+    parts = n * heads * splits * rows
+    partial = torch.empty(parts * dim, dtype=torch.float32, device=query.device)
+    found = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
     _attend[(n, heads, splits)](
-        query,
-        key,
-        value,
-        out,
-        cache,
-        cache[..., dim:],
-        table,
-        seq_lens,
-        slots,
-        torch.empty(n * heads * splits * rows * dim, dtype=torch.float32, device=query.device),
-        torch.empty(n * heads * splits * 2 * rows, dtype=torch.float32, device=query.device),
-        none_arrived(query.device),
-        scale * LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        out.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        table.stride(0),
-        table.shape[1],
-        DIM=dim,
-        SHARED=query_heads // heads,
-        ROWS=rows,
-        PAGE=page,
-        KEYS=at_once,
-        SPLITS=splits,
-        EARLY=early,
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=early,
-    )
+        query, key, value, out, cache, cache[..., dim:], table, seq_lens, slots, partial, found,
+        none_arrived(query.device), scale * LOG2_E,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), out.stride(0),
+        cache.stride(0), cache.stride(1), cache.stride(2), table.stride(0), table.shape[1],
+        DIM=dim, SHARED=query_heads // heads, ROWS=rows, PAGE=page, KEYS=at_once, SPLITS=splits, EARLY=early,
+        num_warps=warps, num_stages=stages, launch_pdl=early,
+    )  # fmt: skip
 
 
 def usual_settings(requests: int, context: int, device: torch.device) -> tuple[int, int, int]:

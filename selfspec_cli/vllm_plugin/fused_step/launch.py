@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec_cli.vllm_plugin.fused_step.layout import RECORD, Plan, Shape, share
+from selfspec_cli.whole import written
 
 NAME = b"draft_trunk"
 PARTS = ("exchange.cu", "weights.cu", "tokens.cu", "parts.cu", "attention.cu", "trunk.cu")
@@ -180,10 +180,8 @@ def _compiled(device: torch.device, options: Sequence[str], folder: Path | None)
     code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, code))
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as written:
-            written.write(code)
-        Path(written.name).replace(kept)  # whole, or not there
+        with written(kept) as part:
+            part.write_bytes(code)
     return code
 
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
 from selfspec_cli.vllm_plugin.attention.drafting import OneQueryAttention
@@ -59,8 +59,7 @@ def _difference(layer: Any) -> str | None:
     linears = linears_of(layer)
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms_of(attention)]
     checks = {
-        "the copies are not of 4 bits in the layout of an engine for up to 32 requests":
-            not all(_has_plain_copy(linear) for linear in linears.values()),
+        "the copies are not of 4 bits": not all(map(plain_copy, linears.values())),
         "the attention is not one to the whole context on a KV cache of bfloat16":
             not isinstance(attention.attn, OneQueryAttention),
         "a product other than that of queries, keys and values has a bias":
@@ -81,12 +80,12 @@ def head_norms_of(attention: Any) -> list[Any]:
     return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
-def _has_plain_copy(linear: Any) -> bool:
+def plain_copy(linear: Any) -> dict[str, Tensor]:
+    """The copy of 4 bits of a linear layer, as `draft_weights.integers` has it; empty where there is none."""
     copy = getattr(linear, "copy_of_weight", None)
-    if type(copy) is not CopiedWeight:
-        return False
-    tensors = dict(copy.named_parameters())
-    return set(tensors) == {"words", "scales"} and tensors["words"].shape[1] * 8 == tensors["scales"].shape[1] * GROUP
+    plain = (copy.plain if type(copy) is CopiedWeight else None) or {}
+    four = set(plain) == {"words", "scales"} and plain["words"].shape[1] * 8 == plain["scales"].shape[1] * GROUP
+    return plain if four else {}
 
 
 def _is_plain_norm(norm: Any) -> bool:
@@ -107,7 +106,7 @@ def _unlike(layers: list[Any]) -> str | None:
     """Whether layers differ in what the kernel is compiled for."""
     kinds = {
         (
-            *(tuple(linear.copy_of_weight.scales.shape) for linear in linears_of(layer).values()),
+            *(scales_of(linear).shape for linear in linears_of(layer).values()),
             linears_of(layer)["qkv"].bias is not None, len(head_norms_of(layer.self_attn)),
             layer.self_attn.num_heads, layer.self_attn.num_kv_heads, layer.input_layernorm.variance_epsilon,
         )
@@ -116,14 +115,19 @@ def _unlike(layers: list[Any]) -> str | None:
     return None if len(kinds) == 1 else "its layers are not all alike"
 
 
+def scales_of(linear: Any) -> Tensor:
+    """[out, in / GROUP]."""
+    return plain_copy(linear)["scales"]
+
+
 def shape_of(trunk: Any, page: int) -> Shape:
     """What the kernel is compiled for. page: tokens of a block of the KV cache."""
     layers = layers_of(trunk)
     attention, linears = layers[0].self_attn, linears_of(layers[0])
     return Shape(
         layers=len(layers),
-        hidden=linears["qkv"].copy_of_weight.scales.shape[1] * GROUP,
-        intermediate=linears["down"].copy_of_weight.scales.shape[1] * GROUP,
+        hidden=scales_of(linears["qkv"]).shape[1] * GROUP,
+        intermediate=scales_of(linears["down"]).shape[1] * GROUP,
         query_heads=attention.num_heads,
         heads=attention.num_kv_heads,
         dim=attention.head_dim,

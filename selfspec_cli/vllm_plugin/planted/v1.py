@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.planted.wrap import Undo, Wrapped, spoil, wrap
+from selfspec_cli.vllm_plugin.planted.spoil import spoil
 from selfspec_cli.vllm_plugin.v1.round import Ahead
+from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
 
 BIAS, STALE = 1.3, 2
 
@@ -85,7 +86,7 @@ def other_request(runner: Any) -> list[Undo]:
             if state.ahead is None:
                 batch = runner.input_batch
                 tables = [batch.block_table[group.kv_cache_group_id] for group, _ in drafter._groups]
-                state.ahead = Ahead.of(state, drafter.num_speculative_tokens, tables, batch.num_reqs)
+                state.ahead = Ahead.of(state, drafter.settings.k, tables, batch.num_reqs)
                 groups = [(blocks.roll(1, 0), slots) for blocks, slots in state.ahead.groups]
                 state.ahead = replace(state.ahead, groups=groups)
             return original(state)
@@ -108,8 +109,8 @@ def stale_after_preemption(runner: Any) -> list[Undo]:
         return update
 
     def begin(original: Any) -> Any:
-        def start(batch: Any, limit: int) -> Any:
-            state = original(batch, limit)
+        def start(batch: Any, *rest: Any) -> Any:
+            state = original(batch, *rest)
             if state is not None:
                 stale = torch.tensor([batch.req_ids[row] in resumed for row in state.rows.tolist()])
                 state.positions = (state.positions - STALE * stale.long()).clamp_min(0)

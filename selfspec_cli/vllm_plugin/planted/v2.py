@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.planted.wrap import Undo, Wrapped, spoil, wrap
+from selfspec_cli.vllm_plugin.planted.spoil import spoil
+from selfspec_cli.vllm_plugin.wrap import Undo, Wrapped, wrap
 
 BIAS, STALE = 1.3, 2
 

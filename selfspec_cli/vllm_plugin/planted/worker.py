@@ -35,14 +35,16 @@ class FaultyWorker(EarlyExitWorker):
         self._early_exit_undo = []
 
     def _planted_faults(self) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
+        from selfspec_cli.vllm_plugin.planted import speed
+
         if hasattr(self.model_runner, "speculator"):
             from selfspec_cli.vllm_plugin.planted import v2
 
-            found = v2.FAULTS
+            found, slow = v2.FAULTS, speed.ON_CUDA
         else:
             from selfspec_cli.vllm_plugin.planted import v1
 
-            found = v1.FAULTS
+            found, slow = v1.FAULTS, speed.ANYWHERE
         if hasattr(self._early_exit_drafter(), "head"):
-            return found
+            return found | slow
         return {name: found[name] for name in OF_ANY_METHOD}  # vLLM's own methods draft here

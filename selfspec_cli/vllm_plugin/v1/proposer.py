@@ -28,9 +28,11 @@ from selfspec_cli.vllm_plugin.described import SharesWeights
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.refusals import require_runner
+from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import draw
@@ -40,6 +42,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
+from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
@@ -82,12 +85,14 @@ class _EarlyExit(DraftModelProposer):
         self.lengths = DraftLengths(settings)
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
         self.counters = DraftCounters(settings.k)
+        self.free = FreeDrafts(settings, self.counters, self._text) if settings.free_drafts else None
         self.recorder: DraftRecorder | None = None  # only while a record is wanted
         self.runner = runner
         self._sampled: list[list[int]] = []
         self._verified: Sequence[int] | None = None
         self._draft_probs: Tensor | None = None
         self._groups: list[tuple[AttentionGroup, list[str]]] = []
+        self._positions = DraftPositions(vllm_config, self.max_num_tokens, device)
         # Drafting follows the host's bookkeeping: that is where ragged proposals and the sampled tokens are.
         self.speculative_config.disable_padded_drafter_batch = True
         self._shares_weights = SharesWeights()
@@ -95,6 +100,9 @@ class _EarlyExit(DraftModelProposer):
 
     def _raise_if_padded_drafter_batch_disabled(self) -> None:
         """The base class cannot draft from an unpadded batch; this one always does."""
+
+    def _raise_if_mrope(self) -> None:
+        """The base class cannot draft at positions of several dimensions; this one can."""
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -106,6 +114,7 @@ class _EarlyExit(DraftModelProposer):
         self.model = first_layers(
             target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._weights = Watch(self.runner.get_model())
@@ -113,6 +122,7 @@ class _EarlyExit(DraftModelProposer):
     def renew(self) -> None:
         """The target has other weights: make what was made of the old ones anew."""
         renew(self.model, self.head, self.settings, self.vllm_config)
+        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._weights.stale = False
 
     def initialize_attn_backend(
@@ -154,7 +164,7 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Warm-up and profiling: compiles the trunk together with the target."""
-        positions = self.positions[:num_tokens]
+        positions = self._positions.of(self.arange[:num_tokens].long())
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
@@ -189,23 +199,37 @@ class _EarlyExit(DraftModelProposer):
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
 
-        Returns: one list of 0..k token ids a request, in batch order.
+        Returns: one list of token ids a request, in batch order: 0..k of the model's own, and copied ones behind them.
         """
         began = time.perf_counter()
         batch = self.runner.input_batch
-        self.lengths.verdict(batch.req_ids, self._sampled, self._verified)
+        sampled, verified = self._sampled, self._verified
+        if self.free is not None:
+            sampled, verified = self.free.verdict(batch.req_ids, sampled, verified)
+        self.lengths.verdict(batch.req_ids, sampled, verified)
         if self.recorder is not None:
-            self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
+            self.recorder.verdict(batch.req_ids, sampled, verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
         self._draft_probs = None
         if self._weights.stale:
             self.renew()
-        limit = min(num_speculative_tokens, self.draft_length)
-        state = self._start(batch, limit)
-        if state is None:
-            return proposals
-        limit = state.steps
-        probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        state = self._start(batch, min(num_speculative_tokens, self.draft_length), proposals)
+        probs = [] if state is None else self._draft(state, proposals, sampling_metadata)
+        if self._draws(sampling_metadata) and any(proposals):
+            self._draft_probs = self._stack_probs(probs, proposals, num_speculative_tokens)
+        self.counters.seconds += time.perf_counter() - began
+        return proposals
+
+    def _draws(self, sampling_metadata: SamplingMetadata) -> bool:
+        """Whether drafts are drawn, so that the verifier has to know from which distributions."""
+        return bool(self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy)
+
+    def _draft(
+        self, state: Round, proposals: list[list[int]], sampling_metadata: SamplingMetadata
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The draft loop: adds to `proposals`. Of each step, where drafts are drawn, its rows and distributions."""
+        batch, limit = self.runner.input_batch, state.steps
+        probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
             last = step + 1 == limit
@@ -219,16 +243,16 @@ class _EarlyExit(DraftModelProposer):
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
+            if self.free is not None:
+                copied = torch.tensor([self.free.copy(row, proposals[row]) for row in state.rows.tolist()])
+                open_ = ~copied if open_ is None else open_ & ~copied
             if last:
                 break
             state.tokens, state.positions = tokens.int(), state.positions + 1
             if not self._go_on(state, open_, step + 1):
                 self.counters.ended_early()
                 break
-        if probabilistic:
-            self._draft_probs = self._stack_probs(probs, batch.num_reqs, num_speculative_tokens)
-        self.counters.seconds += time.perf_counter() - began
-        return proposals
+        return probs
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
         """Drop the requests that draft no more after so many steps; whether any is left.
@@ -267,13 +291,28 @@ class _EarlyExit(DraftModelProposer):
         open_ = None if last else self.gate.decide(logits, state)
         return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
 
-    def _start(self, batch: Any, limit: int) -> Round | None:
-        """The round's first state: requests that sampled a token, may draft and have room for another."""
-        rows = [row for row, sampled in enumerate(self._sampled) if sampled] if limit else []
+    def _text(self, row: int) -> Tensor:
+        """The tokens [n] that the request in a row of the batch has, those just sampled included."""
+        batch = self.runner.input_batch
+        return torch.from_numpy(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
+
+    def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
+        """The round's first state: requests that sampled a token, may draft and have room for another. Those that have
+        a free draft get it into `proposals`, and draft nothing."""
+        rows = [row for row, sampled in enumerate(self._sampled) if sampled and not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, budget in enumerate(allowed) if budget.k]
         self.counters.allowed(limit, [(budget.k, budget.off) for budget in allowed])
+        if self.free is not None:
+            most = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
+            rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
+            self.free.begin(self.runner.requests, names, rows, rooms)
+            copied = {row for row in rows if self.free.copy(row, proposals[row])}
+            kept = [place for place in kept if rows[place] not in copied]
+            if copied and not kept:
+                self.counters.round(len(copied))
+                self.counters.ended_early()
         if not kept:
             return None
         allowed = [allowed[place] for place in kept]
@@ -295,15 +334,26 @@ class _EarlyExit(DraftModelProposer):
         self.counters.round(len(state.rows))
         return state
 
+    def _ended(self, row: int) -> bool:
+        """Whether a row of the batch has all tokens that its request asked for; the scheduler does not know yet."""
+        batch = self.runner.input_batch
+        parameters = self.runner.requests[batch.req_ids[row]].sampling_params
+        most = None if parameters is None else parameters.max_tokens
+        return most is not None and batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row] >= most
+
     def _forward(self, state: Round) -> Tensor:
         """One draft step: tokens [n] at positions [n] through E layers -> normed hidden states [n, hidden]."""
         if state.ahead is None:
             batch = self.runner.input_batch
             tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
-            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, self._context)
+            state.ahead = Ahead.of(state, self.settings.k, tables, batch.num_reqs, self._context)
+        if self._positions.several:
+            requests = self.runner.requests, self.runner.input_batch.req_ids
+            shifts = [requests[0][requests[1][row]].mrope_position_delta for row in state.rows.tolist()]
+            self._positions.shifts[: len(shifts)] = torch.tensor(shifts)
         metadata, slots = state.ahead.metadata(self._groups, self.arange)
         with set_forward_context(metadata, self.vllm_config, num_tokens=len(state.rows), slot_mapping=slots):
-            return self.model(state.tokens, state.positions, intermediate_tensors=None)
+            return self.model(state.tokens, self._positions.of(state.positions), intermediate_tensors=None)
 
     # ---- probabilistic drafts -----------------------------------------------------------------------------------
 
@@ -314,9 +364,16 @@ class _EarlyExit(DraftModelProposer):
         own = {place: sampling.generators[row] for place, row in enumerate(rows.tolist()) if row in sampling.generators}
         return draw(full, sampling.temperature[rows], own)
 
-    def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], requests: int, k: int) -> Tensor:
-        """Ragged steps -> [requests, k, vocabulary]; the runner reads only the rows that were proposed."""
-        stacked = torch.zeros(requests, k, probs[0][1].shape[-1])
+    def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
+        """Ragged steps -> [requests, places, vocabulary]; the runner reads only the rows that were proposed. A copied
+        token was sure to be drafted: its distribution is all on it."""
+        stacked = torch.zeros(len(proposals), places, self.vllm_config.model_config.get_vocab_size())
+        own = [0] * len(proposals)
         for step, (rows, step_probs) in enumerate(probs):
             stacked[rows, step] = step_probs
+            for row in rows.tolist():
+                own[row] += 1
+        for row, draft in enumerate(proposals):
+            for place in range(own[row], len(draft)):
+                stacked[row, place, draft[place]] = 1.0
         return stacked

@@ -13,6 +13,7 @@ round_setup.py        one kernel: what the verify pass left becomes the first dr
 draft_budget.py       what bounds a draft: the table of lengths by load, a request's wishes, its acceptance, its end.
 draft_loop.py         a draft step, the loop over steps, and its CUDA graph for each batch size. Launched once a round.
 device_loop.py        the WHILE node of that graph, which ends on the device when every gate is closed.
+ranks.py              what tensor-parallel ranks exchange inside that loop, and whether they can.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.

@@ -8,6 +8,7 @@ so this module adds the node to the graph that PyTorch is capturing, and capture
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,14 @@ extern "C" __global__ void set_condition(unsigned long long handle, const int* f
 }
 """
 _FIRST_VERSION = 12040  # of the driver, as cudaDriverGetVersion counts
+SWITCH = "SELFSPEC_DEVICE_LOOP"
+"""Environment variable: 0 captures k steps one after the other, where the loop is in doubt."""
 
 
 def unavailable() -> str | None:
     """Why this machine cannot loop on the device; None if it can."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
     try:
         from cuda.bindings import driver, nvrtc, runtime  # noqa: F401
     except ImportError as error:
@@ -37,9 +42,12 @@ def unavailable() -> str | None:
 
 
 class DeviceLoop:
-    """Captures loops on one device. Graphs captured through it must not outlive it: it owns their bodies' memory."""
+    """Captures loops on one device. Graphs captured through it must not outlive it: it owns their bodies' memory.
+
+    kept: tensors outside that memory that must live as long."""
 
     def __init__(self, device: torch.device) -> None:
+        self.kept: list[Tensor] = []
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.MemPool()
         self._set_condition = _compile(device)

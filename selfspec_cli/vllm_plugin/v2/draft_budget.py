@@ -37,7 +37,12 @@ class Ending:
 
 
 class Limits(NamedTuple):
-    """What bounds a draft beside acceptance, as kernels take it. See `DraftBudget`."""
+    """What bounds a draft beside acceptance, on the device, as kernels take it.
+
+    cells: int32 [cells, 3], requests, context and length of each entry of the table in its order. cell_limits: float32
+    [cells], what the gate compares with there, NaN for the gate's own. own_lengths, own_limits: int32 and float32
+    [requests], what each request asked for (LARGEST and NaN: nothing). ends, stops: int32 [requests], `Ending` of each.
+    """
 
     cells: Tensor
     cell_limits: Tensor
@@ -48,7 +53,12 @@ class Limits(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """Estimates of acceptance and the ladder that they choose from, as kernels take them. See `DraftBudget`."""
+    """Estimates of acceptance and the ladder that they choose from, on the device, as kernels take them.
+
+    ladder: int32 [levels], empty where acceptance does not count. rises, falls: float32 [levels]. rates, levels:
+    float32 and int32 [requests], of each request the estimated acceptance and level (1 is the first; whether anything
+    is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
+    """
 
     ladder: Tensor
     rises: Tensor
@@ -60,30 +70,11 @@ class Acceptance(NamedTuple):
 
 @dataclass
 class DraftBudget:
-    """Tensors on the device.
+    """arrivals: int32 [requests, 5], of new requests: slot, length and token that end it, its own draft length and
+    limit."""
 
-    cells: int32 [cells, 3], requests, context and length of each entry of the table in its order; cell_limits: float32
-    [cells], what the gate compares with there, NaN for the gate's own.
-    own_lengths, own_limits: int32 and float32 [requests], what each request asked for (LARGEST and NaN: nothing).
-    ends, stops: int32 [requests], `Ending` of each.
-    ladder: int32 [levels], empty where acceptance does not count; rises, falls: float32 [levels].
-    rates, levels: float32 and int32 [requests], each request's estimated acceptance and level (1 is the first; whether
-    anything is drafted at all is decided for the whole batch, by widths.py). usual: float32 [1], of a new request.
-    arrivals: int32 [requests, 5], of new requests: slot, length and token that end it, its own draft length and limit.
-    """
-
-    cells: Tensor
-    cell_limits: Tensor
-    own_lengths: Tensor
-    own_limits: Tensor
-    ends: Tensor
-    stops: Tensor
-    ladder: Tensor
-    rises: Tensor
-    falls: Tensor
-    rates: Tensor
-    levels: Tensor
-    usual: Tensor
+    limits: Limits
+    acceptance: Acceptance
     arrivals: Tensor
 
     @classmethod
@@ -98,42 +89,38 @@ class DraftBudget:
         def integers(values: Sequence[object]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        return cls(
-            integers(_cells(table)),
-            floats([math.nan] * len(table.cells)),
-            integers([LARGEST] * requests),
-            floats([math.nan] * requests),
-            integers([LARGEST] * requests),
-            integers([-1] * requests),
-            integers(ladder.lengths if ladder else ()),
-            floats(ladder.rises if ladder else ()),
-            floats(ladder.falls if ladder else ()),
-            floats([1.0] * requests),
-            integers([max(len(ladder.lengths) if ladder else 1, 1)] * requests),
-            floats([1.0]),
-            integers([[0] * 5] * requests),
+        limits = Limits(
+            cells=integers(_cells(table)),
+            cell_limits=floats([math.nan] * len(table.cells)),
+            own_lengths=integers([LARGEST] * requests),
+            own_limits=floats([math.nan] * requests),
+            ends=integers([LARGEST] * requests),
+            stops=integers([-1] * requests),
         )
-
-    def limits(self) -> Limits:
-        """The tensors that bound a draft beside acceptance, as kernels take them."""
-        return Limits(self.cells, self.cell_limits, self.own_lengths, self.own_limits, self.ends, self.stops)
-
-    def acceptance(self) -> Acceptance:
-        """The tensors of acceptance as kernels take them; without a ladder, empty ones."""
-        return Acceptance(self.ladder, self.rises, self.falls, self.rates, self.levels, self.usual)
+        acceptance = Acceptance(
+            ladder=integers(ladder.lengths if ladder else ()),
+            rises=floats(ladder.rises if ladder else ()),
+            falls=floats(ladder.falls if ladder else ()),
+            rates=floats([1.0] * requests),
+            levels=integers([max(len(ladder.lengths) if ladder else 1, 1)] * requests),
+            usual=floats([1.0]),
+        )
+        return cls(limits, acceptance, integers([[0] * 5] * requests))
 
     def set_table(self, table: LengthTable) -> None:
         """Another table from the next round on, without thresholds: no graph holds the old one's place."""
-        self.cells = self.upload(_cells(table), torch.int32)
-        self.cell_limits = self.upload([math.nan] * len(table.cells), torch.float32)
+        self.limits = self.limits._replace(
+            cells=self.upload(_cells(table), torch.int32),
+            cell_limits=self.upload([math.nan] * len(table.cells), torch.float32),
+        )
 
     def staged(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host where a copy to the device begins without waiting for it."""
-        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self.rates.is_cuda)
+        return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self.arrivals.is_cuda)
 
     def upload(self, values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device, without waiting for the device."""
-        return self.staged(values, dtype).to(self.rates.device, non_blocking=True)
+        return self.staged(values, dtype).to(self.arrivals.device, non_blocking=True)
 
 
 def _cells(table: LengthTable) -> list[tuple[int, int, int]]:

@@ -2,20 +2,22 @@
 they are captured into. When it runs and what it starts from is in speculator.py.
 
 A step is slot mapping, attention metadata, first E layers, exit head, gate and the next step's inputs. Captured, the
-loop ends on the device (device_loop.py) as soon as every gate is closed. Where that cannot be had, k steps are captured
-one after the other, and closed requests do no attention work in them; where an attention backend cannot update its
-metadata in place, each step is a graph of its own. Without graphs the host launches each step.
+loop ends on the device (device_loop.py) as soon as every gate is closed, on all tensor-parallel ranks alike (ranks.py).
+Where that cannot be had, k steps are captured one after the other, and closed requests do no attention work in them;
+where an attention backend cannot update its metadata in place, each step is a graph of its own. Without graphs the host
+launches each step.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.v2 import device_loop
+from selfspec_cli.vllm_plugin.v2 import device_loop, ranks
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
     BatchDescriptor,
@@ -32,6 +34,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.resolved import ResolvedSettings
     from selfspec_cli.vllm_plugin.fused_step.drafting import FusedStep
+    from selfspec_cli.vllm_plugin.rope import DraftPositions
     from selfspec_cli.vllm_plugin.v2.kernels import EndStep
     from selfspec_cli.vllm_plugin.v2.state import DraftState
     from selfspec_cli.vllm_plugin.vllm_names import BatchExecutionDescriptor
@@ -42,7 +45,8 @@ logger = init_logger("vllm.selfspec")  # below vLLM's own logger, which users co
 class DraftLoop(TargetDependentARSpeculator):
     """The part of the speculator that runs on the device, captured or launched step by step.
 
-    settings, state, model (the first E layers), fused_step, head and end_step are set by `EarlyExitSpeculator`.
+    settings, state, model (the first E layers), fused_step, head, end_step and positions are set by
+    `EarlyExitSpeculator`.
     """
 
     settings: ResolvedSettings
@@ -50,6 +54,7 @@ class DraftLoop(TargetDependentARSpeculator):
     fused_step: FusedStep | None
     head: Any
     end_step: EndStep
+    positions: DraftPositions
     _loop: device_loop.DeviceLoop | None = None
     _capturing = False
 
@@ -72,15 +77,33 @@ class DraftLoop(TargetDependentARSpeculator):
         assert self.decode_cudagraph_manager is not None
         began = time.perf_counter()
         self._prepare_loop()
+        reason = None
+        try:
+            self._capture_all()
+        except RuntimeError as error:
+            if self._loop is None or not self._several_ranks:
+                raise
+            reason = f"the loop cannot be captured ({' '.join(str(error).split())[:160]})"
+        if self._loop is not None and self._several_ranks and (reason := ranks.agreed(reason)) is not None:
+            self._no_loop(reason)
+            self.decode_cudagraph_manager.graphs.clear()
+            self.decode_cudagraph_manager.pool = torch.cuda.graph_pool_handle()  # the other one may still be recording
+            self._capture_all()
+        graphs = len(self.decode_cudagraph_manager.graphs)
+        seconds = time.perf_counter() - began
+        logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
+
+    def _capture_all(self) -> None:
+        manager = self.decode_cudagraph_manager
+        assert manager is not None
         self._capturing = True
         if self._length_is_captured:
-            manager = self.decode_cudagraph_manager
             manager._capture_descs = {
                 mode: [SpeculatorBatchDescriptor(**vars(one), num_speculative_tokens=width)
                        for one in descriptors for width in widths(self.settings) if width]
                 for mode, descriptors in manager._capture_descs.items()
             }  # fmt: skip
-        self.decode_cudagraph_manager.capture(
+        manager.capture(
             self._recorded,
             self.model_state,
             self.input_buffers,
@@ -90,9 +113,10 @@ class DraftLoop(TargetDependentARSpeculator):
             progress_bar_desc="Capturing the draft loop",
         )
         self._capturing = False
-        graphs = len(self.decode_cudagraph_manager.graphs)
-        seconds = time.perf_counter() - began
-        logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
+
+    @property
+    def _several_ranks(self) -> bool:
+        return bool(self.vllm_config.parallel_config.tensor_parallel_size > 1)
 
     @property
     def _length_is_captured(self) -> bool:
@@ -114,12 +138,18 @@ class DraftLoop(TargetDependentARSpeculator):
         if self._loop is not None or not self.supports_decode_metadata_update:
             return
         reason = device_loop.unavailable()
-        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-            reason = "ranks exchange activations in each step, and have to take the same ones"
+        if self._several_ranks:
+            reason = ranks.agreed(reason)
         if reason is None:
             self._loop = device_loop.DeviceLoop(self.device)
-        else:
-            logger.warning("drafting always takes all k steps on this device: %s", reason)
+            if self._several_ranks:
+                reason = ranks.reason_against_a_loop(self._loop, self.device)
+        if reason is not None:
+            self._no_loop(reason)
+
+    def _no_loop(self, reason: str) -> None:
+        self._loop = None
+        logger.warning("drafting always takes all k steps on this device: %s", reason)
 
     # ---- a round -----------------------------------------------------------------------------------------------------
 
@@ -139,7 +169,7 @@ class DraftLoop(TargetDependentARSpeculator):
     def _run_step_by_step(
         self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
-        for step in range(steps):
+        for step in range(min(steps, self.settings.k)):
             metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
             if batch.cg_mode == CUDAGraphMode.FULL:
                 assert self.decode_cudagraph_manager is not None
@@ -199,7 +229,7 @@ class DraftLoop(TargetDependentARSpeculator):
         if self._loop is not None and self._capturing:  # the pass before a capture
             self._loop.warm_up(step)
             self.state.forget()
-        for _ in range(num_speculative_steps):
+        for _ in range(min(num_speculative_steps, self.settings.k)):
             step()
 
     def _one_step(
@@ -223,7 +253,8 @@ class DraftLoop(TargetDependentARSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens_padded),
         ):
             hidden = self._forward(num_tokens_padded)
-        logits = self.head.logits(hidden[:num_reqs])
+        with ranks.gathering_by_kernel() if self._loop is not None and self._several_ranks else nullcontext():
+            logits = self.head.logits(hidden[:num_reqs])
         drawn = None if self.draft_logits is None else self._draw(self.head.to_full_logits(logits), num_reqs)
         self.end_step(self.state, logits, drawn)
 
@@ -233,8 +264,8 @@ class DraftLoop(TargetDependentARSpeculator):
             hidden = self.fused_step(num_tokens, self.input_buffers)
             if hidden is not None:
                 return hidden
-        ids, positions = self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens]
-        return self.model(ids, positions, intermediate_tensors=None)
+        positions = self.positions.of(self.input_buffers.positions[:num_tokens])
+        return self.model(self.input_buffers.input_ids[:num_tokens], positions, intermediate_tensors=None)
 
     def _draw(self, logits: Tensor, num_reqs: int) -> Tensor:
         """Tokens [n] drawn from logits [n, V] at each request's temperature; keeps the logits for the verifier."""

@@ -8,7 +8,7 @@ renewed.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -34,10 +34,11 @@ class Kernels(Protocol):
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
 
-    def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
         """x [n, in] -> [n, out] on what `prepare` returned, bias [out] included.
 
-        weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time.
+        weight: the target's own, [out, in], for numbers of tokens at which the copy saves no time; None where the
+        target holds it in another form.
 
         Dynamo traces it once for any number of tokens, and CUDA graphs record it: what it calls must be registered as
         an operator of torch with a fake implementation.
@@ -100,12 +101,17 @@ class CopiedWeight(nn.Module):
 
     With kernels it keeps the tensors that these read. Without, the copy is dequantised once, to the weight's own dtype,
     which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
+
+    shared: the target holds `weight` itself, so keeping it takes no memory.
+    plain: the copy as `DraftWeights.quantise` makes it, of which fused_step/ makes a layout of its own at load; None
+    after that (`drop_plain`), and without kernels.
     """
 
-    def __init__(self, kind: DraftWeights, weight: Tensor) -> None:
+    def __init__(self, kind: DraftWeights, weight: Tensor, shared: bool = True) -> None:
         super().__init__()
         copy = kind.quantise(weight)
         self._kernels = kernels_of(kind, weight.device)
+        self.plain = None if self._kernels is None else copy
         if self._kernels is None:
             tensors = {"weight": kind.dequantise(copy, weight.dtype)}
         else:
@@ -114,15 +120,22 @@ class CopiedWeight(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._names = tuple(tensors)
         # No parameter: a draft step of a few tokens does not read it, and the target counts it.
-        self._weight = None if self._kernels is None else weight
+        self._weight = None if self._kernels is None or not shared else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x.reshape(-1, x.shape[-1])
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._names}
         if self._kernels is None:
             return F.linear(x, tensors["weight"], bias)
-        assert self._weight is not None
         return self._kernels.linear(x, tensors, bias, self._weight)
+
+
+def drop_plain(layers: Iterable[nn.Module]) -> None:
+    """Let go of the copies that no product reads, once every kernel has what it reads."""
+    for layer in layers:
+        for part in layer.modules():
+            if isinstance(part, CopiedWeight):
+                part.plain = None
 
 
 class CopiedLinear:
@@ -139,6 +152,7 @@ class CopiedProjection:
 
     def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
         self._copy = CopiedWeight(kind, weight)
+        self._copy.plain = None
         self.bias = bias
 
     @property
@@ -177,7 +191,9 @@ def copied(kind: DraftWeights, dtype: torch.dtype, layer: Any, name: str) -> nn.
         wanted = str(dtype).removeprefix("torch.")
         raise kind.impossible(f"{name} ({type(layer).__name__}, {method}) has no plain {wanted} weight to copy")
     parameters = {key: value for key, value in layer._parameters.items() if key != "weight"}  # a bias is shared
-    modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight)}
+    own = getattr(layer, "weight", None)
+    shared = isinstance(own, Tensor) and own.data_ptr() == weight.data_ptr()
+    modules = {**layer._modules, "copy_of_weight": CopiedWeight(kind, weight, shared)}
     return shallow_copy(layer, _parameters=parameters, _modules=modules, quant_method=CopiedLinear())
 
 
@@ -201,12 +217,18 @@ UNIT_VECTORS = 512  # multiplied at once, so that they take little memory beside
 
 @torch.inference_mode()
 def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
-    """What vLLM packed, [out, in]: exact, because every sum has one term that is not zero."""
+    """What vLLM packed, [out, in]: exact but for rounding to `dtype`, because every sum has one term that is not zero.
+
+    A layer that rounds its tokens by a scale from the checkpoint (static fp8) takes that scale in place of ones: it is
+    rounded to one, where a 1 might be beyond the greatest value.
+    """
     columns, parts = int(layer.input_size_per_partition), []
     device = next(layer.parameters()).device
+    scale = getattr(layer, "input_scale", None)
+    one = float(scale.max()) if isinstance(scale, Tensor) and scale.numel() else 1.0
     for start in range(0, columns, UNIT_VECTORS):
         count = min(UNIT_VECTORS, columns - start)
         units = torch.zeros(count, columns, dtype=dtype, device=device)
-        units[torch.arange(count), torch.arange(start, start + count)] = 1
-        parts.append(layer.quant_method.apply(layer, units, None))
+        units[torch.arange(count), torch.arange(start, start + count)] = one
+        parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()

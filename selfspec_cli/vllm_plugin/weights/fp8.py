@@ -22,7 +22,7 @@ def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16, {"weight": e4m3 [out, in], "scale": float32 [out, 1]}, bias [out] -> [n, out] bf16. CUDA only.
 
     One token stays in bf16 (W8A16). More are turned into e4m3 too (W8A8), with one scale a token: vLLM's CUTLASS kernel

@@ -6,7 +6,8 @@ tokens are rounded to 8 bits before (rounding.py), in a compiled layer by the no
 (fused.py).
 
 Engines for more requests keep copies as Marlin reads them (marlin.py), because for 32 to 64 tokens its kernels are
-faster than ours. Both layouts at once would double the memory that a copy takes. Measured on an H100
+faster than ours. Draft steps of a few tokens are one kernel in both (fused_step/), which has a layout of its own.
+Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
+from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, integers
 from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
@@ -58,7 +59,7 @@ def _many_requests_at_a_time() -> bool:
     return config is not None and config.scheduler_config.max_num_seqs > rounding.MOST
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only."""
     if "marlin" in tensors:
         return marlin.linear(x, tensors, bias, weight)
@@ -71,7 +72,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor weight) "
+    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor? weight) "
     "-> Tensor",
 )
 def _linear_integers(
@@ -81,10 +82,12 @@ def _linear_integers(
     words: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
-    if tokens > rounding.MOST:
+    if tokens > rounding.MOST:  # no draft step of this engine; vLLM's dummy runs have as many
+        if weight is None:
+            weight = Integers(bits).dequantise({"words": words, "scales": scales}, x.dtype)
         return F.linear(x, weight, bias)
     if rounded is None or factors is None:
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
@@ -94,8 +97,8 @@ def _linear_integers(
 
 
 @_linear_integers.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape[0], others[-1].shape[0])  # as many as the weight has rows
+def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], words.shape[0])
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

@@ -59,19 +59,9 @@ def _halves(packed, ASM: tl.constexpr):
 
 @triton.jit
 def _weights(
-    words,
-    scales,
-    first_row,
-    start,
-    last,
-    groups_of_row,
-    rows,
-    BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    ALONG: tl.constexpr,
-):
+    words, scales, first_row, start, last, groups_of_row, rows,
+    BITS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
+):  # fmt: skip
     """Of each warp, a group of ROWS rows: bytes [ROWS / 8 * WARPS * 32, 2 * BITS], and the scale of each."""
     BYTES: tl.constexpr = 2 * BITS
     lane = tl.arange(0, ROWS // 8 * WARPS * 32)  # of a warp of some 8 rows
@@ -89,20 +79,10 @@ def _weights(
 
 @triton.jit
 def _some_weights(
-    words,
-    scales,
-    first_row,
-    start,
-    last,
-    groups_of_row,
-    rows,
-    BITS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    ALONG: tl.constexpr,
+    words, scales, first_row, start, last, groups_of_row, rows,
+    BITS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     """`_weights` AT_ONCE times."""
     held = (_weights(words, scales, first_row, start, last, groups_of_row, rows, BITS, WHOLE, ROWS, WARPS, ALONG),)
     for step in tl.static_range(1, AT_ONCE):
@@ -188,21 +168,10 @@ def _product(
 
 @triton.jit
 def _some_products(
-    held,
-    rounded,
-    factors,
-    start,
-    last,
-    tokens,
-    sums,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-    ALONG: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    held, rounded, factors, start, last, tokens, sums,
+    BITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, ALONG: tl.constexpr,
+    AT_ONCE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """`sums` plus the weights that `_some_weights` loaded times tokens."""
     given = (_tokens(rounded, factors, start, last, tokens, BITS, TOKENS, WARPS, ALONG),)
     for step in tl.static_range(1, AT_ONCE):
@@ -216,32 +185,26 @@ def _some_products(
     return sums
 
 
+@triton.jit
+def _all_parts(partial, size, inside, PARTS: tl.constexpr, HELD: tl.constexpr):
+    """The sum over all parts, each `size` behind the one before. HELD: registers hold what all of them found."""
+    sums = tl.zeros(inside.shape, tl.float32)
+    if HELD:
+        for part in tl.static_range(PARTS):
+            sums += tl.load(partial + part * size, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        for part in tl.range(PARTS):
+            sums += tl.load(partial + part * size, mask=inside, other=0.0, cache_modifier=".cg")
+    return sums
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _some_rows(
-    rounded,
-    factors,
-    words,
-    scales,
-    bias,
-    out,
-    partial,
-    arrived,
-    tokens,
-    groups_of_row,
-    rows,
-    BITS: tl.constexpr,
-    BIASED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    LOOPS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ASM: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    rounded, factors, words, scales, bias, out, partial, arrived, tokens, groups_of_row, rows,
+    BITS: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    WARPS: tl.constexpr, ACROSS: tl.constexpr, AT_ONCE: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
 
     partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
@@ -283,15 +246,8 @@ def _some_rows(
         complete = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
     if complete:
         if PARTS > 1:
-            sums = tl.zeros_like(sums)
-            if PARTS * ACROSS * ROWS * TOKENS <= 128 * 32 * WARPS:  # registers hold what all parts found
-                for other in tl.static_range(PARTS):
-                    place = partial + other * tokens * rows + output
-                    sums += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
-            else:
-                for other in tl.range(PARTS):
-                    place = partial + other * tokens * rows + output
-                    sums += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            HELD: tl.constexpr = PARTS * ACROSS * ROWS * TOKENS <= 128 * 32 * WARPS
+            sums = _all_parts(partial + output, tokens * rows, inside, PARTS, HELD)
             tl.store(arrived + tile, 0)
         if BIASED:
             sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -379,31 +335,10 @@ def product(
     out = torch.empty(tokens, rows, dtype=dtype, device=device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     _some_rows[(tiles, parts)](
-        rounded.view(torch.int8),
-        factors,
-        words.view(torch.int8),
-        scales,
-        out if bias is None else bias,
-        out,
-        partial,
-        arrived,
-        tokens,
-        groups,
-        rows,
-        BITS=bits,
-        BIASED=bias is not None,
-        WHOLE=rows % rows_at_once == 0,
-        ROWS=of_warp,
-        TOKENS=room,
-        WARPS=warps,
-        ACROSS=across,
-        AT_ONCE=stages,
-        LOOPS=stages < steps,
-        PARTS=parts,
-        ASM=asm,
-        EARLY=early,
-        num_warps=warps,
-        num_stages=1,
-        launch_pdl=early,
-    )
+        rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
+        arrived, tokens, groups, rows,
+        BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,
+        ACROSS=across, AT_ONCE=stages, LOOPS=stages < steps, PARTS=parts, ASM=asm, EARLY=early,
+        num_warps=warps, num_stages=1, launch_pdl=early,
+    )  # fmt: skip
     return out

@@ -48,9 +48,9 @@ def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:
     return torch.cat(parts, dim=1).contiguous()
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor) -> Tensor:
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16 times what `repacked` returned -> [n, out], bias [out] included; more than `MOST` tokens times
-    the target's own weight [out, in]."""
+    the target's own weight [out, in], where there is one."""
     out: Tensor = torch.ops.selfspec.linear_marlin(x, tensors["marlin"], tensors["scales"], bias, weight)
     return out
 
@@ -58,17 +58,17 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
 @torch.library.custom_op(
     "selfspec::linear_marlin",
     mutates_args=(),
-    schema="(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor weight) -> Tensor",
+    schema="(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor? weight) -> Tensor",
 )
-def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-    if x.shape[0] > MOST:
+def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
+    if x.shape[0] > MOST and weight is not None:
         return F.linear(x, weight, bias)
     return product(x.contiguous(), words, scales, bias)
 
 
 @_linear_marlin.register_fake
-def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[1])
 
 
 def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,10 +1,11 @@
 """What a gate costs on a GPU when it saves nothing, and what a round costs when it stops at once. Llama-3-8B shape.
 
-    python experiments/gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
+    python experiments/confidence_gates/cost_on_gpu.py --out results/gates/cost_on_gpu.json
+    python experiments/confidence_gates/cost_on_gpu.py --tensor-parallel 2 --engines loop,unrolled --out two_gpus.json
 
 Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop that ends on the
 device, on which gates and draft lengths then change live, taking turns; the draft loop unrolled into k steps (what a
-captured graph is without conditional nodes).
+captured graph is without conditional nodes). The file is written after each engine.
 Times are milliseconds a step or round after the first token, medians.
 
 The ceilings: a gate that never closes should cost nothing; a gate that closes at once should leave a plain step and one
@@ -19,18 +20,16 @@ import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the unrolled loop can be asked for below
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig
 from selfspec_cli.engine.live import Engine, Generation, open_engine
 from selfspec_cli.record import latency
-from selfspec_cli.vllm_plugin.v2 import device_loop
+from selfspec_cli.vllm_plugin.v2.device_loop import SWITCH
 
 NEVER = {"maxp": 0.0, "varH": 1e9, "entropy": 1e9, "margin": 0.0, "survival": 0.0}  # AdaEDL's bound may be negative
 K, BATCHES, INPUT_LEN, OUTPUT_LEN = 3, (1, 32), 128, 200
+UNROLLED = f"unrolled k={K}"
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +37,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="shape:llama3_8b")
     parser.add_argument("--layer", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--draft-weights", default="shared")
+    parser.add_argument("--engines", default="plain,loop,unrolled", help="which of the three, and in which order")
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: reference model, two engines")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -45,13 +47,17 @@ def arguments() -> argparse.Namespace:
 
 def config(given: argparse.Namespace) -> RunConfig:
     if given.cpu:
-        return RunConfig(layer=given.layer, k=K)
-    model = ModelConfig(name="llama3_8b", path=given.model, load_format="dummy", dtype="bfloat16", exit_layer=None)
+        return RunConfig(layer=given.layer, k=K, draft_weights=given.draft_weights)
+    model = ModelConfig(
+        name="llama3_8b", path=given.model, load_format="dummy", dtype="bfloat16", exit_layer=None,
+        tensor_parallel_size=given.tensor_parallel,
+    )  # fmt: skip
     # Half of the memory: engines in one process leave weights behind (results/LOG.md).
     engine = EngineConfig(
         name="gpu", kv_cache_gib=None, gpu_memory_utilization=0.5, max_num_batched_tokens=8192, max_num_seqs=64
     )
-    return RunConfig(model=model, engine=engine, layer=given.layer, k=K, acceptance_length=3.0)
+    drafting = {"layer": given.layer, "k": K, "draft_weights": given.draft_weights, "acceptance_length": 3.0}
+    return RunConfig(model=model, engine=engine, **drafting)
 
 
 def milliseconds(done: Generation) -> float:
@@ -61,7 +67,7 @@ def milliseconds(done: Generation) -> float:
 
 
 def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
-    """Every arm at every batch size, by turns; an arm is a gate, its threshold and a draft length."""
+    """Every arm at every batch size, alternating; an arm is a gate, its threshold and a draft length."""
     found: dict[str, dict] = {}
     for batch in BATCHES:
         prompts = [[(7 * row + place) % 997 + 3 for place in range(INPUT_LEN)] for row in range(batch)]
@@ -84,35 +90,49 @@ def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repe
     return found
 
 
+def ratios(rows: dict[str, dict]) -> dict[str, float]:
+    """What the times say beside each other, of the engines that there are."""
+    found = {}
+    for batch in BATCHES:
+        ms = {name.removesuffix(f" batch {batch}"): row["ms"] for name, row in rows.items()
+              if name.endswith(f" batch {batch}")}  # fmt: skip
+        if f"k={K}" not in ms:
+            continue
+        draft = (ms[f"k={K}"] - ms["k=1"]) / (K - 1)
+        found |= {f"{gate} that never closes / none, batch {batch}": ms[f"never closes {gate}"] / ms[f"k={K}"]
+                  for gate in NEVER}  # fmt: skip
+        found[f"closes at once / none, batch {batch}"] = ms["closes at once"] / ms[f"k={K}"]
+        if "plain" in ms:
+            found[f"closes at once / (plain step + draft step), batch {batch}"] = ms["closes at once"] / (
+                ms["plain"] + draft
+            )
+        if UNROLLED in ms:
+            found[f"loop / unrolled, batch {batch}"] = ms[f"k={K}"] / ms[UNROLLED]
+    return found
+
+
 def main() -> None:
     given = arguments()
     cfg = config(given)
-    rows: dict[str, dict] = {}
+    plain = replace(cfg, method=Method.baseline, k=None, layer=None, acceptance_length=None, draft_weights="shared")
     live = {f"k={k}": ("none", None, k) for k in (1, 2, K)}
     live |= {f"never closes {gate}": (gate, threshold, K) for gate, threshold in NEVER.items()}
     live |= {"closes at once": ("maxp", 1.0, K)}
-    with open_engine(replace(cfg, method=Method.baseline, k=None, layer=None, acceptance_length=None)) as engine:
-        rows |= measure(engine, {"plain": ("none", None, 0)}, given.repeats)
-    with open_engine(cfg) as engine:
-        rows |= measure(engine, live, given.repeats)
-    if not given.cpu:
-        unrolled = mock.patch.object(device_loop, "unavailable", return_value="it was asked for")
-        with unrolled, open_engine(cfg) as engine:
-            rows |= measure(engine, {"unrolled k=3": ("none", None, K)}, given.repeats)
-    for batch in BATCHES:
-        ms = {
-            name.removesuffix(f" batch {batch}"): row["ms"] for name, row in rows.items() if name.endswith(str(batch))
-        }
-        draft = (ms[f"k={K}"] - ms["k=1"]) / (K - 1)
-        print(f"batch {batch}: plain step {ms['plain']:.3f} ms, one draft step {draft:.3f} ms")
-        for gate in NEVER:
-            print(f"  {gate} never closing / none: {ms[f'never closes {gate}'] / ms[f'k={K}']:.4f}")
-        print(f"  closes at once / (plain step + draft step): {ms['closes at once'] / (ms['plain'] + draft):.4f}")
-        if "unrolled k=3" in ms:
-            print(f"  loop / unrolled: {ms[f'k={K}'] / ms['unrolled k=3']:.4f}")
+    closing = {UNROLLED: ("none", None, K), "unrolled, closes at once": ("maxp", 1.0, K)}
+    known = {"plain": (plain, {"plain": ("none", None, 0)}), "loop": (cfg, live), "unrolled": (cfg, closing)}
+    rows: dict[str, dict] = {}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {"rows": rows, "device": machine.device(cfg), "versions": machine.versions()}
-    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for name in given.engines.split(","):
+        wanted, arms = known[name]
+        os.environ[SWITCH] = "0" if name == "unrolled" else "1"  # also of the processes of other ranks
+        with open_engine(wanted) as engine:
+            rows |= measure(engine, arms, given.repeats)
+        found = {"rows": rows, "ratios": ratios(rows), "device": machine.device(cfg), "versions": machine.versions(),
+                 "asked": {key: str(value) for key, value in vars(given).items()}}  # fmt: skip
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for name, value in ratios(rows).items():
+        print(f"{name}: {value:.4f}", flush=True)
+    os._exit(0)  # ranks of a tensor-parallel engine may take long to end
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Gated drafting against ungated, and a full grid, on one live engine whose arms take turns prompt by prompt.
 
-    python experiments/gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
-    python experiments/gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
+    python experiments/confidence_gates/compare.py fixed --layer 3 --setting survival:0.12:12 --out results/gates
+    python experiments/confidence_gates/compare.py grid  --layer 3 --setting survival:0.12:12 --out results/gates
 
-    python experiments/gates/compare.py fixed --model /tmp/reference_widened --layer 3 --setting survival:0.184:12 ...
+    python experiments/confidence_gates/compare.py fixed --model WIDENED --layer 3 --setting survival:0.184:12 ...
 
 `fixed`: plain decoding, every draft length 1 to 8 without a gate, and the settings named, five repeats each.
 `idle`: what a gate costs that never closes, and one that closes at once; what the record costs while it is kept.
@@ -43,7 +43,7 @@ def setting(text: str) -> Setting:
 
 
 def race(engine: Engine, cfg: RunConfig, settings: list[Setting]) -> list[dict]:
-    """Five repeats by turns; speedups over plain decoding, and against it the identity of every output."""
+    """Five repeats, the settings alternating: speedups over plain decoding, and whether every output is the same."""
     prompts = workload_prompts(cfg, engine)
     plain, *others = measure.run(engine, cfg, prompts, [measure.PLAIN, *settings], repeats=REPEATS)
     rows = []
@@ -75,7 +75,7 @@ def idle(engine: Engine, cfg: RunConfig, named: list[Setting]) -> dict:
 
 
 def recording(engine: Engine, cfg: RunConfig) -> float:
-    """Speed with the record on over speed with it off: ungated drafts of 8, by turns, a median time for each prompt."""
+    """Speed with the record on over speed with it off: ungated drafts of 8, alternating, median times of prompts."""
     measure.apply(engine, Setting("none", None, 8))
     on = off = 0.0
     for prompt in workload_prompts(cfg, engine):

@@ -12,7 +12,8 @@ from pathlib import Path
 def written(file: Path) -> Iterator[Path]:
     """Gives a path beside `file` to write to, and puts what was written in its place when the block ends.
 
-    A block that fails, on a full disk or by an interrupt, leaves `file` as it was and nothing beside it.
+    The content is on the disk before it gets its name. A block that fails, on a full disk or by an interrupt, leaves
+    `file` as it was and nothing beside it.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -20,7 +21,12 @@ def written(file: Path) -> Iterator[Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         yield part
+        part.chmod(mode)  # safetensors writes files that only their owner can read
+        with part.open("rb") as content:
+            os.fsync(content.fileno())
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 r"""What the bandit over thresholds and lengths gains over the best fixed setting and over lengths by acceptance.
 
-    python experiments/gates/bandit.py --out results/gates/bandit_E3.json
+    python experiments/confidence_gates/bandit.py --out results/gates/bandit_E3.json
 
 No engine: a draft of 12 from every position of the model's own greedy output is made by the first E layers in
-transformers, over held-out library code; "nothing stands" is the same log with every draft rejected. Over such a log
-the rounds of anything that chooses lengths and thresholds are laid exactly as they would run, one request after the
-other. A round takes a plain step, and the cost of a draft for each step; `verify` is what each draft adds to the
-verify pass beside it, which none of the choosers is told of. Tokens in the time of a plain step are written.
+transformers, over held-out library code; "nothing accepted" is the same log with every draft rejected. From such a log
+the rounds of any rule for lengths and thresholds follow exactly, one request after the other. A round takes the time of
+a plain step, and the cost of a draft for each draft step; `verify` is what each draft adds to the verify pass, which no
+rule knows. What is written is the number of tokens in the time of a plain step.
 
 --late names how many rounds later the bandit hears what a round yielded. On CUDA the host would hear it late: one round
 at least, because it begins a round before the last one is over, and some 100 by the copy of the counters for /metrics.
@@ -83,7 +83,7 @@ def log_of(cfg: RunConfig, layer: int) -> DraftLog:
 
 
 def joined(*logs: DraftLog) -> DraftLog:
-    """Logs by turns, eight requests of each."""
+    """Alternating logs, eight requests of each."""
     chosen, numbers = [], 0
     for block in range(0, max(int(log.request.max()) + 1 for log in logs), 8):
         for log in logs:
@@ -225,7 +225,7 @@ def main() -> None:
     lates = [int(word) for word in given.late.split(",") if word]
     code = log("heldout")
     noise = replace(code, accepted=torch.zeros_like(code.accepted))
-    logs = {"held-out code": code, "nothing stands": noise, "both by turns": joined(code, noise)}
+    logs = {"held-out code": code, "nothing accepted": noise, "both alternating": joined(code, noise)}
     share = {name: round(float(one.accepted.clamp_max(4).sum() / (4 * len(one.accepted))), 3)
              for name, one in logs.items()}  # fmt: skip
     rows = []

@@ -1,6 +1,6 @@
 """Where the time of a round goes, and what the best of all gates could gain by it (CPU, batch 1).
 
-    python experiments/gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
+    python experiments/confidence_gates/rounds.py --layer 3 --setting survival:0.123:12 --out results/gates
 
 Arms take turns prompt by prompt: draft lengths 0 to 12 without a gate, the setting named, and `forced`, which drafts
 just as long as that setting did in every round, without asking a gate. So gated - forced is what the gate costs, and
@@ -214,10 +214,10 @@ def main() -> None:
     asked = sum(min(step["drafts"], given.setting.k - 1) for runs in found["gated"] for step in runs[0])
     gate = (rounds["gated"]["step"] - rounds["forced"]["step"]) * rounds["gated"]["rounds"] / asked / 1e6
     best = bounds(log, cfg.workload.output_len - 1, verify, draft, gate)
-    told = {"setting": given.setting.label(), "gate_us_each_time": gate * 1e6, "us_a_round": rounds, "bounds": best,
+    summary = {"setting": given.setting.label(), "gate_us_each_time": gate * 1e6, "us_a_round": rounds, "bounds": best,
             "device": machine.device(cfg), "versions": machine.versions()}  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"rounds_E{given.layer}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (given.out / f"rounds_E{given.layer}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     with (given.out / f"verify_E{given.layer}.csv").open("w", encoding="utf-8", newline="") as table:
         writer = csv.DictWriter(table, list(rows[0]))
         writer.writeheader()

@@ -1,0 +1,90 @@
+"""How much faster a sweep of eight engines is on two GPUs than on one, and whether its rows are the same.
+
+    python experiments/scale/two_workers.py --out two_workers.json                        # joblib and Ray, two GPUs
+    python experiments/scale/two_workers.py --runs joblib:2,joblib:1 --seconds 200 --out two_workers.json
+
+Each run is the command of a user, in a folder of results of its own. The first one also fills caches of compiled
+kernels, so it is slower than it would be again. The file is written after each run; none begins after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.record import folder
+
+RUNS = "joblib:2,joblib:1,ray:2,joblib:2"
+
+
+def run(kind: str, workers: str, words: list[str], results: Path, limit: float) -> dict[str, Any]:
+    """One sweep: its seconds, its exit code, and what it measured."""
+    command = [sys.executable, "-m", "selfspec_cli", "sweep", *words, f"launcher={kind}", f"launcher.workers={workers}",
+               f"results_dir={results}"]  # fmt: skip
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, said = process.communicate()
+    seconds = time.monotonic() - began
+    points = folder.read(results)[0]
+    return {
+        "seconds": round(seconds, 1), "exit_code": process.returncode, "keys": sorted({point.key for point in points}),
+        "failed": [point.reason for point in points if not point.ok], "said": said[-600:],
+    }  # fmt: skip
+
+
+def compared(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speedups over one worker, in the order of the runs, and whether all that ended well measured the same points."""
+    good = [row for row in found if row["exit_code"] == 0 and not row["failed"]]
+    single = next((row["seconds"] for row in good if row["workers"] == "1"), None)
+    speedups = [
+        {"run": f"{row['launcher']}, {row['workers']} workers", "speedup": round(single / row["seconds"], 3)}
+        for row in good if single and row["workers"] != "1"
+    ]  # fmt: skip
+    return {"speedups": speedups, "same rows": len({tuple(row["keys"]) for row in good}) == 1 and len(good) > 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default=RUNS, help="LAUNCHER:WORKERS, one after the other")
+    parser.add_argument("--seconds", type=float, default=420.0, help="after which no run begins, and the last one ends")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("words", nargs="*", default=["experiment=two_gpus"], help="what is swept")
+    given = parser.parse_args()
+    ends, found = time.monotonic() + given.seconds, []
+    with tempfile.TemporaryDirectory() as place:
+        for number, word in enumerate(given.runs.split(",")):
+            left = ends - time.monotonic()
+            if left < 10:
+                break
+            kind, _, workers = word.partition(":")
+            row = {"launcher": kind, "workers": workers} | run(
+                kind, workers, given.words, Path(place) / str(number), left
+            )
+            found.append(row)
+            print(f"{word}: {row['seconds']} s, exit code {row['exit_code']}, {len(row['keys'])} points", flush=True)
+            if row["exit_code"]:
+                print(row["said"], row["failed"][:1], flush=True)
+            text = json.dumps(compared(found) | {"runs": found}, indent=1)
+            given.out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(compared(found)), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

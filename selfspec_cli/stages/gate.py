@@ -1,0 +1,150 @@
+"""A performance gate: measure its arms beside their baselines, count what must not happen, judge, and keep the verdict.
+
+The points are ordinary points of the results folder, measured by the loop of a sweep; the counting comes behind each
+measurement on the same engine. What stays between red and green is measured again, up to the file's `runs`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.record import folder as results
+from selfspec_cli.record import gate_rows
+from selfspec_cli.record.point import Measurement, Point
+from selfspec_cli.stages import sweep
+from selfspec_cli.stages.gate_file import Gate, GateFile, read
+from selfspec_cli.stages.gate_verdict import FOUND, UNSURE, Check, judged, worst
+from selfspec_cli.stages.plan import results_dir
+from selfspec_cli.texts.prompts import workload_prompts
+
+FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
+PLANTED = ("lost_draft", "slower_step", "eager_step", "host_synchronisation", "debug_copy")
+"""Faults of `planted/speed.py`; the last two on CUDA alone."""
+WATCHED = 48  # tokens of each request while it is counted what must not happen
+Open = Callable[..., AbstractContextManager[Any]]
+
+
+def refusal(file: GateFile, folder: Path, device: str) -> str | None:
+    """Why a full gate is not measured yet: the first of its micro gates that was not green often enough; else None."""
+    lines, where = gate_rows.read(folder), gate_rows.place(device)
+    for path in file.after:
+        micro = read(path)
+        count = gate_rows.green_in_a_row(lines, micro.name, micro.digest, where)
+        if count < gate_rows.IN_A_ROW:
+            return (f"{file.name} is measured once {micro.name} was green {gate_rows.IN_A_ROW} times in a row with "
+                    f"this code, on this machine, with these versions; in {folder} it was so {count} times: "
+                    f"selfspec gate {path}")  # fmt: skip
+    return None
+
+
+def run(
+    file: GateFile,
+    cfgs: Sequence[RunConfig],
+    *,
+    open_engine: Open,
+    bench: sweep.Bench,
+    progress: Progress = ignore,
+    plant: str | None = None,
+    run_id: str | None = None,
+    reuse_baseline: bool = False,
+) -> dict[str, Any]:
+    """Measure and judge; the verdict, which is also added to the folder's gates.jsonl.
+
+    Args:
+        cfgs: one for each gate of the file, all of one results folder.
+        plant: a fault of `PLANTED` that every drafting engine gets. Such a run says nothing of the code, so its cfgs
+            should name a results folder of its own.
+        reuse_baseline: compare with baselines of earlier commands, where there are some.
+
+    Raises:
+        ConfigError: what the cfgs ask for cannot be had, the fault is none, or a micro gate has to be green first.
+        RecordError: a point or the verdict could not be written.
+    """
+    if plant is not None and plant not in PLANTED:
+        raise ConfigError(f"--plant {plant}: there is no such fault; allowed: {', '.join(PLANTED)}")
+    folder, keys, began = Path(results_dir(cfgs)), Keys(), time.perf_counter()
+    names = [keys.run(cfg) for cfg in cfgs]
+    device = keys.device(cfgs[0])
+    if (reason := refusal(file, folder, device)) is not None and plant is None:
+        raise ConfigError(reason)
+    points: list[Point] = []
+    wanted, runs, checks = list(names), 0, []
+    while wanted and runs < file.runs:
+        runs += 1
+        chosen = {name: cfg for name, cfg in zip(names, cfgs, strict=True) if name in wanted}
+        more: dict[str, Any] = {"again": True, "reuse_baseline": reuse_baseline, "progress": progress}
+        done = sweep.run([*chosen.values()], open_engine=_planted(open_engine, plant), bench=watched(bench), **more)
+        if done.bad_input:
+            raise ConfigError(str(done.failed[0].reason))
+        points += done.points
+        checks = verdicts(file.gates, names, points, _baselines(folder, points) if reuse_baseline else [])
+        wanted = [name for gate, name in zip(file.gates, names, strict=True) if _unsure(gate, checks)]
+    line: dict[str, Any] = {
+        "run_id": run_id or results.new_run_id(), "time": results.now(), "gate": file.name, "title": file.title,
+        "digest": file.digest, "outcome": worst(check.outcome for check in checks), "runs": runs,
+        "place": gate_rows.place(device), "checks": [asdict(check) for check in checks],
+        "points": [point.id for point in points], "planted": plant,
+        "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+    return line | {"file": str(gate_rows.add(folder, line))}
+
+
+def verdicts(
+    gates: Sequence[Gate], names: Sequence[str], points: Sequence[Point], others: Sequence[Point] = ()
+) -> list[Check]:
+    """Every check of every gate. names: run keys of the gates' arms. others: baselines of earlier commands."""
+    known = {point.id: point for point in [*others, *points]}
+    pairs = zip(gates, names, strict=True)
+    return [check for gate, name in pairs for check in judged(gate, [p for p in points if p.key == name], known)]
+
+
+def watched(bench: sweep.Bench) -> sweep.Bench:
+    """A bench that counts what must not happen behind each measurement of an arm that drafts with its own layers."""
+
+    def measure(cfg: RunConfig, engine: Any, progress: Progress) -> Measurement:
+        measured = bench(cfg, engine, progress)
+        if cfg.method is not Method.layer_skip or not hasattr(engine, "generate"):
+            return measured
+        work = cfg.workload
+        prompts = list(workload_prompts(cfg, engine))[: work.batch]
+        engine.call("early_exit_watch", True)
+        engine.generate(prompts, min(work.output_len, WATCHED), batch=work.batch, temperature=work.temperature,
+                        seed=cfg.seed)  # fmt: skip
+        return replace(measured, engine=measured.engine | {FOUND: engine.call("early_exit_watch", False)})
+
+    return measure
+
+
+def _planted(open_engine: Open, fault: str | None) -> Open:
+    """What opens engines, with a fault in each that drafts."""
+    if fault is None:
+        return open_engine
+
+    @contextmanager
+    def faulty(cfg: RunConfig) -> Iterator[Any]:
+        drafts = cfg.method is Method.layer_skip
+        with open_engine(cfg, **({"worker_extension_cls": FAULTY_WORKER} if drafts else {})) as engine:
+            if drafts:
+                engine.call("early_exit_plant", fault)
+            yield engine
+
+    return faulty
+
+
+def _baselines(folder: Path, points: Sequence[Point]) -> list[Point]:
+    return results.read(folder, {point.compared_with.baseline for point in points if point.compared_with})[0]
+
+
+def _unsure(gate: Gate, checks: Sequence[Check]) -> bool:
+    """Whether more repeats may tell: nothing is red, and some value is not measurable although it is there."""
+    mine = [check for check in checks if check.gate == gate.name]
+    unsure = [check for check in mine if check.outcome == UNSURE]
+    return worst(check.outcome for check in mine) == UNSURE and all(check.value is not None for check in unsure)

@@ -1,0 +1,154 @@
+"""The file of a performance gate (experiments/gates/NAME.yaml): arms, workloads, and what each of them must reach.
+
+A performance gate keeps the speed. It has nothing to do with the confidence gate of a draft (`gate=...`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.invariants import INVARIANTS
+from selfspec_cli.record.targets import NUMBERS, less_is_better
+
+START, IDENTICAL = "start_seconds", "identical_share"
+MEASURES = (*NUMBERS, START, IDENTICAL)
+"""What can be asked for: the columns of a row that are numbers, seconds that an engine took to start, and the share of
+outputs that are the baseline's, token for token."""
+LESS = (START, "failed_requests")
+OF_BASELINE = "of_baseline"
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A measure must be `limit` at least, or at most where less is better. of_baseline: the limit is for the ratio of
+    the measure to the baseline's."""
+
+    measure: str
+    limit: float
+    of_baseline: bool = False
+
+    @property
+    def most(self) -> bool:
+        """Whether the limit is the greatest value allowed, and not the least."""
+        return self.measure in LESS or less_is_better(self.measure)
+
+    def __str__(self) -> str:
+        of = " of the baseline's" if self.of_baseline else ""
+        return f"{self.measure} {'at most' if self.most else 'at least'} {self.limit:g}{of}"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One arm on one workload. words: Hydra's, of both. invariants: names of `INVARIANTS` that must be 0."""
+
+    name: str
+    words: tuple[str, ...]
+    reach: tuple[Bound, ...]
+    invariants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GateFile:
+    """A whole file. after: files of micro gates that must have been green before. runs: of one point, at most, before
+    it counts as not measurable. served: the arms are servers, asked over HTTP. digest: of the file's content."""
+
+    name: str
+    title: str
+    gates: tuple[Gate, ...]
+    after: tuple[Path, ...]
+    runs: int
+    served: bool
+    digest: str
+
+
+def read(path: Path) -> GateFile:
+    """A file as a GateFile.
+
+    Raises:
+        ConfigError: it cannot be read, or says something that is not understood; the message names the place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        near = sorted(str(file) for file in path.parent.glob("*.yaml"))
+        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
+                          + (f"; here are: {', '.join(near)}" if near else "")) from error  # fmt: skip
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    known = ("title", "after", "runs", "served", "settings", "gates")
+    given = _mapping(content, f"{path}", known)
+    settings = _words(given.get("settings", []), f"{path}: settings")
+    if not isinstance(given.get("gates"), list) or not given["gates"]:
+        raise ConfigError(f"{path}: gates must be a list of at least one gate")
+    gates = tuple(_gate(one, settings, f"{path}: gates[{number}]") for number, one in enumerate(given["gates"]))
+    names = [gate.name for gate in gates]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{path}: {', '.join(sorted(repeated))}: two gates of one name")
+    runs = given.get("runs", RUNS)
+    if isinstance(runs, bool) or not isinstance(runs, int) or not 1 <= runs <= 20:
+        raise ConfigError(f"{path}: runs={runs!r}: allowed are whole numbers from 1 to 20")
+    after = tuple(path.parent / name for name in _words(given.get("after", []), f"{path}: after"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return GateFile(path.stem, str(given.get("title", "")), gates, after, runs, bool(given.get("served")), digest)
+
+
+def with_words(file: GateFile, words: Sequence[str]) -> GateFile:
+    """A file with words that win over its own; but for the results folder, its verdict is then that of another file."""
+    changes = [word for word in words if not word.startswith("results_dir=")]
+    typed = {word.partition("=")[0] for word in words}
+    gates = [replace(gate, words=(*(word for word in gate.words if word.partition("=")[0] not in typed), *words))
+             for gate in file.gates]  # fmt: skip
+    return replace(file, gates=tuple(gates), digest=" ".join([file.digest, *changes]))
+
+
+def _gate(content: Any, settings: tuple[str, ...], place: str) -> Gate:
+    given = _mapping(content, place, ("name", "arm", "workload", "reach", "invariants"))
+    if not isinstance(given.get("name"), str):
+        raise ConfigError(f"{place}: name is missing")
+    place = f"{place} ({given['name']})"
+    reach = _mapping(given.get("reach", {}), f"{place}: reach", MEASURES)
+    bounds = tuple(_bound(name, value, f"{place}: reach") for name, value in reach.items())
+    invariants = given.get("invariants", [])
+    names = tuple(INVARIANTS) if invariants == "all" else _words(invariants, f"{place}: invariants")
+    for name in names:
+        if name not in INVARIANTS:
+            raise ConfigError(f"{place}: {closest(name, [*INVARIANTS, 'all'], 'invariant')}")
+    if not bounds and not names:
+        raise ConfigError(f"{place}: it asks for nothing; give it reach or invariants")
+    words = [*settings, *_words(given.get("workload", []), f"{place}: workload"),
+             *_words(given.get("arm", []), f"{place}: arm")]  # fmt: skip
+    return Gate(given["name"], tuple(words), bounds, names)
+
+
+def _bound(name: str, value: Any, place: str) -> Bound:
+    of_baseline = isinstance(value, Mapping)
+    limit = _mapping(value, f"{place}: {name}", (OF_BASELINE,)).get(OF_BASELINE) if of_baseline else value
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise ConfigError(f"{place}: {name}={value!r}: write a number, or {{{OF_BASELINE}: NUMBER}} for the ratio to "
+                          "the baseline's")  # fmt: skip
+    return Bound(name, float(limit), of_baseline)
+
+
+def _mapping(value: Any, place: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place}: it must be a mapping with keys of {', '.join(allowed[:12])}")
+    for key in value:
+        if key not in allowed:
+            raise ConfigError(f"{place}: {closest(str(key), list(allowed), 'key')}")
+    return dict(value)
+
+
+def _words(value: Any, place: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{place}: it must be a list of words, such as [layer=3, k=4]; {value!r} is none")
+    return tuple(value)

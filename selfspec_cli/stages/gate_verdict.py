@@ -1,0 +1,140 @@
+"""Whether points reach what a performance gate asks for: green, red, or not measurable. Everything here is pure.
+
+A value is that of all repeats of all runs, with its 95 % interval (`record.intervals`). It is green where the whole
+interval reaches the limit, red where none of it does, and else not measurable: more repeats may tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from selfspec_cli.record import tables
+from selfspec_cli.record.intervals import speedup_interval
+from selfspec_cli.record.point import Point, median
+from selfspec_cli.stages.gate_file import IDENTICAL, START, Bound, Gate
+
+GREEN, RED, UNSURE, ABSENT = "green", "red", "not measurable", "not applicable"
+OUTCOMES = (RED, UNSURE, GREEN)
+"""The worst first; what is not applicable decides nothing."""
+FOUND = "invariants"
+"""Where `Point.engine` keeps what `Watch.stop` answered."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was asked for, and what came out. value, low, high: None where nothing was measured."""
+
+    gate: str
+    asked: str
+    outcome: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    note: str | None = None
+
+    @property
+    def measured(self) -> str:
+        """The value with its interval, for people."""
+        if self.value is None:
+            return ""
+        same = self.low is None or self.low == self.high
+        return f"{self.value:.4g}" + ("" if same else f" ({self.low:.4g} to {self.high:.4g})")
+
+
+def judged(gate: Gate, points: Sequence[Point], known: Mapping[str, Point]) -> list[Check]:
+    """Every check of a gate. points: of its arm, one a run; known: all points of the command by id, baselines among
+    them."""
+    failed = [point for point in points if not point.ok]
+    if failed or not points:
+        reason = failed[0].reason if failed else "no point was measured"
+        return [Check(gate.name, "to be measured", RED, note=reason)]
+    found = [_of_bound(gate.name, bound, points, known) for bound in gate.reach]
+    return found + [_of_invariant(gate.name, name, points, known) for name in gate.invariants]
+
+
+def worst(outcomes: Iterable[str]) -> str:
+    """The outcome of several checks together; green where all of them are, or do not apply."""
+    return min((one for one in outcomes if one in OUTCOMES), key=OUTCOMES.index, default=GREEN)
+
+
+def outcome_of(bound: Bound, low: float, high: float) -> str:
+    """The outcome for a value that lies in low..high."""
+    if bound.most:
+        return GREEN if high <= bound.limit else RED if low > bound.limit else UNSURE
+    return GREEN if low >= bound.limit else RED if high < bound.limit else UNSURE
+
+
+def _of_bound(gate: str, bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Check:
+    found = _value(bound, points, known)
+    if found is None:
+        return Check(gate, str(bound), UNSURE, note=f"{bound.measure} has no value here")
+    value, interval = found
+    if interval is None:
+        return Check(gate, str(bound), UNSURE, value, note="one value alone has no interval")
+    return Check(gate, str(bound), outcome_of(bound, *interval), value, *interval)
+
+
+Value = tuple[float, tuple[float, float] | None]
+
+
+def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) -> Value | None:
+    """The value of a measure over all runs, and its interval; None where a point has none."""
+    if bound.measure in ("speedup", "efficiency") and not bound.of_baseline:
+        return _of_speedup(points, bound.measure == "efficiency")
+    ours = samples(points, bound.measure)
+    theirs: list[float] | None = [1.0] * len(ours or ())
+    if bound.of_baseline:
+        against = [point.compared_with.baseline for point in points if point.compared_with]
+        theirs = samples([known[name] for name in against], bound.measure)
+    if not ours or not theirs or not median(theirs):
+        return None
+    return median(ours) / median(theirs), speedup_interval(ours, theirs)
+
+
+def samples(points: Iterable[Point], measure: str) -> list[float] | None:
+    """The values of a measure, one a repeat, or one a run of what is no repeat's; None where one is missing."""
+    values = [value for point in points for value in _samples(point, measure)]
+    return None if None in values else [float(value) for value in values if value is not None]
+
+
+def _samples(point: Point, measure: str) -> list[float | None]:
+    if measure == START:
+        return [point.start_seconds]
+    if measure == IDENTICAL:
+        against = point.compared_with
+        compared = against is not None and against.identical is not None and against.outputs
+        return [against.identical / against.outputs] * 2 if compared else [None]  # type: ignore[union-attr,operator]
+    return [getattr(tables.row(replace(point, repeats=(repeat,))), measure) for repeat in point.repeats]
+
+
+def _of_speedup(points: Sequence[Point], over_predicted: bool) -> Value | None:
+    """Speedup over the baseline of the same run; over_predicted: as a share of the cost model's."""
+    compared = [point.compared_with for point in points if point.compared_with is not None]
+    ours = [speed for point in points for speed in point.tok_s]
+    theirs = [speed for one in compared for speed in one.tok_s]
+    predicted: float | None = 1.0
+    if over_predicted:
+        known = [tables.row(point).predicted for point in points]
+        predicted = None if None in known else median([one for one in known if one is not None])
+    if not ours or not theirs or not predicted:
+        return None
+    interval = speedup_interval(ours, theirs)
+    low_high = None if interval is None else (interval[0] / predicted, interval[1] / predicted)
+    return median(ours) / median(theirs) / predicted, low_high
+
+
+def _of_invariant(gate: str, name: str, points: Sequence[Point], known: Mapping[str, Point]) -> Check:
+    asked, counts = f"{name} none", []
+    for point in points:
+        found: Mapping[str, Any] = point.engine.get(FOUND) or {}
+        if name in found.get("not_applicable", {}):
+            return Check(gate, asked, ABSENT, note=found["not_applicable"][name])
+        if name not in found.get("measured", {}):
+            return Check(gate, asked, UNSURE, note="it was not counted")
+        counts.append(int(found["measured"][name]))
+        base = known.get(point.compared_with.baseline) if point.compared_with else None
+        if name == "sampled_rows" and base is not None:  # greedy in both arms
+            counts[-1] += bool(base.arm.get("temperature"))
+    return Check(gate, asked, RED if max(counts) else GREEN, float(max(counts)))

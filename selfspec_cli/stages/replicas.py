@@ -1,0 +1,258 @@
+"""Several independent servers of one model behind one address: started, watched and ended together.
+
+vLLM leaves its own table of lengths out under data parallelism, and draft loops of ranks would wait for each other, so
+replicas are servers that know nothing of each other. In front of them is vllm-router, or where that is not installed
+the gateway.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from selfspec_cli import children
+from selfspec_cli.config import machine
+from selfspec_cli.config.facts import device_of
+from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.engine.deployment import Deployment
+from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.gateway.backends import pool
+from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.stages.launch import devices
+from selfspec_cli.terminal import last_lines
+
+ROUTERS = ("vllm-router", "gateway")
+RESTARTS = 3
+"""Deaths of one replica after which it is left alone."""
+START_SECONDS, STOP_SECONDS, LOOK_SECONDS = 1800.0, 60.0, 1.0
+HOST, PORT = "0.0.0.0", "8000"  # vLLM's own
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Program:
+    """A server to start. environment: variables beside those of this process."""
+
+    name: str
+    command: list[str]
+    url: str
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    deaths: int = 0
+
+    def line(self) -> str:
+        """The command for a shell, with the environment before it."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
+                         shlex.join(self.command)])  # fmt: skip
+
+
+def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
+    """What a command says of replicas: how many, the router that is named, and all other words.
+
+    Raises:
+        ConfigError: no number of replicas.
+    """
+    own = {name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+           for name in ("replicas", "router")}  # fmt: skip
+    others = [word for word in words if word.partition("=")[0] not in own]
+    text = (own["replicas"] or ["1"])[-1]
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"replicas={text}: allowed: a whole number, at least 1")
+    if own["router"] and int(text) == 1:
+        raise ConfigError(f"router={own['router'][-1]}: one server has no router; give replicas=2 or more")
+    return int(text), own["router"][-1] if own["router"] else None, others
+
+
+def plan(
+    made: Deployment, cfg: RunConfig, more: Sequence[str], count: int, router: str | None
+) -> tuple[list[Program], Program]:
+    """The replicas, and what stands in front of them.
+
+    Args:
+        made: one replica, of the config `cfg`. more: options of vLLM's server; --host and --port are the front's.
+        router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
+
+    Raises:
+        ConfigError: more replicas than GPUs, or no such router.
+    """
+    options, host, port = _address(more)
+    places = _places(cfg, count)
+    replicas = []
+    for number, place in enumerate(places):
+        listen = ["--host", "127.0.0.1", "--port", str(free_port())]
+        command = [*made.command(), *options, *listen]
+        url = f"http://127.0.0.1:{listen[-1]}"
+        replicas.append(Program(f"replica{number}", command, url, made.environment | place))
+    urls = [one.url for one in replicas]
+    return replicas, Program("router", _front(urls, router, host, port), f"http://127.0.0.1:{port}")
+
+
+def _address(more: Sequence[str]) -> tuple[list[str], str, str]:
+    """vLLM's options without --host and --port, and these two."""
+    found, options, words = {"--host": HOST, "--port": PORT}, [], iter(more)
+    for word in words:
+        name, given, value = word.partition("=")
+        if name in found:
+            found[name] = value if given else next(words, "")
+        else:
+            options.append(word)
+    return options, found["--host"], found["--port"]
+
+
+def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
+    """The variables that give each replica its own GPUs, or its share of the cores."""
+    if device_of(cfg) == "cpu":
+        cores = devices.own_cores()
+        if count > len(cores):
+            raise ConfigError(f"replicas={count}: this machine has {len(cores)} processor cores; allowed: up to "
+                              f"{len(cores)}")  # fmt: skip
+        shares = [cores[number::count] for number in range(count)]
+        return [{"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))} for share in shares]
+    each, cards = cfg.model.tensor_parallel_size, len(machine.visible_gpus())
+    if count * each > cards:
+        needed = f"{count} x model.tensor_parallel_size={each} GPUs" if each > 1 else f"{count} GPUs"
+        raise ConfigError(f"replicas={count}: {needed} are needed, and {cards} can be seen; allowed: up to "
+                          f"{cards // each}")  # fmt: skip
+    names = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[number * each :][:each])} for number in range(count)]
+
+
+def _front(urls: Sequence[str], router: str | None, host: str, port: str) -> list[str]:
+    """The command of a router over these addresses."""
+    if router is None:
+        router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
+    if router == "gateway":
+        # Equals need no share of requests that are sent the plain way to compare the others with.
+        settings = [f"host={host}", f"port={port}", "ledger.plain_share=0"]
+        for number, url in enumerate(urls):
+            settings += [f"backends.{number}.{key}" for key in (f"name=replica{number}", "kind=local", f"url={url}")]
+        return [sys.executable, "-m", "selfspec_cli", "gateway", *settings]
+    if router not in ROUTERS and "/" not in router:
+        raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
+    backend = BackendSettings(
+        name="router", kind="pool", replicas=list(urls),
+        options=[f"program={router}", "--host", host, "--policy", "power_of_two"],
+    )  # fmt: skip
+    pool.check(backend)
+    command = pool.command(backend, int(port))
+    assert command is not None
+    return command
+
+
+def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
+    """Start all, say when they answer, start again what dies, and end all at an interrupt.
+
+    folder: for their logs.
+
+    Raises:
+        ServerError: a replica ended before it ever answered, none is left, or the router ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _interrupted_by_sigterm():
+        try:
+            for one in replicas:
+                _start(one, folder, say)
+            for one in replicas:
+                _until_it_answers(one, replicas, folder)
+                say(f"{one.name}: answers at {one.url}")
+            _start(front, folder, say)
+            _until_it_answers(front, [front], folder)
+            say(f"{len(replicas)} replicas answer at {front.url}; Ctrl-C ends them all")
+            while True:
+                time.sleep(LOOK_SECONDS)
+                look(replicas, front, folder, say)
+        except KeyboardInterrupt:
+            say("ending the router and the replicas")
+        finally:
+            end([front, *replicas])
+
+
+def look(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:
+    """Start a replica that has died again. Raises ServerError where the router has ended, or no replica is left."""
+    if _dead(front):
+        raise ServerError(f"the router ended{_last(front, folder)}")
+    for one in filter(_dead, replicas):
+        assert one.process is not None
+        one.deaths += 1
+        again = one.deaths <= RESTARTS
+        say(f"{one.name}: ended with exit code {one.process.returncode}"
+            + ("; it is started again" if again else f" for the {one.deaths}th time, and is left alone"))  # fmt: skip
+        children.end(one.process, signal.SIGKILL, 0)  # what its session has left
+        one.process = None
+        if again:
+            _start(one, folder, say)
+    if not any(one.process for one in replicas):
+        raise ServerError(f"no replica is left; their logs are in {folder}")
+
+
+def end(programs: Sequence[Program]) -> None:
+    """End what runs: all are asked at once, and then waited for."""
+    running = [one.process for one in programs if one.process is not None]
+    for process in running:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        children.end(process, signal.SIGKILL, 0)
+
+
+def _start(one: Program, folder: Path, say: Say) -> None:
+    log = _log(one, folder)
+    with open(log, "ab") as out:
+        one.process = children.start(one.command, out, _variables(one.environment))
+    say(f"{one.name}: starting; its log: {log}")
+
+
+def _variables(own: Mapping[str, str]) -> dict[str, str]:
+    return {"VLLM_NO_USAGE_STATS": "1", **os.environ, **own}
+
+
+def _log(one: Program, folder: Path) -> Path:
+    return folder / f"{one.name}.log"
+
+
+def _dead(one: Program) -> bool:
+    return one.process is not None and one.process.poll() is not None
+
+
+def _last(one: Program, folder: Path) -> str:
+    lines = [line.strip() for line in last_lines(_log(one, folder), 20) if line.strip()]
+    return f": {' / '.join(lines[-2:])[-400:]}; its log: {_log(one, folder)}"
+
+
+def _until_it_answers(one: Program, beside: Sequence[Program], folder: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        for other in filter(_dead, beside):
+            raise ServerError(f"{other.name} ended before it answered{_last(other, folder)}")
+        with suppress(OSError):
+            ask(f"{one.url}/health", seconds=2.0)
+            return
+        time.sleep(0.25)
+    raise ServerError(f"{one.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(one, folder)}")
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM ends the command as Ctrl-C does, so that nothing is left running."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

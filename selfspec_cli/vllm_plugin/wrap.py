@@ -1,0 +1,35 @@
+"""Putting something in the place of an attribute, and taking it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Undo = Callable[[], None]
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """owner.name becomes make(owner.name); the function returned takes it back."""
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+
+    def undo() -> None:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    return undo
+
+
+class Wrapped:
+    """In place of a sampler or a module: calls go to `call`, attributes are the original's."""
+
+    def __init__(self, original: Any, call: Callable[..., Any]) -> None:
+        self._original, self._call = original, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)

@@ -1,0 +1,67 @@
+"""A performance gate with one fault after the other planted, on two engines: what a test on the CPU and a script on a
+GPU share (test_performance_gates_cpu.py, and test_performance_gates.py in tests/gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.schema import Method, RunConfig
+from selfspec_cli.engine import live
+from selfspec_cli.stages import bench, gate, gate_file
+
+
+@dataclass
+class Kept:
+    """Opens engines for `stages.gate.run`: every run has the same one that drafts, mended behind it."""
+
+    stack: ExitStack
+    engines: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, cfg: RunConfig, **more: Any) -> Iterator[Any]:
+        if cfg.method is not Method.layer_skip:
+            with live.open_engine(cfg) as plain:
+                yield plain
+            return
+        if not self.engines:
+            opened = live.open_engine(cfg, worker_extension_cls=gate.FAULTY_WORKER)
+            self.engines.append(self.stack.enter_context(opened))
+        (engine,) = self.engines
+        engine.cfg = cfg
+        try:
+            yield engine
+        finally:
+            engine.call("early_exit_mend")
+
+
+@contextmanager
+def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A function that runs the gates of a file, with a fault planted or none; the first run has to have none."""
+    with ExitStack() as stack:
+        opener = Kept(stack)
+
+        def run(fault: str | None = None, other: Path = path, first: int = 0, **instead: Any) -> dict[str, Any]:
+            file = gate_file.with_words(gate_file.read(other), [*words, f"results_dir={results}"])
+            file = replace(file, after=(), gates=file.gates[first:], **instead)
+            cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
+            return gate.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
+                            reuse_baseline=bool(opener.engines))  # fmt: skip
+
+        yield run
+
+
+def red(document: dict[str, Any]) -> set[str]:
+    """What of a verdict is red, by the first word of what was asked for."""
+    return {check["asked"].partition(" ")[0] for check in document["checks"] if check["outcome"] == "red"}
+
+
+def of_counts(document: dict[str, Any]) -> dict[str, str]:
+    """The outcomes of everything that no clock measures."""
+    timed = ("efficiency", "speedup")
+    checks = [check for check in document["checks"] if not check["asked"].startswith(timed)]
+    return {f"{check['gate']}: {check['asked']}": check["outcome"] for check in checks}

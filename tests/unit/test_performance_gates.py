@@ -1,0 +1,320 @@
+"""Performance gates: files, verdicts, repeats, the record and its rules, and what the command and the page show."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import points
+import pytest
+from commands import call, document
+
+from selfspec_cli.commands import gating
+from selfspec_cli.config.compose import compose_runs
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.invariants import INVARIANTS
+from selfspec_cli.record import folder, gate_rows
+from selfspec_cli.record.point import Measurement
+from selfspec_cli.report import make
+from selfspec_cli.stages import gate, gate_file
+from selfspec_cli.stages.gate_file import Bound, Gate
+from selfspec_cli.stages.gate_verdict import ABSENT, GREEN, RED, UNSURE, Check, judged, outcome_of, worst
+
+SHIPPED = sorted((Path(__file__).parents[2] / "experiments" / "gates").glob("*.yaml"))
+BYTES = {"full": 100.0, "draft": 10.0, "full_kv_token": 0.0, "draft_kv_token": 0.0}
+MICRO = """
+title: a test
+runs: 3
+settings: [model=reference, workload.num_prompts=1, repeats=3, results_dir=FOLDER]
+gates:
+  - {name: one, arm: [layer=3, k=4], reach: {speedup: 1.5}}
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a gate file that names the results folder tmp_path/results."""
+
+    def write(text=MICRO, name="micro.yaml"):
+        file = tmp_path / name
+        file.write_text(text.replace("FOLDER", str(tmp_path / "results")))
+        return file
+
+    return write
+
+
+# ---- verdicts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measure", "low", "high", "outcome"),
+    [
+        ("speedup", 2.0, 2.2, GREEN),
+        ("speedup", 1.7, 1.99, RED),
+        ("speedup", 1.9, 2.1, UNSURE),
+        ("tpot_p99_ms", 1.9, 2.0, GREEN),
+        ("tpot_p99_ms", 2.1, 2.4, RED),
+        ("start_seconds", 1.9, 2.1, UNSURE),
+    ],
+)
+def test_the_whole_interval_decides(measure, low, high, outcome):
+    assert outcome_of(Bound(measure, 2.0), low, high) == outcome
+
+
+def test_the_worst_outcome_is_the_verdict():
+    assert worst([GREEN, ABSENT]) == GREEN
+    assert worst([GREEN, UNSURE]) == UNSURE
+    assert worst([UNSURE, RED, GREEN]) == RED
+
+
+def arm(*tok_s, base=None, accepted=30, invariants=None, **more):
+    """A point of an arm beside its baseline: ten rounds a repeat, five drafts each."""
+    base = base or points.baseline()
+    found = points.against(base, "1", *tok_s, **more)
+    repeats = tuple(replace(one, verified=points.drafts(accepted=accepted)) for one in found.repeats)
+    engine = {"step_bytes": BYTES} | ({} if invariants is None else {"invariants": invariants})
+    return base, replace(found, repeats=repeats, engine=engine)
+
+
+def checked(gate_, *pairs):
+    known = {point.id: point for pair in pairs for point in pair}
+    return {check.asked.partition(" ")[0]: check for check in judged(gate_, [own for _, own in pairs], known)}
+
+
+def test_a_slower_kernel_is_red_by_speed_and_by_efficiency():
+    asked = Gate("g", (), (Bound("speedup", 1.4), Bound("efficiency", 0.5), Bound("mean_accepted_len", 4.0)), ())
+    fast = checked(asked, arm(150.0, 152.0, 148.0, base=points.baseline("0", 100.0, 101.0, 99.0)))
+    assert {check.outcome for check in fast.values()} == {GREEN}
+    # 4 tokens a round for 100 + 5 * 10 bytes where a plain step reads 100: 2.67 times as fast.
+    assert fast["efficiency"].value == pytest.approx(1.5 / (4 * 100 / 150))
+    slow = checked(asked, arm(110.0, 112.0, 108.0, base=points.baseline("0", 100.0, 101.0, 99.0)))
+    assert slow["speedup"].outcome == slow["efficiency"].outcome == RED
+    assert slow["mean_accepted_len"].outcome == GREEN
+
+
+def test_a_lost_draft_is_red_by_counts_alone():
+    asked = Gate("g", (), (Bound("mean_accepted_len", 3.5), Bound("accept_rate", 0.55), Bound("predicted", 2.0)), ())
+    lost = checked(asked, arm(accepted=10))
+    assert [lost[name].outcome for name in ("mean_accepted_len", "accept_rate", "predicted")] == [RED] * 3
+    assert lost["mean_accepted_len"].value == 2.0
+
+
+def test_ratios_to_the_baseline_and_what_has_one_value():
+    asked = Gate("g", (), (Bound("tpot_ms", 0.9, True), Bound("start_seconds", 1.25, True)), ())
+    one = arm(
+        150.0, 151.0, 149.0, base=points.baseline("0", 100.0, 101.0, 99.0, start_seconds=10.0), start_seconds=11.0
+    )
+    found = checked(asked, one)
+    assert found["tpot_ms"].outcome == GREEN and found["tpot_ms"].value == pytest.approx(2 / 3, abs=0.02)
+    # One start says nothing of how much starts differ; two do.
+    assert (found["start_seconds"].outcome, found["start_seconds"].value) == (UNSURE, 1.1)
+    assert checked(asked, one, one)["start_seconds"].outcome == GREEN
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_an_invariant_is_counted_or_said_not_to_apply(name):
+    asked = Gate("g", (), (), (name,))
+    for found, outcome in (
+        ({"measured": {name: 0}, "not_applicable": {}}, GREEN),
+        ({"measured": {name: 2}, "not_applicable": {}}, RED),
+        ({"measured": {}, "not_applicable": {name: "a reason"}}, ABSENT),
+        ({"measured": {}, "not_applicable": {}}, UNSURE),
+        (None, UNSURE),
+    ):
+        assert checked(asked, arm(invariants=found))[name].outcome == outcome
+
+
+def test_a_sampled_baseline_is_no_greedy_pair():
+    found = {"measured": {"sampled_rows": 0}, "not_applicable": {}}
+    base = points.baseline()
+    base = replace(base, arm=base.arm | {"temperature": 0.8})
+    assert checked(Gate("g", (), (), ("sampled_rows",)), arm(base=base, invariants=found))["sampled_rows"].value == 1
+
+
+def test_a_point_that_failed_is_red_with_its_reason():
+    (check,) = judged(Gate("g", (), (Bound("speedup", 1.0),), ()), [points.failed()], {})
+    assert check.outcome == RED and check.note == "out of memory"
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_is_understood_and_its_micro_gate_is_there(path):
+    file = gate_file.read(path)
+    assert file.title and all(after in SHIPPED for after in file.after)
+    assert bool(file.after) == ("micro" not in file.name)
+    keys = {Keys().run(compose_runs(None, [*one.words], sweep=False)[0]) for one in file.gates}
+    assert len(keys) == len(file.gates)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("speedup: 1.5", "speedupp: 1.5", "did you mean speedup"),
+        ("speedup: 1.5", "speedup: fast", "write a number"),
+        ("speedup: 1.5", "tpot_ms: {of_base: 1}", "of_baseline"),
+        ("reach: {speedup: 1.5}", "invariants: [eager_step]", "did you mean eager_steps"),
+        ("reach: {speedup: 1.5}", "reach: {}", "asks for nothing"),
+        ("runs: 3", "runs: 0", "1 to 20"),
+        ("runs: 3", "repeat: 3", "repeat"),
+        ("arm: [layer=3, k=4]", "arm: layer=3", "list of words"),
+    ],
+)
+def test_a_mistake_is_named(written, old, new, words):
+    assert old in MICRO
+    result = call("gate", str(written(MICRO.replace(old, new))), "--dry-run")
+    assert result.exit_code == 2 and words in result.stderr.replace("'", ""), result.stderr
+
+
+def test_a_file_that_is_not_there_names_its_neighbours(written):
+    written()
+    result = call("gate", str(written().with_name("mikro.yaml")))
+    assert result.exit_code == 2 and "micro.yaml" in result.stderr.replace("\n", "")
+
+
+# ---- runs, the record and its rules --------------------------------------------------------------------------------
+
+
+class Bench:
+    """In place of an engine and of what measures it: tokens a second of the arm's repeats, run after run."""
+
+    def __init__(self, *runs):
+        self.runs, self.opened = list(runs), 0
+
+    @contextmanager
+    def open(self, cfg, **more):
+        self.opened += 1
+        yield type("Engine", (), {"set_gate": lambda *args: None, "call": lambda *args: None})()
+
+    def __call__(self, cfg, engine, progress):
+        speeds = (100.0, 100.0, 100.0) if cfg.method == "baseline" else self.runs.pop(0)
+        return Measurement(tuple(map(points.repeat, speeds)), (), {}, seconds=1.0)
+
+
+def measured(path, *runs, **more):
+    file, bench = gate_file.read(path), Bench(*runs)
+    cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
+    return gate.run(file, cfgs, open_engine=bench.open, bench=bench, **more), bench
+
+
+CLEAR, BETWEEN, SLOW = (160.0, 161.0, 162.0), (140.0, 160.0, 170.0), (130.0, 131.0, 132.0)
+
+
+def test_it_repeats_what_it_cannot_tell_and_does_not_guess(written):
+    found, bench = measured(written(), CLEAR)
+    assert (found["outcome"], found["runs"], bench.opened) == (GREEN, 1, 2)
+    found, _ = measured(written(), BETWEEN, CLEAR, CLEAR)
+    assert (found["outcome"], found["runs"]) == (GREEN, 2)
+    found, _ = measured(written(), BETWEEN, BETWEEN, BETWEEN)
+    assert (found["outcome"], found["runs"]) == (UNSURE, 3)
+    found, _ = measured(written(), SLOW)
+    assert (found["outcome"], found["runs"]) == (RED, 1)
+
+
+def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written, tmp_path):
+    first, _ = measured(written(), CLEAR)
+    second, _ = measured(written(), SLOW)
+    results = tmp_path / "results"
+    kept, _ = folder.read(results)
+    assert [point.id for point in kept] == [*first["points"], *second["points"]] and len(kept) == 4
+    lines = gate_rows.read(results)
+    assert [line["outcome"] for line in lines] == [GREEN, RED]
+    assert lines[0] == {name: value for name, value in first.items() if name != "file"}
+    with (results / gate_rows.FILE).open("a") as file:
+        file.write('{"outcome": "gre')  # a process that was killed
+    assert len(gate_rows.read(results)) == 2
+
+
+def test_a_full_gate_waits_for_three_green_micro_gates_of_the_same_code(written, tmp_path, monkeypatch):
+    full = written(MICRO.replace("runs: 3", "runs: 3\nafter: [micro.yaml]"), "full.yaml")
+    micro = written()
+    for count in range(3):
+        with pytest.raises(ConfigError, match=f"it was so {count} times: selfspec gate .*micro.yaml"):
+            measured(full, CLEAR)
+        measured(micro, CLEAR)
+    found, _ = measured(full, CLEAR)
+    assert found["outcome"] == GREEN
+    monkeypatch.setattr(gate_rows, "code", lambda: "another")
+    with pytest.raises(ConfigError, match="it was so 0 times"):
+        measured(full, CLEAR)
+    monkeypatch.undo()
+    measured(micro, SLOW)
+    with pytest.raises(ConfigError, match="it was so 0 times"):
+        measured(full, CLEAR)
+    result = call("gate", str(full), "--json")
+    assert result.exit_code == 2 and "was green 3 times in a row" in document(result)["error"]
+
+
+def test_a_file_that_asks_for_less_begins_its_count_anew(written):
+    measured(written(), CLEAR)
+    lines = gate_rows.read(written().parent / "results")
+    file = gate_file.read(written())
+    where = lines[0]["place"]
+    assert gate_rows.green_in_a_row(lines, file.name, file.digest, where) == 1
+    changed = gate_file.with_words(file, ["results_dir=elsewhere", "layer=6"])
+    assert (
+        changed.gates[0].words[-2:] == ("results_dir=elsewhere", "layer=6") and "layer=3" not in changed.gates[0].words
+    )
+    assert gate_rows.green_in_a_row(lines, file.name, changed.digest, where) == 0
+    assert gate_file.with_words(file, ["results_dir=elsewhere"]).digest == file.digest
+    easier = gate_file.read(written(MICRO.replace("1.5", "1.0")))
+    assert gate_rows.green_in_a_row(lines, easier.name, easier.digest, where) == 0
+    assert gate_rows.green_in_a_row(lines, file.name, file.digest, where | {"device": "another"}) == 0
+
+
+def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
+    from selfspec_cli.vllm_plugin.planted import speed
+
+    assert set(gate.PLANTED) == set(speed.ON_CUDA)
+    with pytest.raises(ConfigError, match="no such fault; allowed: lost_draft"):
+        measured(written(), CLEAR, plant="lost")
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+DOCUMENT = {
+    "gate": "micro", "title": "t", "outcome": UNSURE, "runs": 3, "seconds": 1.5, "points": ["a"], "file": "gates.jsonl",
+    "time": "2026-11-25T00:00:00+0000",
+    "checks": [vars(check) for check in (
+        Check("one", "speedup at least 2", UNSURE, 2.0, 1.9, 2.1), Check("one", "eager_steps none", GREEN, 0.0),
+        Check("one", "allocations none", ABSENT, note="on the CPU"),
+        Check("two", "speedup at least 1", RED, 0.5, 0.4, 0.6),
+    )],
+}  # fmt: skip
+
+
+def test_junit_has_a_case_for_each_check():
+    suite = ElementTree.fromstring(gating.as_junit(DOCUMENT))
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["4", "1", "1", "1"]
+    cases = {(case.get("classname"), case.get("name")): [child.tag for child in case] for case in suite}
+    assert cases["one", "eager_steps none"] == [] and cases["two", "speedup at least 1"] == ["failure"]
+    assert "2 (1.9 to 2.1)" in suite.find("testcase/error").get("message")
+
+
+def test_the_last_line_has_the_word_of_the_verdict(capsys):
+    gating.show(DOCUMENT)
+    shown = capsys.readouterr().out
+    assert "not measurable: one, speedup at least 2 (after 3 runs)" in shown
+    assert "not applicable, because on the CPU: allocations" in shown
+
+
+def test_a_dry_run_says_what_is_asked_for_and_starts_nothing(written):
+    found = document(call("gate", str(written()), "--dry-run", "--json"))
+    assert found["one"] == ["speedup at least 1.5"] and found["refused"] is None
+    assert not (written().parent / "results" / gate_rows.FILE).exists()
+
+
+def test_the_page_has_the_history(written, tmp_path):
+    measured(written(), CLEAR)
+    measured(written(), SLOW)
+    page = make.run(tmp_path / "results", tmp_path).page.read_text()
+    assert "Performance gates" in page and "one: speedup at least 1.5, 1.31" in page
+    lines = json.loads(json.dumps(gate_rows.read(tmp_path / "results")))
+    assert page.count(lines[0]["place"]["code"]) >= 2

@@ -1,0 +1,157 @@
+"""Several servers behind one address: what is planned, and what is done when one of them dies."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from selfspec_cli.config import machine
+from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
+from selfspec_cli.engine.deployment import Deployment
+from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.stages import replicas
+from selfspec_cli.stages.launch import devices
+
+MADE = Deployment("model", None, environment={"LD_PRELOAD": "x.so"})
+CPU, CUDA = RunConfig(), RunConfig(engine=EngineConfig(device="cuda"))
+SERVER = """
+import http.server, os, sys
+class Here(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die": os._exit(3)
+        self.send_response(200); self.end_headers(); self.wfile.write(str(os.getpid()).encode())
+    def log_message(self, *words): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    """Four cores, four GPUs of which CUDA shows three, and no router installed."""
+    monkeypatch.setattr(devices, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ["NVIDIA H100"] * 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+    monkeypatch.setattr(replicas.shutil, "which", lambda name: None)
+
+
+def test_words_about_replicas_are_not_settings_of_a_model():
+    assert replicas.asked(["layer=3", "replicas=2", "router=gateway", "k=4"]) == (2, "gateway", ["layer=3", "k=4"])
+    assert replicas.asked(["layer=3"]) == (1, None, ["layer=3"])
+    for words, told in ((["replicas=two"], "replicas=two: allowed: a whole number"), (["replicas=0"], "at least 1"),
+                        (["router=gateway"], "give replicas=2")):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            replicas.asked(words)
+
+
+def test_each_replica_has_gpus_of_its_own_and_the_front_the_address_that_was_asked_for():
+    servers, front = replicas.plan(MADE, CUDA, ["--host", "0.0.0.0", "--port=81", "--api-key", "KEY"], 2, None)
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in servers] == ["3", "1"]
+    ports = {one.url.rpartition(":")[2] for one in servers}
+    assert len(ports) == 2
+    assert "81" not in ports
+    for one in servers:
+        assert one.command[-6:-3] == ["--api-key", "KEY", "--host"]
+        assert one.environment["LD_PRELOAD"] == "x.so"
+    assert "host=0.0.0.0" in front.command
+    assert "port=81" in front.command
+    assert [word.partition("url=")[2] for word in front.command if ".url=" in word] == [one.url for one in servers]
+
+
+def test_a_replica_takes_as_many_gpus_as_its_model_is_divided_among():
+    wide = replace(CUDA, model=ModelConfig(tensor_parallel_size=2))
+    (one,) = replicas.plan(MADE, wide, [], 1, None)[0]
+    assert one.environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    with pytest.raises(ConfigError, match=r"replicas=2: 2 x model.tensor_parallel_size=2 GPUs.*3 can be seen.*up to 1"):
+        replicas.plan(MADE, wide, [], 2, None)
+    with pytest.raises(ConfigError, match="replicas=4: 4 GPUs are needed, and 3 can be seen; allowed: up to 3"):
+        replicas.plan(MADE, CUDA, [], 4, None)
+
+
+def test_on_a_cpu_replicas_share_the_cores():
+    servers, _ = replicas.plan(MADE, CPU, [], 2, None)
+    assert [one.environment["VLLM_CPU_OMP_THREADS_BIND"] for one in servers] == ["0,2", "1,3"]
+    with pytest.raises(ConfigError, match="replicas=5: this machine has 4 processor cores"):
+        replicas.plan(MADE, CPU, [], 5, None)
+
+
+def test_the_router_is_the_one_that_is_installed_or_named(monkeypatch):
+    with pytest.raises(ConfigError, match="did you mean 'gateway'"):
+        replicas.plan(MADE, CPU, [], 2, "gatway")
+    with pytest.raises(ConfigError, match="no program '/there/vllm-router'"):
+        replicas.plan(MADE, CPU, [], 2, "/there/vllm-router")
+    monkeypatch.setattr(replicas.shutil, "which", lambda name: name)
+    servers, front = replicas.plan(MADE, CPU, ["--port", "81"], 2, None)
+    assert front.command[:4] == ["vllm-router", "--worker-urls", *(one.url for one in servers)]
+    assert front.command[-6:] == ["--port", "81", "--host", "0.0.0.0", "--policy", "power_of_two"]
+
+
+def program(name):
+    port = free_port()
+    return replicas.Program(name, [sys.executable, "-c", SERVER, str(port)], f"http://127.0.0.1:{port}")
+
+
+def die(one):
+    with suppress(OSError):  # its connection breaks off
+        ask(f"{one.url}/die")
+    one.process.wait(10)
+
+
+def answered(one):
+    replicas._until_it_answers(one, [one], replicas.Path("."))
+    return ask(one.url)
+
+
+@pytest.mark.slow
+def test_what_dies_is_started_again_and_all_end_together(tmp_path):
+    servers, front, said = [program("replica0"), program("replica1")], program("router"), []
+
+    def user():
+        while not any("2 replicas answer" in line for line in said):
+            time.sleep(0.05)
+        before = answered(servers[0])
+        die(servers[0])
+        while not any("started again" in line for line in said):
+            time.sleep(0.05)
+        said.append(f"another process: {answered(servers[0]) != before}")
+        replicas.os.kill(replicas.os.getpid(), signal.SIGTERM)
+
+    clock = threading.Thread(target=user)
+    clock.start()
+    replicas.serve(servers, front, tmp_path, said.append)
+    clock.join()
+    assert "replica0: ended with exit code 3; it is started again" in said
+    assert "another process: True" in said
+    assert all(one.process.poll() is not None for one in (*servers, front))
+
+
+@pytest.mark.slow
+def test_a_replica_that_keeps_dying_is_left_alone_and_a_router_without_any_ends(tmp_path):
+    one, front, said = program("replica0"), program("router"), []
+    for each in (one, front):
+        replicas._start(each, tmp_path, said.append)
+        answered(each)
+    one.deaths = replicas.RESTARTS
+    die(one)
+    with pytest.raises(ServerError, match="no replica is left"):
+        replicas.look([one], front, tmp_path, said.append)
+    assert said[-1] == f"replica0: ended with exit code 3 for the {replicas.RESTARTS + 1}th time, and is left alone"
+    die(front)
+    with pytest.raises(ServerError, match="the router ended"):
+        replicas.look([one], front, tmp_path, said.append)
+
+
+@pytest.mark.slow
+def test_a_replica_that_never_answers_is_said_with_its_last_lines(tmp_path):
+    bad = replicas.Program(
+        "replica0", [sys.executable, "-c", "raise SystemExit('no such model')"], "http://127.0.0.1:9"
+    )
+    good, said = program("replica1"), []
+    with pytest.raises(ServerError, match="replica0 ended before it answered: no such model"):
+        replicas.serve([bad, good], program("router"), tmp_path, said.append)
+    assert good.process.poll() is not None

@@ -19,7 +19,7 @@ from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
-from figure_sprint import conversations, in_short, milestones
+from figure_sprint import by_context, conversations, in_short, milestones
 from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
@@ -110,6 +110,7 @@ WRITTEN = (
     ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/measurements.md", "conversations", conversations),
+    ("docs/limits.md", "by_context", by_context),
     ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/views.md", "first_drafts", first_drafts),
     ("docs/rows.md", "columns", columns),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from figure_cells import ROOT, at, number, percent, points_of, ratio, table
+from figure_cells import ROOT, at, data_of, number, percent, points_of, ratio, table
 from figure_quality import cells
 
 from selfspec_cli.record import tables
@@ -60,6 +60,27 @@ def in_short() -> str:
         "tokens a pass of the full model",
         "outputs that are plain decoding's",
     )
+    return table(header, lines)
+
+
+def by_context() -> str:
+    """Estimated speedups of views at each length of the context."""
+    rows = data_of("sprint/by_context_reference.json")["rows"]
+    lengths = sorted({row["context"] for row in rows})
+    found = {(row["view"], row["context"]): row for row in rows}
+    names = {
+        "3-23": "first 3 of 24 layers",
+        "6-23": "first 6 layers",
+        "int8": "all layers in 8 bits",
+        "int4": "in 4 bits",
+    }
+    lines = []
+    for view in dict.fromkeys(row["view"] for row in rows):
+        kind, _, window = view.partition(" ")
+        cells = (found[view, at] for at in lengths)
+        shown = [f"{ratio(one['speedup'])} ({percent(one['given_before'][0])})" for one in cells]
+        lines.append((names[kind] + (f", window {window}" if window else ""), *shown))
+    header = ("view (first drafts accepted)", *(f"{at} tokens" for at in lengths))
     return table(header, lines)
 
 

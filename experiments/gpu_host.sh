@@ -2,6 +2,7 @@
 # The load tests and checkpoints of docs/figures.md by name, one after the other, on a machine with vLLM and a GPU:
 #   experiments/gpu_host.sh MODELS OUT JOB ...
 # MODELS is a folder for checkpoints, OUT one for results and logs. A job that fails does not stop the next one.
+# `soak` is 32 users for MINUTES (10) a side, plain and drafting; it needs the wheels of the extra `load` (locust) there.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 models=$1 out=$2
@@ -36,6 +37,8 @@ run() {
     load_python_long) known --clients 256,128 --groups "closed 128@100" --minutes 25 --kv-gib 6 --memory-share 0.17 ;;
     load_two_api_servers) known --clients 256,128 --groups "closed 128:3@20,closed 256@20" --api-servers 2 --minutes 12 \
         --kv-gib 6 --memory-share 0.17 ;;
+    soak) python3 -m selfspec_cli load experiment=soak engine=h100 engine.max_num_seqs=32 model="$models/reference_widened" \
+        model.name=reference_widened draft_weights=int8 load.seconds=$((60 * ${MINUTES:-10})) results_dir="$out/soak" ;;
     load_orders) load $smollm2 --groups closed --orders 32 --clients 8,1,32 --few-seconds 12 --minutes 18 --kv-gib 4 \
         --memory-share 0.15 ;;
     load_smollm2) load --model ./smollm2_widened --layer 8 --k 4 --adaptive --clients 128,1,32 --wanted 0.97 --seconds 8 \

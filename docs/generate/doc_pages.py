@@ -19,6 +19,7 @@ from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
 from figure_quality import quality_tables
 from figure_readme import served, settings, speedups
+from figure_sprint import by_context, conversations, in_short, milestones
 from figure_views import first_drafts
 from table import rivals_tables  # experiments/rivals, by figure_readme
 
@@ -107,6 +108,10 @@ WRITTEN = (
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
     ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
     ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
+    ("docs/measurements.md", "milestones", milestones),
+    ("docs/measurements.md", "conversations", conversations),
+    ("docs/limits.md", "by_context", by_context),
+    ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/views.md", "first_drafts", first_drafts),
     ("docs/rows.md", "columns", columns),
     ("docs/getting_started.md", "install", installs),

@@ -3,15 +3,17 @@
 import math
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import bigrams
 import pytest
 from bigrams import nats
+from scripts import importable
 
 from selfspec_cli.config.schema import ConfigError, GateConfig, Method, RunConfig
 from selfspec_cli.record import quality
-from selfspec_cli.texts import library, questions
+from selfspec_cli.texts import corpora, library, questions
 
 pytest.importorskip("lm_eval")
 
@@ -20,6 +22,7 @@ import itertools
 from selfspec_cli.engine.harness import LiveModel
 from selfspec_cli.stages import evaluate
 
+ROOT = Path(__file__).parents[2]
 BASELINE = RunConfig(method=Method.baseline)
 GATED = RunConfig(layer=3, k=4, gate=GateConfig(kind="varH"), tau_v=4.0)
 SKIP = RunConfig(method=Method.skip, layer=3)
@@ -173,3 +176,21 @@ def test_a_task_whose_data_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=r"arc_easy: its data set cannot be loaded .*HF_ENDPOINT.*stdlib_line"):
         evaluate.load(["arc_easy"])
+
+
+def test_arc_and_hellaswag_run_over_local_files(monkeypatch, tmp_path):
+    """Where no hub can be reached: the harness's own tasks, over folders that are called as the data sets are."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with importable(ROOT / "experiments") as module:
+        module("local_tasks").write(tmp_path)
+    for task in evaluate.load(["arc_easy", "hellaswag"]):
+        docs = list(task.test_docs() if task.has_test_docs() else task.validation_docs())
+        assert len(docs) == 100
+        assert {len(task.doc_to_choice(doc)) for doc in docs} == {4}
+        assert {int(task.doc_to_target(doc)) for doc in docs} == {0, 1, 2, 3}
+        assert all(task.doc_to_text(doc).strip() for doc in docs)
+    (_, turns), *_ = corpora.documents("conversations.jsonl", 1)
+    assert "_renamed" in turns and "def " in turns

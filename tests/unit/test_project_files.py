@@ -57,10 +57,49 @@ def test_neither_file_names_a_host():
         assert name in PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 
 
-def test_the_files_that_the_table_of_eagle3_names_exist():
-    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    part = page.split("## What EAGLE-3's document asked for")[1].split("\n## ")[0]
-    named = re.findall(r"`((?:tests|experiments|vllm_plugin|early_exit|infra)/[^`]*)`", part)
-    assert len(named) > 12
-    for name in named:
-        assert (ROOT / name).exists() or (ROOT / "selfspec_cli" / name).exists(), name
+PLACES = re.compile(
+    r"`([\w.-]+/[\w./-]*|Makefile|[\w.-]+\.(?:md|yml|yaml))(?:::(\w+))?`|\]\(([\w./-]+)(?:#([\w-]+))?\)"
+)
+"""In a line of the checklist: a file or folder, perhaps with a test in it; a page, perhaps with one of its headings."""
+MADE = {"figures.md"}  # by the site's build, which tests/unit/test_docs.py checks
+
+
+def _rows():
+    lines = (ROOT / "docs" / "checklist.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ") and not line.startswith(("| asked for", "| --"))]
+
+
+def _missing(row):
+    """What a line names and is not there."""
+    for file, test, page, heading in PLACES.findall(row):
+        if page and page not in MADE:
+            found = ROOT / "docs" / page
+            text = found.read_text(encoding="utf-8") if found.is_file() else ""
+            headings = {_slug(line) for line in text.splitlines() if line.startswith("#")}
+            if not found.is_file() or (heading and heading not in headings):
+                yield f"{page}#{heading}"
+        elif file:
+            found = next((at / file for at in (ROOT, ROOT / "selfspec_cli") if (at / file).exists()), None)
+            if found is None or (test and not re.search(rf"def {test}\b", found.read_text(encoding="utf-8"))):
+                yield f"{file}::{test}" if test else file
+
+
+def _slug(heading):
+    """The anchor that the site gives a heading."""
+    words = re.sub(r"[^\w\s-]", "", heading.lstrip("#").strip().lower())
+    return re.sub(r"[-\s]+", "-", words).strip("-")
+
+
+def test_every_line_of_the_checklist_names_what_is_there():
+    rows = _rows()
+    assert len(rows) > 60
+    for row in rows:
+        asked, answer, where = (cell.strip() for cell in row.strip("| ").split(" | "))
+        assert asked and answer and PLACES.search(where), row
+        assert list(_missing(f"{answer} {where}")) == [], row
+
+
+def test_what_is_gone_from_the_checklist_is_found():
+    gone = ("`tests/unit/test_nothing.py`", "`tests/unit/test_bandit.py::test_of_yesterday`", "[x](limits.md#nowhere)")
+    for one in (*gone, "[x](nowhere.md)"):
+        assert len(list(_missing(one))) == 1

@@ -24,6 +24,9 @@ ELSEWHERE = {"config/model.py", "argparse.py", "json/decoder.py", "platforms/cpu
     "compilation/caching.py",
     "models/modeling_utils.py",
     "speculative/drafter.py",
+    "speculative/save_hidden_state.py",
+    "speculative/speculation_gate.py",
+    "speculative/utils.py",
 }  # of vLLM, of Python and of TensorRT-LLM
 
 

@@ -69,7 +69,7 @@ def attach(original: Method) -> Method:
         landed = getattr(getattr(drafter, "counters", None), "landed", None)
         if landed is not None and answer is not None:
             totals = landed()
-            if totals and totals["nan_logits"] and not vars(self).setdefault(WARNED, False):
+            if totals and totals.get("nan_logits") and not vars(self).setdefault(WARNED, False):
                 setattr(self, WARNED, True)
                 logging.getLogger(LOGGER).warning(NAN_LOGITS)
             output = getattr(answer, "model_runner_output", answer)  # of the V2 runner, that of a step under way

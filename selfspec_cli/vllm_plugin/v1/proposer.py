@@ -164,7 +164,8 @@ class _EarlyExit(DraftModelProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Warm-up and profiling: compiles the trunk together with the target."""
-        positions = self._positions.of(self.arange[:num_tokens].long())
+        # Zeros: a batch may hold more tokens than the model has positions, and compiled code reads its table of them.
+        positions = self._positions.of(torch.zeros_like(self.arange[:num_tokens], dtype=torch.int64))
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self.model(self.input_ids[:num_tokens], positions, intermediate_tensors=None)
 

@@ -1,0 +1,110 @@
+"""The milestones of the first sprint: what its plan expected, and what was found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from figure_cells import ROOT, at, data_of, number, percent, points_of, ratio, table
+from figure_quality import cells
+
+from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
+from selfspec_cli.record.targets import Target, experiments_of, targets_of
+from selfspec_cli.report.rows import label
+from selfspec_cli.report.table import wish
+
+POINTS, TEXTS = "sprint/milestones", "sprint/conversations"
+
+
+def milestones() -> str:
+    """Every point by its milestone, beside the target of its experiment."""
+    points = [point for point in points_of(POINTS) if point.ok]
+    targets = targets_of(points)
+    rows: list[tuple[Any, ...]] = []
+    for point in points:
+        row = tables.row(point)
+        (name,) = experiments_of(point)
+        delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
+        same = None if row.arm != "layer_skip" else f"{row.identical} of {row.outputs}"
+        rows.append((name.partition("_")[0], label(row), _wanted(name, row, targets), ratio(_by_layers(row)),
+                     ratio(row.speedup), percent(row.accept_rate), number(row.mean_accepted_len), delta, same))  # fmt: skip
+    header = ("milestone", "arm", "expected", "by layers run", "measured", "accept rate", "tokens a verify step", "ΔPPL of library code",
+              "identical outputs")  # fmt: skip
+    return table(header, sorted(rows, key=lambda row: row[0]))
+
+
+def in_short() -> str:
+    """One line for each step of the plan, without speeds: other programs ran beside these points."""
+    steps = (("plain decoding", "m0", {}), ("skip: the first 12 of 24 layers alone", "m1", {"E": 12}),
+             ("the same with a least-squares head", "m2", {"arm": "skip"}),
+             ("drafts, gate max-prob at 0.35", "m3", {"threshold": 0.35, "head": "lens"}),
+             ("drafts, gate varentropy at 5", "m4", {"threshold": 5.0, "head": "lens"}),
+             ("drafts, tuned", "m5", {"arm": "layer_skip"}))  # fmt: skip
+    found = [(experiments_of(point)[0][:2], tables.row(point)) for point in points_of(POINTS) if point.ok]
+    lines = []
+    for name, milestone, wanted in steps:
+        mine = [row for of, row in found if of == milestone and wanted.items() <= vars(row).items()]
+        if not mine:
+            continue
+        (row,) = mine
+        verified = row.arm == "layer_skip"
+        delta = "0" if verified else "" if row.delta_ppl is None else f"{row.delta_ppl:+.2f}"
+        same = f"{row.identical} of {row.outputs}" if row.outputs else None
+        lines.append((name, label(row), delta, percent(row.accept_rate), number(row.mean_accepted_len), same))
+    header = (
+        "step",
+        "arm",
+        "ΔPPL",
+        "accept rate",
+        "tokens a pass of the full model",
+        "outputs that are plain decoding's",
+    )
+    return table(header, lines)
+
+
+def by_context() -> str:
+    """Estimated speedups of views at each length of the context."""
+    rows = data_of("sprint/by_context_reference.json")["rows"]
+    lengths = sorted({row["context"] for row in rows})
+    found = {(row["view"], row["context"]): row for row in rows}
+    names = {
+        "3-23": "first 3 of 24 layers",
+        "6-23": "first 6 layers",
+        "int8": "all layers in 8 bits",
+        "int4": "in 4 bits",
+    }
+    lines = []
+    for view in dict.fromkeys(row["view"] for row in rows):
+        kind, _, window = view.partition(" ")
+        cells = (found[view, at] for at in lengths)
+        shown = [f"{ratio(one['speedup'])} ({percent(one['given_before'][0])})" for one in cells]
+        lines.append((names[kind] + (f", window {window}" if window else ""), *shown))
+    header = ("view (first drafts accepted)", *(f"{at} tokens" for at in lengths))
+    return table(header, lines)
+
+
+def _by_layers(row: Record) -> float:
+    """A speedup by counts alone: tokens a pass, over the layers that a round runs, the head as one layer more."""
+    layers = json.loads((ROOT / "experiments" / "reference_model" / "model" / "config.json").read_text())[
+        "num_hidden_layers"
+    ]
+    if row.E is None:
+        return 1.0
+    share = (row.E + 1) / layers
+    if row.arm == "skip":
+        return 1 / share
+    assert row.mean_accepted_len is not None and row.drafted_per_round is not None
+    return row.mean_accepted_len / (1 + share * row.drafted_per_round)
+
+
+def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:
+    """What the plan wanted of an arm. A speed is wanted as a speedup, and of the baseline nothing can be."""
+    mine = [one for one in targets if one.experiment == experiment and one.is_for(row) and row.arm != "baseline"]
+    return ", ".join(wish(name, low, high) for one in mine for name, (low, high) in one.values.items())
+
+
+def conversations() -> str:
+    """Perplexity on conversations, and ARC and HellaSwag over local files."""
+    header = ("arm", "PPL of conversations", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores")
+    return table(header, [(line[0], *line[3:9]) for line in cells(at(TEXTS))])

@@ -26,8 +26,8 @@ import aiohttp
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "experiments" / "reference_model" / "model"
+# Without what takes most of a start: compilation, and a warm-up of kernels.
 QUICK = "{compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}, kernel_config: {enable_jit_warmup: false}}"
-"""CUDA graphs without torch.compile: a server starts in a third of the time."""
 GPU = ["model=llama3_8b_shape", "model.max_model_len=1024", "model.hf_overrides={vocab_size: 4096}",
        f"model.tokenizer={REFERENCE}", "engine=h100", "engine.max_num_seqs=32", f"engine.extra={QUICK}", "layer=8",
        "k=3", "acceptance_length=3.0", "perplexity_tokens=0", "workload=decode"]  # fmt: skip

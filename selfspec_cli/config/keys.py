@@ -68,6 +68,7 @@ def method_settings(cfg: RunConfig) -> dict[str, Any]:
         settings |= {KEY: cfg.length_table} if cfg.length_table is not None else {}
         settings |= {"adaptive_length": True, "draft_cost": cfg.draft_cost} if cfg.adaptive_length else {}
         settings |= {"bandit": True, "draft_cost": cfg.draft_cost} if cfg.bandit else {}
+        settings |= {"free_drafts": cfg.free_drafts, "draft_cost": cfg.draft_cost} if cfg.free_drafts else {}
         settings |= {} if cfg.read_first else {"read_first": False}
     if cfg.method is Method.draft_model and cfg.draft_sample_method != _DEFAULT.draft_sample_method:
         settings |= {"draft_sample_method": cfg.draft_sample_method}
@@ -95,7 +96,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
-        "draft_cost": cfg.adaptive_length or cfg.bandit,
+        "draft_cost": cfg.adaptive_length or cfg.bandit or cfg.free_drafts > 0,
     }
     return used.get(key, True)
 

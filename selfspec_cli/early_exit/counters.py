@@ -9,7 +9,7 @@ from typing import Any
 Snapshot = dict[str, Any]
 """Totals since the engine started: `TOTALS` as numbers, `HISTOGRAMS` as lists of counts by value from 0."""
 
-TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "seconds")
+TOTALS = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted", "seconds")
 HISTOGRAMS = ("length_histogram", "active_histogram", "position_histogram")
 REASONS = ("load", "context", "request", "acceptance")
 """Why a request that could be drafted for is not: the table by load, the table by context, its own wish, or because
@@ -58,9 +58,11 @@ class DraftCounters:
     k: int
     rounds: int = 0  # rounds in which anything was drafted
     steps: int = 0  # forward passes of the trunk
-    drafted: int = 0  # tokens: active requests summed over steps
-    gate_ended: int = 0  # rounds that the gate ended before k
+    drafted: int = 0  # tokens of the model's own drafts: active requests summed over steps
+    gate_ended: int = 0  # rounds that the gate, or free drafts, ended before k
     nan_logits: int = 0  # drafted tokens whose logits were no numbers
+    free_drafted: int = 0  # tokens copied from what a request had before
+    free_accepted: int = 0  # of these
     seconds: float = 0.0  # host time inside the draft loop
     length_histogram: list[int] = field(default_factory=list)  # rounds by number of steps taken, index 0..k
     active_histogram: list[int] = field(default_factory=list)  # steps by number of requests taking part, from 0
@@ -71,7 +73,7 @@ class DraftCounters:
     def __post_init__(self) -> None:
         self.length_histogram = [0] * (self.k + 1)
         self.position_histogram = [0] * self.k
-        self._taken = 0
+        self._taken: int | None = None  # steps of the round in hand
 
     def allowed(self, limit: int, requests: Sequence[tuple[int, str | None]]) -> None:
         """How many tokens each request may draft in the round that begins, and why where it may draft none.
@@ -86,13 +88,14 @@ class DraftCounters:
     def round(self, requests: int) -> None:
         """A round begins with so many requests."""
         self._close()
-        self.rounds += 1
+        self.rounds, self._taken = self.rounds + 1, 0
         missing = requests + 1 - len(self.active_histogram)
         if missing > 0:
             self.active_histogram += [0] * missing
 
     def step(self, requests: int) -> None:
         """One forward pass of the trunk over so many requests."""
+        assert self._taken is not None
         self.steps += 1
         self.drafted += requests
         self.active_histogram[requests] += 1
@@ -114,9 +117,9 @@ class DraftCounters:
         return self.snapshot() | {"off": dict(self.off), "in_force": self.in_force}
 
     def _close(self) -> None:
-        if self._taken:
+        if self._taken is not None:
             self.length_histogram[self._taken] += 1
-            self._taken = 0
+            self._taken = None
 
 
 def since(after: Snapshot | None, before: Snapshot | None) -> Snapshot | None:
@@ -154,6 +157,11 @@ def summary(counts: Snapshot, rounds: int, drafted: int, accepted: int) -> dict[
         "nan_logits": counts.get("nan_logits", 0),
         "draft_seconds": counts.get("seconds"),
     }
+
+
+def made(counts: Snapshot) -> int:
+    """Tokens drafted, the model's own and those that were copied; snapshots of old results have none of these."""
+    return int(counts["drafted"] + counts.get("free_drafted", 0))
 
 
 def _combine(parts: list[Snapshot]) -> Snapshot:

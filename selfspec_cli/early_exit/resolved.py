@@ -11,6 +11,7 @@ from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.calibration import Calibration
 from selfspec_cli.early_exit.contexts import Context, context_of
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.gates.base import THRESHOLD_KEYS
@@ -65,6 +66,11 @@ class ResolvedSettings(DraftSettings):
         return drafting_layers(self.layer, self.skipped)
 
     @property
+    def width(self) -> int:
+        """Most tokens of any draft, which is what a verify pass has places for."""
+        return max(self.k, self.free_drafts)
+
+    @property
     def calibration(self) -> Calibration | None:
         """The map of gate "calibrated"; None for other gates."""
         return None if self.gate.calibration is None else calibration_from_dict(self.gate.calibration)
@@ -75,10 +81,12 @@ class ResolvedSettings(DraftSettings):
         return LengthTable.fixed(self.k) if self.length_table is None else LengthTable.parse(self.length_table, self.k)
 
     def cost_of_a_draft(self, num_layers: int) -> float:
-        """Of one token, in plain decoding steps of a model of so many layers; the head counts as a layer."""
+        """Of one token, in plain decoding steps of a model of so many layers and 16 bits a weight; the head counts as a
+        layer."""
         if self.draft_cost is not None:
             return self.draft_cost
-        return (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers
+        bits = DRAFT_WEIGHTS[self.draft_weights].bits or 16.0
+        return (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers * bits / 16
 
     @property
     def ladder(self) -> Ladder | None:
@@ -122,7 +130,7 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(closest(key, OPTIONS, "draft setting"))
             if value is not None:
                 knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k", *(("draft_cost",) if settings.adaptive_length or settings.bandit else ())):
+        for key in ("layer", "k", *(("draft_cost",) if settings._weighs_cost else ())):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
         canonical(settings)
@@ -131,6 +139,10 @@ class ResolvedSettings(DraftSettings):
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
         settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
         return settings
+
+    @property
+    def _weighs_cost(self) -> bool:
+        return self.adaptive_length or self.bandit or self.free_drafts > 0
 
     def _check_head(self) -> None:
         """Raises SettingsError for a kind of head that has to be fitted and has no file, and for one that its file does
@@ -155,6 +167,7 @@ class ResolvedSettings(DraftSettings):
                 ("skip_layers", self.skip_layers or "none", "none"),
                 (KEY, self.length_table, None),
                 ("adaptive_length", self.adaptive_length, False),
+                ("free_drafts", self.free_drafts, 0),
                 ("bandit", self.bandit, False),
                 ("draft_context", self.draft_context, "full"),
                 ("draft_window", self.draft_window, None),
@@ -173,7 +186,7 @@ class ResolvedSettings(DraftSettings):
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.bandit:
             raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
-        if (self.adaptive_length or self.bandit) and self.draft_cost is None:
+        if self._weighs_cost and self.draft_cost is None:
             self.draft_cost = self.cost_of_a_draft(num_layers)
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None

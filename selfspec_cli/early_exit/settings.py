@@ -197,6 +197,17 @@ class DraftSettings:
         spec_keys=("adaptive_length",),
         methods=DRAFTING,
     )
+    free_drafts: int = knob(
+        0,
+        help="drafts that cost nothing: up to so many tokens that followed a request's last tokens before, in its "
+        "prompt or output, in place of the model's own draft where that match is trusted; 0: none",
+        unit="tokens",
+        low=0,
+        high=256,
+        because="each draft token is a place in the verify pass and a slot of the KV cache",
+        spec_keys=("free_drafts",),
+        methods=DRAFTING,
+    )
     bandit: bool = knob(
         False,
         help="choose threshold and draft length before each round, by Thompson sampling on tokens per time (vLLM's V1 "
@@ -220,11 +231,11 @@ class DraftSettings:
     )
     draft_cost: float | None = knob(
         None,
-        help="what one draft token costs, by which adaptive_length and bandit choose how much to draft",
+        help="what one draft token costs, by which adaptive_length, bandit and free_drafts choose how much to draft",
         unit="plain decoding steps",
         above=0,
         high=10,
-        unset="(layer + 1) / the model's layers",
+        unset="(layer + 1) / the model's layers, and of that the share of 16 bits that copies have",
         spec_keys=("draft_cost",),
         methods=DRAFTING,
     )

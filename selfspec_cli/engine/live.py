@@ -56,7 +56,7 @@ class Generation:
     def drafted(self) -> int:
         """Tokens drafted: the draft loop's own count, or the places verified of a drafter that keeps none; else 0."""
         if self.drafting is not None:
-            return int(self.drafting["drafted"])
+            return counters.made(self.drafting)
         return self.verified.places if self.verified is not None else 0
 
 

@@ -208,7 +208,7 @@ class Relay:
     # ---- a stream ----------------------------------------------------------------------------------------------------
 
     async def _stream(self, replica: Replica, number: int, began: float, response: Any) -> None:
-        kind = response.headers.get("Content-Type", "")
+        kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
         frames, done = Frames(), False

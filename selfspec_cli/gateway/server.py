@@ -74,14 +74,13 @@ async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterato
         gateway.caching.settle()
 
     supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
-    await gateway.upstream.open()
     gateway.log.open()
     try:
         await supervisor.open()
         yield supervisor
     finally:
         await supervisor.close()
-        await gateway.upstream.close()
+        gateway.upstream.close()
         await gateway.log.close()
         gateway.tracing.close()
         if gateway.caching.cache is not None:
@@ -128,6 +127,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
         timeout_graceful_shutdown=int(settings.limits.drain_seconds),
         timeout_keep_alive=75,
         server_header=False,
+        proxy_headers=False,
     )
     found = _Server(config)
     found.gateway = gateway

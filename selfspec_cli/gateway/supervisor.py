@@ -156,7 +156,8 @@ class Supervisor:
         body = {"model": one.model, "prompt": "1 2 3", "max_tokens": WARM_TOKENS, "temperature": 0}
         with suppress(Exception):  # a model for embeddings alone has no completions
             async with self.upstream.post(one, "/v1/completions", body, {}) as response:
-                await response.read()
+                async for _ in self.upstream.parts(response):
+                    pass
 
     async def _read_metrics(self, one: Replica) -> None:
         inside = len(one.flights)

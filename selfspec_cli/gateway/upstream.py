@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import aiohttp
 import orjson
 
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.connection import Connection, Connections
 from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.settings import LimitSettings
@@ -22,6 +22,8 @@ FAILED = (429, 500, 502, 503, 504)
 OWN_FAULT = (401, 403)
 """The gateway's key for that backend is wrong: no client sees the error, another backend is asked."""
 ERROR_BYTES = 1 << 20
+PLAIN = {"accept-encoding": "identity"}
+JSON = {"content-type": "application/json"}
 BATCH_PRIORITY = 10  # of vLLM: smaller goes first, and interactive requests have 0
 
 
@@ -45,89 +47,85 @@ class Refused(Exception):
 
 
 class Upstream:
-    """The HTTP client; `open` before the first request, `close` after the last."""
+    """The client of all backends; `close` after the last request."""
 
     def __init__(self, limits: LimitSettings) -> None:
         self.limits = limits
-        self.session: aiohttp.ClientSession | None = None
+        self.connections = Connections(limits.connect_seconds)
 
-    async def open(self) -> None:
-        """Make the client, inside a running event loop."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_seconds)
-        self.session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 16,
-                                             auto_decompress=False, trust_env=False)  # fmt: skip
-
-    async def close(self) -> None:
-        """Close every connection."""
-        if self.session is not None:
-            await self.session.close()
+    def close(self) -> None:
+        """Close every connection that is kept."""
+        self.connections.close()
 
     async def get(self, url: str, seconds: float, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a page; raises BackendFailed."""
-        assert self.session is not None
         try:
-            async with asyncio.timeout(seconds), self.session.get(url, headers=headers) as response:
-                if response.status != 200:
-                    raise BackendFailed(f"HTTP {response.status}", response.status)
-                return await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise BackendFailed(f"{type(error).__name__}: {error}") from error
+            async with asyncio.timeout(seconds):
+                found = await self.connections.ask("GET", url, {**PLAIN, **(headers or {})}, b"", seconds)
+                try:
+                    if found.status != 200:
+                        raise BackendFailed(f"HTTP {found.status}", found.status)
+                    parts = []
+                    while part := await found.read(seconds):
+                        parts.append(part)
+                finally:
+                    self.connections.give_back(found)
+        except OSError as error:
+            raise BackendFailed(_said(error)) from error
+        return b"".join(parts)
 
     @asynccontextmanager
     async def post(
         self, replica: Replica, path: str, body: dict[str, Any], headers: Mapping[str, str], base: str | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Connection]:
         """An answer whose head has come and says 200. base: of another address than the backend's own.
 
         Raises:
             BackendFailed: no answer, or an error of the backend's. Refused: HTTP 4xx.
         """
-        assert self.session is not None
-        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **key_of(replica), **headers}
+        sent, seconds = {**PLAIN, **JSON, **key_of(replica), **headers}, self.limits.first_byte_seconds
         try:
-            async with asyncio.timeout(self.limits.first_byte_seconds):
-                response = await self.session.post((base or replica.url) + path, data=orjson.dumps(body), headers=sent)
+            found = await self.connections.ask("POST", (base or replica.url) + path, sent, orjson.dumps(body), seconds)
         except TimeoutError as error:
-            raise BackendFailed(f"no answer in {self.limits.first_byte_seconds:g} s", 504) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendFailed(f"{type(error).__name__}: {error}") from error
+            raise BackendFailed(f"no answer in {seconds:g} s", 504) from error
+        except OSError as error:
+            raise BackendFailed(_said(error)) from error
         try:
-            if response.status != 200:
-                await self._refuse(response)
-            yield response
-        finally:
-            if not response.content.at_eof():
-                response.close()  # what is left of the answer is not wanted: the backend stops working on it
-            response.release()
+            if found.status != 200:
+                await self._refuse(found)
+            yield found
+        finally:  # what is left of an answer is not wanted: its connection is closed, and the backend stops
+            self.connections.give_back(found)
 
-    async def _refuse(self, response: aiohttp.ClientResponse) -> None:
-        try:
+    async def _refuse(self, found: Connection) -> None:
+        raw, status = b"", found.status
+        with suppress(OSError):
             async with asyncio.timeout(self.limits.stall_seconds):
-                raw = await response.content.read(ERROR_BYTES)
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            raw = b""
-        status = response.status
+                while len(raw) < ERROR_BYTES and (part := await found.read(self.limits.stall_seconds)):
+                    raw += part
         if 400 <= status < 500 and status not in FAILED + OWN_FAULT:
             raise Refused(status, raw)
         raise BackendFailed(f"HTTP {status} {raw[:200].decode(errors='replace')}".strip(), status,
                             counts=status != 429, raw=raw)  # fmt: skip
 
-    async def parts(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def parts(self, found: Connection) -> AsyncIterator[bytes]:
         """What comes of an answer, as it comes; raises BrokenStream where it breaks off or stalls."""
-        content, seconds = response.content, self.limits.first_byte_seconds
+        seconds = self.limits.first_byte_seconds
         while True:
             try:
-                async with asyncio.timeout(seconds):
-                    part = await content.readany()
+                part = await found.read(seconds)
             except TimeoutError as error:
                 raise BrokenStream(f"nothing came for {seconds:g} s") from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise BrokenStream(f"{type(error).__name__}: {error}") from error
+            except OSError as error:
+                raise BrokenStream(_said(error)) from error
             if not part:
                 return
             seconds = self.limits.stall_seconds
             yield part
+
+
+def _said(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def key_of(replica: Replica) -> dict[str, str]:

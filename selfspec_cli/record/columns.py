@@ -89,6 +89,9 @@ class Details:
     active_requests_min: int | None = None  # of a draft step: requests that it drafted for, least
     active_requests_mean: float | None = None
     active_requests_max: int | None = None
+    free_drafts: int | None = None  # most tokens of a draft from the request's own prompt and output; empty: none
+    free_drafted: int | None = None  # tokens copied from a request's prompt and output; the others are the model's own
+    free_accepted: int | None = None  # of these
     itl_ms: float | None = None  # time between successive outputs of a request, median
     e2e_ms: float | None = None  # time to the last token, median
     ttft_p90_ms: float | None = None

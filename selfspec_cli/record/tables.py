@@ -45,6 +45,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
     if cfg.method == "layer_skip":
         columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
+        columns["free_drafts"] = cfg.free_drafts or None
         columns["read_first"] = None if cfg.read_first else False
     return columns
 
@@ -103,7 +104,7 @@ def drafting(point: Point) -> tuple[VerifyCounts | None, int | None]:
     if verified is None:
         return None, None
     own = counters.total(repeat.drafting for repeat in point.repeats)
-    return verified, verified.places if own is None else own["drafted"]
+    return verified, verified.places if own is None else counters.made(own)
 
 
 def drafting_summary(point: Point) -> dict[str, Any] | None:
@@ -166,6 +167,9 @@ def _with_drafting(record: Record, point: Point) -> Record:
     if verified is None or not verified.rounds or not drafted:
         return record
     active = {name: value for name, value in (drafting_summary(point) or {}).items() if name.startswith(ACTIVE)}
+    if record.free_drafts:
+        own = counters.total(repeat.drafting for repeat in point.repeats) or {}
+        record = replace(record, free_drafted=own.get("free_drafted"), free_accepted=own.get("free_accepted"))
     return replace(
         record,
         **active,
@@ -182,6 +186,8 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     read: what `EarlyExitWorker.early_exit_step_bytes` answers; None where bytes do not tell the time.
     """
     if read is None or record.mean_accepted_len is None or record.drafted_per_round is None or record.speedup is None:
+        return record
+    if record.free_drafts:  # the model knows no drafts that cost nothing
         return record
     assert record.input_len is not None and record.output_len is not None and record.batch is not None
     tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation

@@ -49,6 +49,7 @@ def _arm(row: Record) -> str:
         return f"vLLM draft_model of {'half the' if row.E is None else row.E} layers k={row.k}{runner}{drawn}"
     layer, head, context = view.label(row)
     tail = f" · {context}" if context else ""
+    tail += f" · {row.free_drafts} free drafts" if row.free_drafts else ""
     tail += " · launched first" if row.read_first is False else ""
     tail += drawn
     if row.arm == "skip":

@@ -33,7 +33,8 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
         gate = "no gate" if settings.gate.kind == "none" else f"gate {settings.gate.kind} at {settings.threshold:g}"
         weights = None if settings.draft_weights == "shared" else f"{settings.draft_weights} copies of their weights"
         tokens = "1 token" if settings.k == 1 else f"up to {settings.k} tokens"
-        parts = [f"drafting with {layers}", weights, head, gate, tokens]
+        free = f"free drafts of up to {settings.free_drafts} tokens" if settings.free_drafts else None
+        parts = [f"drafting with {layers}", weights, head, gate, tokens, free]
     return ", ".join(part for part in parts if part)
 
 

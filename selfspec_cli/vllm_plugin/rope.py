@@ -31,9 +31,8 @@ class DraftPositions:
         self._room = torch.zeros(room, dtype=torch.int64, device=device)
 
     def of(self, positions: Tensor) -> Tensor:
-        """int64 [n] -> what the model takes: the same, or [dimensions, n]."""
+        """int64 [n] -> what the model takes: the same, or [dimensions, n]. A row that does not draft stays at 0."""
         if not self.several:
             return positions
         moved = self._room[:, : len(positions)]
-        moved.copy_(positions + self.shifts[: len(positions)])
-        return moved
+        return moved.copy_(positions).add_(self.shifts[: len(positions)]).clamp_min_(0)

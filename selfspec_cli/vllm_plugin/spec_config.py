@@ -180,7 +180,7 @@ def _as_draft_model(spec: dict[str, Any], settings: ResolvedSettings, target: Mo
     # for the batch sizes of its list alone, and requests have lengths of their own.
     ours = {*USER_KEYS, VLLM_KEY} - {"method", "num_speculative_tokens"}
     kept = {key: value for key, value in spec.items() if key not in ours}
-    return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.k}
+    return {**kept, "method": "ngram", "model": target.model, "num_speculative_tokens": settings.width}
 
 
 def _draft_is_target(config: SpeculativeConfig, target: ModelConfig) -> None:

@@ -175,6 +175,32 @@ def test_drafting_keeps_the_distribution(model_dir, plain, exact, report, method
         assert samples(first) == samples(second)
 
 
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_free_drafts_keep_the_distribution(model_dir, plain, exact, report, method):
+    """The prompt holds each token several times, so that drafts are copied from it, alone and behind the model's own. A
+    verifier that does not know of them takes them too often, which the reference finds."""
+    spec = layer_skip(EXIT, 3, free_drafts=5, draft_cost=0.15, draft_sample_method=method)
+    with engine_of(model_dir(MODEL), spec) as engine:
+        check(f"free and {method} drafts", sample(engine), plain, exact, report)
+        engine.counts().require_both_verdicts()
+        counted = engine.call("early_exit_counters")
+        assert 0 < counted["free_accepted"] < counted["free_drafted"]
+        assert counted["drafted"] > 1000
+        assert tokens(beside(engine))[1::2] == plain.greedy
+        if method == "probabilistic":
+            engine.llm.collective_rpc(forget_copies)
+            wrong = p_exact(sample(engine), exact)
+            report(f"free drafts that the verifier does not know of: p = {wrong:.2g} against exact")
+            assert wrong < ACCEPT
+
+
+def forget_copies(worker: Any) -> None:
+    """A fault: copied tokens are verified as if they had been drawn from a distribution without them."""
+    drafter = worker.model_runner.drafter
+    stack = drafter._stack_probs
+    drafter._stack_probs = lambda probs, proposals, places: stack(probs, [[] for _ in proposals], places)
+
+
 @pytest.mark.parametrize("head", ["lens", "lsq"])
 def test_drafts_over_half_the_vocabulary_keep_the_distribution(model_dir, plain, exact, draft_vocabulary, report, head):
     spec = layer_skip(EXIT, 3, draft_sample_method="probabilistic", head_path=draft_vocabulary[head])

@@ -43,8 +43,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from harness import CALIBRATION, GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
-from models import LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
-from more_models import IMAGE, RANK, pictures, save_adapter, save_quantised, save_with_eyes
+from models import ARCHITECTURES, LAYERS, MAX_LEN, VOCAB, save_tiny, save_tokenizer
+from more_models import (
+    IMAGE,
+    RANK,
+    pictures,
+    save_adapter,
+    save_quantised,
+    save_with_eyes,
+    save_with_several_positions,
+)
 from shapes import shape
 from v2_orders import alternating
 
@@ -67,6 +75,8 @@ GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,  # several of these engines may share a GPU, one from each of several processes
 }
 COMPILED = {"compilation_config": {}}
+NO_PICTURES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 KEPT = (
     "tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization", "model_impl",
@@ -86,7 +96,22 @@ def save_wide(_: Path, folder: Path) -> Path:
     return save_tiny(folder.name, folder, **{**shape(folder.name), **sizes})
 
 
-MADE = {"int4": save_quantised, "eyes": save_with_eyes, "wide": save_wide}
+def save_several_positions(_: Path, folder: Path) -> Path:
+    """Qwen2-VL on text at positions that are what they would be behind pictures: fewer than tokens, not alike."""
+    import architectures
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
+
+    def positions(self: Any, ids: list[int], pictures: Any) -> tuple[torch.Tensor, int]:
+        place = torch.arange(len(ids))
+        return torch.stack([place // 2, place // 2 + place % 3, place // 3]), len(ids) // 2 + 3 - len(ids)
+
+    Qwen2VLForConditionalGeneration.get_mrope_input_positions = positions
+    architectures.SHAPE.update(architectures.HEADS_OF_128)
+    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0}
+    return save_with_several_positions(folder, rope_parameters=rope)
+
+
+MADE = {"int4": save_quantised, "eyes": save_with_eyes, "wide": save_wide, "positions": save_several_positions}
 """What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures, and
 "llama+wide" drafts by one kernel for all layers."""
 
@@ -140,22 +165,35 @@ def opted_out() -> Requests:
     return PROMPTS, [greedy(96, extra_args=wish) for _ in PROMPTS[8:]] + [greedy(320) for _ in PROMPTS[:8]]
 
 
+def repeated() -> Requests:
+    """Every second prompt says the same again and again, so that requests with a match run beside others."""
+    return [(prompt[:20] * 9)[:120] if number % 2 else prompt for number, prompt in enumerate(PROMPTS)], plain()[1]
+
+
 def shown() -> Requests:
     """Requests of which every second one shows a picture; its place holder is in no text."""
     return ragged_prompts(64, IMAGE), [greedy(length) for length in LENGTHS]
 
 
+def short() -> Requests:
+    """As plain, without tokens that mean a picture."""
+    return ragged_prompts(64, 240), [greedy(length) for length in LENGTHS]
+
+
 def wishes() -> Requests:
-    """Penalties, stop tokens, a least number of tokens and banned words, each beside requests without."""
+    """Penalties, stops and a least number of tokens, each beside requests without."""
     kinds: list[dict[str, Any]] = [
         {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.5},
         {"stop_token_ids": [7, 11], "ignore_eos": False}, {"min_tokens": 24, "ignore_eos": False},
+        {"stop": ["ab", "c"], "detokenize": True, "include_stop_str_in_output": True},
     ]  # fmt: skip
-    return PROMPTS, [greedy(length, **kinds[number % 5]) for number, length in enumerate(LENGTHS)]
+    return PROMPTS, [greedy(length, **kinds[number % 6]) for number, length in enumerate(LENGTHS)]
 
 
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "wishes": wishes,
+    "short": short,
+    "replaced": plain,  # and once more with the weights of another model
     "plain": plain,
     "few": few,
     "adapters": plain,  # alternating between requests without an adapter, and with one of two
@@ -164,6 +202,7 @@ REQUESTS: dict[str, Callable[[], Requests]] = {
     "crowd": crowd,
     "company": company,
     "own": own,
+    "repeated": repeated,
     "opted_out": opted_out,
 }
 
@@ -184,6 +223,7 @@ class Case:
     accepted: int = 0
     preempted: int = 0
     read_first: int = 0  # steps whose tokens were read before the next one was launched
+    free_accepted: int = 0  # tokens that were copied from what a request had before
     joined: int = 0  # steps with a request in its prefill that were replayed as a full graph
     fused: tuple[int, ...] = ()  # numbers of tokens for which a draft step is one kernel
     different: tuple[int, ...] = ()
@@ -204,7 +244,8 @@ class Case:
         compiled = self.engine.get("compilation_config") == {} and not several_ranks
         graphs = self.joined > 0 or self.requests == "pictures" or not compiled
         one_kernel = bool(self.fused) or not self.model.endswith("+wide")
-        return 0 < self.accepted < self.drafted and orders and graphs and one_kernel and not self.different
+        free = self.free_accepted > 0 or "free_drafts" not in self.spec
+        return 0 < self.accepted < self.drafted and free and orders and graphs and one_kernel and not self.different
 
 
 def cases(**engine: Any) -> Iterator[Case]:
@@ -237,6 +278,7 @@ def cases(**engine: Any) -> Iterator[Case]:
     yield from ranks(**engine)
     yield from views(**engine)
     yield from lengths(**engine)
+    yield from free_drafts(**engine)
     for model in OTHERS:
         yield Case(model, *MIDDLE, engine={**engine})
     for kind in ("fp8", "int8", "int4"):
@@ -274,6 +316,16 @@ def reach(**engine: Any) -> Iterator[Case]:
     yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, "own", engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, "adapters", engine={**engine, **ADAPTERS}, spec=copies)
+    yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_window": 48})
+    yield Case("llama", LAYERS, 4, "replaced", engine={**engine, "enable_prefix_caching": False}, spec=copies)
+    if engine.get("tensor_parallel_size", 1) == 1:
+        yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_weights_path": FITTED})
+    for kind in ("fp8", "int8"):
+        yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec={"draft_weights": kind})
+    for name in ("OPTForCausalLM", "FalconForCausalLM", "Starcoder2ForCausalLM"):
+        yield Case(name, 1, 3, engine={**engine})
+    for more in ({}, COMPILED):
+        yield Case("qwen2_vl+positions", 1, 3, "short", engine={**engine, **more, **NO_PICTURES})
     for spec in ({}, copies):
         yield Case("llama", *MIDDLE, engine={**engine, "kv_cache_dtype": "fp8"}, spec=spec)
         yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
@@ -335,11 +387,38 @@ def lengths(**engine: Any) -> Iterator[Case]:
     yield Case("qwen3", *MIDDLE, "company", engine={**engine}, spec={**table, "draft_sample_method": "probabilistic"})
 
 
+def free_drafts(**engine: Any) -> Iterator[Case]:
+    """Drafts from what a request had before, alone and with all that they combine with; wider than k and narrower."""
+    free, copies = {"free_drafts": 12}, {"draft_weights": "int4"}
+    for more in ({}, COMPILED, {"enforce_eager": True}):
+        yield Case("llama", *MIDDLE, "repeated", engine={**engine, **more}, spec=free)
+    for spec in (
+        {"free_drafts": 3},
+        {"gate": "maxp", "tau": 0.3, **free},
+        {"length_table": TABLE, "adaptive_length": True, "draft_cost": 0.3, **free},
+        {"draft_window": 32, **free},
+    ):
+        yield Case("llama", *MIDDLE, "repeated", engine={**engine}, spec=spec)
+    small = {"kv_cache_memory_bytes": 24 * 2**20}
+    yield Case("qwen3", LAYERS, 4, "repeated", engine={**engine, **small}, spec={**copies, **free})
+    yield Case("qwen3", LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec={**copies, **free})
+    yield Case("llama", *MIDDLE, "own", engine={**engine}, spec=free)
+    for method in ("greedy", "probabilistic"):
+        yield Case("llama", *MIDDLE, "company", engine={**engine}, spec={**free, "draft_sample_method": method})
+
+
 @cache
 def model_dir(model: str) -> Path:
     model, _, made = model.partition("+")
     if made:
-        return MADE[made](model_dir(model), Path(tempfile.mkdtemp(prefix=f"selfspec-{made}-")) / model)
+        base = model_dir(model) if model in ARCHITECTURES else Path()
+        return MADE[made](base, Path(tempfile.mkdtemp(prefix=f"selfspec-{made}-")) / model)
+    if model.endswith(("ForCausalLM", "LMHeadModel")):
+        import architectures
+
+        architectures.SHAPE.update(architectures.HEADS_OF_128)
+        architectures.save(model, folder := Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")))
+        return folder
     folder = save_tiny(model, Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")), **shape(model))
     save_tokenizer(folder)
     return folder
@@ -347,10 +426,11 @@ def model_dir(model: str) -> Path:
 
 @contextmanager
 def engine(case: Case, drafting: bool) -> Iterator[Live]:
-    changes = {**GPU, **case.engine, "skip_tokenizer_init": case.requests not in ("company", "pictures")}
-    with live(
-        model_dir(case.model), layer_skip(case.layer, case.k, **case.spec) if drafting else None, **changes
-    ) as it:
+    talks = case.requests in ("company", "pictures", "wishes", "short")
+    changes, spec = {**GPU, **case.engine, "skip_tokenizer_init": not talks}, dict(case.spec)
+    if drafting and spec.get("draft_weights_path") == FITTED:
+        spec["draft_weights_path"] = str(fitted(case.model))
+    with live(model_dir(case.model), layer_skip(case.layer, case.k, **spec) if drafting else None, **changes) as it:
         assert it.llm.llm_engine.vllm_config.use_v2_model_runner, "this is a test of the V2 model runner"
         yield it
 
@@ -358,6 +438,11 @@ def engine(case: Case, drafting: bool) -> Iterator[Live]:
 def generated(it: Live, case: Case) -> list[Any]:
     """One finished request a prompt."""
     prompts, params = REQUESTS[case.requests]()
+    if case.requests == "replaced":
+        other = save_tiny(case.model, Path(tempfile.mkdtemp(prefix="selfspec-other-")), **shape(case.model), seed=1)
+        before = it.generate(prompts, params)
+        it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        return before + it.generate(prompts, params)
     if case.requests not in ("adapters", "pictures"):
         return it.generate(prompts, params)
     inputs: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -367,6 +452,17 @@ def generated(it: Live, case: Case) -> list[Any]:
         return it.llm.generate(inputs, params, use_tqdm=False)
     names = [adapters(case.model)[number % 3] for number in range(len(prompts))]
     return it.llm.generate(inputs, params, lora_request=names, use_tqdm=False)
+
+
+@cache
+def fitted(model: str) -> Path:
+    """A file of copies in 4 bits of all layers, fitted to what they see of some prompts."""
+    file = Path(tempfile.mkdtemp(prefix="selfspec-fitted-")) / "copies.safetensors"
+    with live(model_dir(model), **{**GPU, "enforce_eager": True}) as it:
+        it.call("early_exit_observe")
+        it.generate(PROMPTS[:32], greedy(64))
+        it.call("early_exit_fit_weights", str(file), "int4", {"by": "a test"})
+    return file
 
 
 @cache
@@ -407,9 +503,11 @@ def run(case: Case) -> Case:
         case.read_first, case.joined = orders.asked // 2, graphs.get("FULL joined", 0)
         counts = it.counts()
         case.fused = fused_tokens(it)
+        case.free_accepted = it.call("early_exit_counters")["free_accepted"]
         case.preempted = sum(int(m.value) for m in it.llm.get_metrics() if m.name == "vllm:num_preemptions")
     case.seconds = round(time.perf_counter() - start, 1)
-    sure = [index for index, params in enumerate(REQUESTS[case.requests]()[1]) if params.temperature == 0]
+    asked = REQUESTS[case.requests]()[1]
+    sure = [index for index in range(len(outputs)) if asked[index % len(asked)].temperature == 0]
     got, want = (tokens([results[index] for index in sure]) for results in (outputs, expected))
     case.compared, case.tokens = len(got), sum(map(len, got))
     case.drafted, case.accepted = counts.drafted, counts.accepted
@@ -592,7 +690,16 @@ if pytest is not None:
         assert {"FULL 1", "FULL 3", "FULL 6"} <= found.keys(), found
         assert not {"NONE 1", "NONE 3", "NONE 6"} & found.keys(), found
 
-    @pytest.mark.parametrize("spec", [{}, {"length_table": TABLE, "adaptive_length": True}, {"draft_window": 32}])
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {},
+            {"length_table": TABLE, "adaptive_length": True},
+            {"draft_window": 32},
+            {"free_drafts": 12},
+            {"free_drafts": 12, "draft_sample_method": "probabilistic"},
+        ],
+    )
     def test_propose_waits_for_nothing_and_allocates_nothing(spec):
         seen = watched(Case("llama", *MIDDLE, spec=spec))
         assert seen["rounds"] > 10
@@ -649,8 +756,9 @@ def save(file: Path, found: dict[str, Any]) -> None:
 def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, out: Path) -> int:
     shared = {"tensor_parallel_size": tensor_parallel} if tensor_parallel > 1 else {}
     chosen = part_of((case for case in globals()[group](**shared) if wanted(case, only)), part)
-    whole = group == "cases" and not shared and not only
-    waits = watched(Case("llama", *MIDDLE)) if whole and part.startswith("1/") else None
+    spec = {"free_drafts": 12} if group == "free_drafts" else {}
+    whole = group in ("cases", "free_drafts") and not shared and not only
+    waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
     return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
 
 

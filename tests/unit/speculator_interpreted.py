@@ -66,10 +66,11 @@ def scheduled(config):
 
 def start(config):
     """The speculator of another engine, made as vLLM makes it but on the CPU, and the engine's request state."""
-    requests, gpu = SimpleNamespace(), torch.device("cuda")
+    text = SimpleNamespace(gpu=torch.zeros(REQUESTS, 128, dtype=torch.int32))
+    requests, gpu = SimpleNamespace(all_token_ids=text), torch.device("cuda")
     original, made = pytest.fail, v2.EarlyExitSpeculator  # vLLM's own speculators are for engines without early exit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(v2, "EarlyExitSpeculator", lambda config, device: made(config, torch.device("cpu")))
+        patch.setattr(v2, "EarlyExitSpeculator", lambda config, device, *more: made(config, torch.device("cpu"), *more))
         return v2.init_with_early_exit(original)(config, gpu, requests), requests
 
 
@@ -230,10 +231,32 @@ def test_the_first_round_without_drafts_takes_in_the_verdict_on_the_last_ones(dr
     assert drafting.state.lengths.tolist() == [2, 2, 0]
 
 
+@pytest.mark.parametrize("free", [2, 7])
+def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monkeypatch, free):
+    spec = config(free_drafts=free, draft_cost=0.3, draft_sample_method="probabilistic")
+    assert spec.speculative_config.num_speculative_tokens == max(free, K)
+    speculator = captured(spec, monkeypatch)
+    text = speculator.state.matches.text
+    text[0, :11], text[1, :11] = torch.tensor([1, 2, 3] * 4)[:11], torch.arange(11) + 20
+    assert speculator.draft_length == K
+    drafts = propose(speculator, 2)
+    assert drafts.shape == (2, max(free, K))
+    assert drafts[0, :free].tolist() == [3, 1, 2, 3, 1, 2, 3][:free]
+    assert speculator.state.lengths[:2].tolist() == [free, K]
+    assert speculator.draft_logits[0, 0].softmax(-1)[3] == 1.0
+    counted = speculator.counters.snapshot()
+    assert (counted["steps"], counted["drafted"], counted["free_drafted"]) == (K, K, free)
+    propose(speculator, 2, dummy_run=True)
+    assert speculator.state.matches.known[:2].tolist() == [11, 11]
+
+
 # ---- the order in which vLLM calls ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}, {"free_drafts": 9}],
+)
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
     speculator, _ = start(config(**more))
@@ -360,7 +383,7 @@ def test_thresholds_of_requests_are_for_the_gate_that_the_engine_was_started_wit
     counted = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_copy_request_inputs", lambda *arguments, **more: None)
-        patch.setattr(v2, "begin_round", lambda state, batch, steps, verdict, own_limits: counted.append(own_limits))
+        patch.setattr(v2, "begin_round", lambda *given: counted.append(given[4]))
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)
         speculator.gate.set("margin", 0.2)
         speculator._begin(SimpleNamespace(num_reqs=1, idx_mapping=None), 3, (), None, None)

@@ -104,10 +104,6 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("roc", "layer=range(5,3)"), "layer=range(5,3)"),
         (("fit", "layer=range(5,3)"), "layer=range(5,3)"),
         (("sweep", "method=interval(0,1)"), "method=interval(0,1)"),
-        (
-            ("bench", "draft_weights=fp8", "model.quantization=awq", "engine.device=cuda"),
-            "quantised already (awq)",
-        ),
         (("sweep", "draft_weights=shared,fp9"), "did you mean 'fp8'"),
         (("bench", "model=/not/there"), "/not/there"),
         (("bench", "head=lsq", "layer=2"), "selfspec fit-lsq --layer 2"),

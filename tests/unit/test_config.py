@@ -79,10 +79,6 @@ DRAWN = RunConfig(draft_sample_method="probabilistic")
         (replace(FP8, method=Method.skip), "draft_weights=fp8 with method=skip"),
         (replace(FP8, method=Method.draft_model, model=DUMMY, **RANDOM), "draft_weights=fp8 with method=draft_model"),
         (replace(FP8, **NGRAM), "draft_weights=fp8 with method=vllm"),
-        (
-            replace(FP8, model=ModelConfig(quantization="awq")),
-            "draft_weights=fp8: the target's weights are quantised already (awq)",
-        ),
         (RunConfig(read_first=False), "read_first=false with engine=cpu: steps have one order there"),
         (
             RunConfig(read_first=False, engine=replace(GPU, async_scheduling=False)),

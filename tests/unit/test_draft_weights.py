@@ -70,7 +70,7 @@ def test_a_copy_stands_for_its_weight(name, dtype):
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (WeightFacts("cuda", quantization="awq"), "quantised already (awq)"),
+        (WeightFacts("cuda", quantization="awq", is_moe=True), "experts are quantised already (awq)"),
         (
             WeightFacts("cuda", is_moe=True, expert_parallel=True),
             "here: enable_expert_parallel = True, and copies are for experts that are split as other weights are;",
@@ -94,6 +94,7 @@ def test_where_there_can_be_no_8_bit_floats(facts, reason):
 def test_the_cpu_has_copies_of_any_float_weight_and_a_new_gpu_of_bf16(dtype):
     require_draft_weights("fp8", WeightFacts("cpu", dtype, quantization="", is_moe=False))
     require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", capability=(8, 9)))
+    require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", quantization="awq", capability=(8, 9)))
     require_draft_weights("fp8", WeightFacts("cuda", "bfloat16", is_moe=True, capability=(8, 9)))
 
 

@@ -79,6 +79,13 @@ def test_the_cost_of_a_draft_is_its_layers_and_the_head():
     assert read().draft_cost is None
 
 
+def test_a_draft_costs_the_share_of_layers_and_of_bits_and_the_widest_draft_has_places():
+    assert read(layer_skip=5, draft_weights="int4").cost_of_a_draft(24) == pytest.approx(6 / 24 * 4.125 / 16, rel=0.1)
+    free = read(layer_skip=5, num_speculative_tokens=4, free_drafts=12)
+    assert (free.width, read(num_speculative_tokens=4, free_drafts=2).width, free.draft_cost) == (12, 4, 6 / 24)
+    assert ResolvedSettings.from_dict(free.to_dict()) == free
+
+
 @pytest.mark.parametrize("chooser", ["adaptive_length", "bandit"])
 def test_what_chooses_lengths_knows_what_a_draft_costs(chooser):
     spec = {chooser: True, "layer_skip": 6, "num_speculative_tokens": 7}
@@ -142,8 +149,8 @@ def test_every_key_that_a_speculative_config_gets():
     assert to_spec(settings) == {
         "method": "layer_skip", "layer_skip": 3, "num_speculative_tokens": 5, "gate": "maxp", "calibration": None,
         "threshold": 0.25, "head_path": "a", "draft_weights": "int4", "draft_weights_path": None, "skip_layers": None,
-        "draft_window": 64, "length_table": None, "adaptive_length": False, "bandit": False, "draft_cost": None,
-        "read_first": True, "strict": False,
+        "draft_window": 64, "length_table": None, "adaptive_length": False, "free_drafts": 0, "bandit": False,
+        "draft_cost": None, "read_first": True, "strict": False,
     }  # fmt: skip
     assert to_spec(read(method="skip", layer_skip=3, head_path="a")) == {
         "method": "skip", "layer_skip": 3, "head_path": "a"
@@ -175,6 +182,7 @@ def test_the_keys_that_are_vllms_own():
         ("skip_layers", "2", "none"),
         ("length_table", "3:2", None),
         ("adaptive_length", True, False),
+        ("free_drafts", 8, 0),
         ("bandit", True, False),
         ("draft_context", "window:64", "full"),
         ("read_first", False, True),

@@ -27,6 +27,7 @@ def test_a_config_becomes_what_a_user_would_write(tmp_path):
         "skip_layers": None,
         "length_table": None,
         "adaptive_length": False,
+        "free_drafts": 0,
         "bandit": False,
         "draft_cost": None,
         "draft_window": None,

@@ -115,8 +115,8 @@ def test_requests_and_drafts_must_fit_the_model(model):
 def test_models_that_cannot_do_it_are_refused_by_their_config(model):
     with pytest.raises(ConfigError, match="recurrent state"):
         preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))
-    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    with pytest.raises(ConfigError, match="draft_weights=fp8: the target's weights are quantised"):
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}, "num_local_experts": 4}
+    with pytest.raises(ConfigError, match="draft_weights=fp8: the target's experts are quantised"):
         preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8", engine=EngineConfig(device="cuda")))
 
 

@@ -157,7 +157,7 @@ def our_metrics() -> set[str]:
     plain = re.findall(r'^    \("\w+", "(\w+)",', source, re.MULTILINE)
     labelled = re.findall(r'_labelled\("\w+", "(\w+)"', source)
     gauges = re.findall(r'_gauge\("(\w+)"', source)
-    assert len(plain) == 4 and len(labelled) == 3 and len(gauges) == 2
+    assert len(plain) == 6 and len(labelled) == 3 and len(gauges) == 2
     return {f"vllm:selfspec_{name}_total" for name in plain + labelled} | {f"vllm:selfspec_{name}" for name in gauges}
 
 

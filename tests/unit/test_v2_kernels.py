@@ -31,7 +31,7 @@ def interpreted(*files: str) -> str:
 
 
 def test_the_kernels_and_how_much_is_drafted_in_tritons_interpreter():
-    assert " passed" in interpreted("kernels", "round_setup")
+    assert " passed" in interpreted("kernels", "round_setup", "matches")
 
 
 def test_the_speculator_in_tritons_interpreter():
@@ -94,7 +94,7 @@ def test_the_kernels_with_twelve_gates():
 
 COMPILE = """
 import triton
-from kernel_types import GATE, INPUTS, PROGRESS
+from kernel_types import GATE, INPUTS, MATCHES, PROGRESS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -104,30 +104,53 @@ from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 TYPES = {
     "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "inputs": INPUTS,
     "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32", "max_model_len": "i32",
+    "matches": MATCHES, "columns_of_text": "i32",
 }
-constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64}
-signature = {name: TYPES.get(name, "constexpr") for name in _end_step.arg_names}
-source = ASTSource(fn=_end_step, signature=signature, constexprs=constants)
-ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-print(len(device_features()), ptx.count("bar.sync"))
+for free in (False, True):
+    constants = {"K": 5, "GREEDY": True, "MAPPED": False, "BLOCKS": 64, "FREE": free, "PLACES": 8}
+    signature = {name: TYPES.get(name, "constexpr") for name in _end_step.arg_names}
+    source = ASTSource(fn=_end_step, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    if not free:
+        print(len(device_features()), ptx.count("bar.sync"))
 """
 
 
 BEGIN = """
 import triton
-from kernel_types import ACCEPTANCE, INPUTS, LIMITS, PROGRESS, VERDICT
+from kernel_types import ACCEPTANCE, INPUTS, LIMITS, MATCHES, PROGRESS, VERDICT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from selfspec_cli.vllm_plugin.v2.round_setup import _begin_round
 
 TYPES = {"inputs": INPUTS, "progress": PROGRESS, "lengths": "*i32", "budget": LIMITS, "acceptance": ACCEPTANCE,
-         "verdict": VERDICT, "weight": "fp32", "usual_weight": "fp32"}
+         "verdict": VERDICT, "matches": MATCHES, "weight": "fp32", "usual_weight": "fp32"}
 for levels, limits in ((0, False), (4, True)):
-    constants = {"K": 5, "ROWS": 512, "LEVELS": levels, "LIMITS": limits}
+    constants = {"K": 5, "ROWS": 512, "LEVELS": levels, "LIMITS": limits, "FREE": limits}
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in _begin_round.arg_names}
     source = ASTSource(fn=_begin_round, signature=signature, constexprs=constants)
     print("estimated" if levels else "fixed", len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
+
+
+MATCHING = """
+import triton
+from kernel_types import INPUTS, MATCHES, PROGRESS, VERDICT
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
+
+TYPES = {"matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
+         "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
+for kernel in (_look_up, _judge, _certain):
+    constants = {"BLOCK": 1024, "K": 16, "PLACES": 32}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    print(ptx.count(".local"), ptx.count("atom"))
 """
 
 
@@ -254,6 +277,12 @@ def test_the_kernel_that_begins_a_round_compiles_for_cuda():
     words = run("-c", BEGIN).split()
     assert words[::2] == ["fixed", "estimated"]
     assert int(words[3]) > int(words[1])
+
+
+def test_the_kernels_of_free_drafts_compile_for_cuda():
+    look_up, judge, certain = (line.split() for line in run("-c", MATCHING).splitlines())
+    assert look_up == ["0", "1"] and certain == ["0", "0"]
+    assert judge == ["0", "3"]  # two counters, and the rows that go on
 
 
 def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction():

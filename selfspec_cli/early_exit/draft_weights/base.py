@@ -80,14 +80,13 @@ class DraftWeights:
     def reason_against(self, facts: WeightFacts) -> str | None:
         """Why there can be no such copies for a target and a machine with these facts; None where there can be.
 
-        By default copies are made of plain weights, on a CPU also of what quantised linear layers multiply by; each
+        By default copies are made of what linear layers multiply by, plain or quantised, and of plain experts; each
         tensor-parallel rank copies its share.
         """
         if not self.copies:
             return None
-        if facts.quantization and (facts.is_moe or facts.device == "cuda"):
-            what = "experts" if facts.is_moe else "weights"
-            return f"the target's {what} are quantised already ({facts.quantization})"
+        if facts.quantization and facts.is_moe:
+            return f"the target's experts are quantised already ({facts.quantization})"
         if facts.is_moe and facts.device == "cuda" and self.kernels is not None and not self.experts:
             return "its kernels multiply linear layers, and this is a mixture of experts"
         if facts.is_moe and facts.expert_parallel:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig, gate_threshold
+from selfspec_cli.early_exit import counters
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.gates import GATES, device_features
 from selfspec_cli.early_exit.head_metadata import SUFFIX, read_metadata
@@ -133,7 +134,7 @@ def perform(engine: Engine, cfg: RunConfig, wanted: Wanted, seed: int) -> Arm:
 def _drafted(engine: Engine) -> int:
     """Tokens drafted so far: the draft loop's own count, or the places verified of a drafter that keeps none."""
     own, verified = engine.call("early_exit_counters"), engine.verify_counts()
-    return int(own["drafted"]) if own is not None else 0 if verified is None else verified.places
+    return counters.made(own) if own is not None else 0 if verified is None else verified.places
 
 
 def _restore(engine: Engine, cfg: RunConfig) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 OPERATOR = "selfspec::attend_once"
 DIMS = (64, 128)  # of a head; the kernel has been timed with these
+PLAIN = ("auto", "bfloat16", "float16")  # kinds of a KV cache that holds what the layers make
+OTHER = "early exit: drafts attend by vLLM's own kernels, because keys and values are kept as %s"
 UNKNOWN = "early exit: drafts attend by vLLM's own kernels, because ours does not know this layout of the KV cache"
 
 
@@ -48,7 +50,7 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
 
     None where that is not possible for any layer.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import Attention
+    from selfspec_cli.vllm_plugin.vllm_names import Attention, init_logger
 
     on_cuda = device.type == "cuda" and torch.version.cuda is not None
     if not on_cuda or vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -56,6 +58,9 @@ def on_one_query(vllm_config: VllmConfig, device: torch.device) -> Make | None:
     from selfspec_cli.vllm_plugin.weights.one_token import none_arrived  # a machine without a GPU may lack Triton
 
     none_arrived(device)  # not first while a CUDA graph is captured
+    stored = vllm_config.cache_config.cache_dtype
+    if stored not in PLAIN:
+        init_logger("vllm.selfspec").info_once(OTHER, stored)
 
     def make(module: nn.Module, name: str) -> nn.Module | None:
         return OneQueryAttention(module) if type(module) is Attention and is_plain(module) else None
@@ -71,7 +76,7 @@ def is_plain(attention: Any) -> bool:
         and attention.attn_type == "decoder"
         and attention.head_size in DIMS
         and attention.head_size_v == attention.head_size
-        and attention.kv_cache_dtype in ("auto", "bfloat16", "float16")
+        and attention.kv_cache_dtype in PLAIN
         and attention.kv_sharing_target_layer_name is None
         and impl.sliding_window == (-1, -1)
         and not impl.logits_soft_cap

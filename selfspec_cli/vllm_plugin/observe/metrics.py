@@ -24,7 +24,9 @@ NAME = "vllm:selfspec_"
 PLAIN = (
     ("rounds", "draft_rounds", "Rounds in which any request was drafted for."),
     ("steps", "draft_steps", "Forward passes of the layers that draft."),
-    ("gate_ended", "rounds_ended_by_gate", "Rounds that the gate ended before the draft length."),
+    ("gate_ended", "rounds_ended_by_gate", "Rounds that the gate, or free drafts, ended before the draft length."),
+    ("free_drafted", "free_tokens_drafted", "Tokens drafted from what a request had before."),
+    ("free_accepted", "free_tokens_accepted", "Of these, tokens that were accepted."),
     ("nan_logits", "nan_logits", "Drafted tokens whose logits were no numbers."),
 )
 """Name as it travels, name of the counter, what it counts."""

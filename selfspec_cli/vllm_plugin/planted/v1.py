@@ -86,7 +86,7 @@ def other_request(runner: Any) -> list[Undo]:
             if state.ahead is None:
                 batch = runner.input_batch
                 tables = [batch.block_table[group.kv_cache_group_id] for group, _ in drafter._groups]
-                state.ahead = Ahead.of(state, drafter.num_speculative_tokens, tables, batch.num_reqs)
+                state.ahead = Ahead.of(state, drafter.settings.k, tables, batch.num_reqs)
                 groups = [(blocks.roll(1, 0), slots) for blocks, slots in state.ahead.groups]
                 state.ahead = replace(state.ahead, groups=groups)
             return original(state)
@@ -109,8 +109,8 @@ def stale_after_preemption(runner: Any) -> list[Undo]:
         return update
 
     def begin(original: Any) -> Any:
-        def start(batch: Any, limit: int) -> Any:
-            state = original(batch, limit)
+        def start(batch: Any, *rest: Any) -> Any:
+            state = original(batch, *rest)
             if state is not None:
                 stale = torch.tensor([batch.req_ids[row] in resumed for row in state.rows.tolist()])
                 state.positions = (state.positions - STALE * stale.long()).clamp_min(0)

@@ -19,11 +19,12 @@ from selfspec_cli.vllm_plugin.requests import own_settings
 @dataclass(frozen=True)
 class RequestBudget:
     """What a request may draft in a round. k: tokens; threshold: of the gate, None for the gate's own; off: why it
-    drafts nothing (one of `counters.REASONS`), None where it drafts."""
+    drafts nothing (one of `counters.REASONS`), None where it drafts; room: most tokens, free ones included."""
 
     k: int
     threshold: float | None
     off: str | None = None
+    room: int = 0
 
 
 class DraftLengths:
@@ -86,6 +87,8 @@ class DraftLengths:
             self._own[name] = parameters, own
             self._estimates.pop(name, None)
         k = cell.k if own.k is None else min(cell.k, own.k)
+        free = self._settings.free_drafts
+        room = free if k >= self._settings.k else min(k, free)
         if k and self._ladder is not None:
             if name not in self._estimates:
                 # A seed gives the same sample again, whatever other requests had accepted before.
@@ -96,4 +99,4 @@ class DraftLengths:
         if self._arm is not None:
             k, threshold = min(k, self._arm.k), self._arm.threshold if threshold is None else threshold
         off = None if k else switched_off_by(cell, own) or "acceptance"
-        return RequestBudget(k, threshold, off)
+        return RequestBudget(k, threshold, off, room)

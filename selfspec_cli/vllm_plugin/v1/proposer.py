@@ -32,6 +32,7 @@ from selfspec_cli.vllm_plugin.rope import DraftPositions
 from selfspec_cli.vllm_plugin.spec_config import settings_of
 from selfspec_cli.vllm_plugin.strict import set_strict
 from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
+from selfspec_cli.vllm_plugin.v1.free_drafts import FreeDrafts
 from selfspec_cli.vllm_plugin.v1.lengths import DraftLengths
 from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
 from selfspec_cli.vllm_plugin.v1.sampling import draw
@@ -84,6 +85,7 @@ class _EarlyExit(DraftModelProposer):
         self.lengths = DraftLengths(settings)
         self.draft_length = settings.k  # may be lowered between two rounds, to 0 for no drafts
         self.counters = DraftCounters(settings.k)
+        self.free = FreeDrafts(settings, self.counters, self._text) if settings.free_drafts else None
         self.recorder: DraftRecorder | None = None  # only while a record is wanted
         self.runner = runner
         self._sampled: list[list[int]] = []
@@ -197,23 +199,37 @@ class _EarlyExit(DraftModelProposer):
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
 
-        Returns: one list of 0..k token ids a request, in batch order.
+        Returns: one list of token ids a request, in batch order: 0..k of the model's own, and copied ones behind them.
         """
         began = time.perf_counter()
         batch = self.runner.input_batch
-        self.lengths.verdict(batch.req_ids, self._sampled, self._verified)
+        sampled, verified = self._sampled, self._verified
+        if self.free is not None:
+            sampled, verified = self.free.verdict(batch.req_ids, sampled, verified)
+        self.lengths.verdict(batch.req_ids, sampled, verified)
         if self.recorder is not None:
-            self.recorder.verdict(batch.req_ids, self._sampled, self._verified)
+            self.recorder.verdict(batch.req_ids, sampled, verified)
         proposals: list[list[int]] = [[] for _ in range(batch.num_reqs)]
         self._draft_probs = None
         if self._weights.stale:
             self.renew()
-        limit = min(num_speculative_tokens, self.draft_length)
-        state = self._start(batch, limit)
-        if state is None:
-            return proposals
-        limit = state.steps
-        probabilistic = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        state = self._start(batch, min(num_speculative_tokens, self.draft_length), proposals)
+        probs = [] if state is None else self._draft(state, proposals, sampling_metadata)
+        if self._draws(sampling_metadata) and any(proposals):
+            self._draft_probs = self._stack_probs(probs, proposals, num_speculative_tokens)
+        self.counters.seconds += time.perf_counter() - began
+        return proposals
+
+    def _draws(self, sampling_metadata: SamplingMetadata) -> bool:
+        """Whether drafts are drawn, so that the verifier has to know from which distributions."""
+        return bool(self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy)
+
+    def _draft(
+        self, state: Round, proposals: list[list[int]], sampling_metadata: SamplingMetadata
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The draft loop: adds to `proposals`. Of each step, where drafts are drawn, its rows and distributions."""
+        batch, limit = self.runner.input_batch, state.steps
+        probabilistic = self._draws(sampling_metadata)
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
             last = step + 1 == limit
@@ -227,16 +243,16 @@ class _EarlyExit(DraftModelProposer):
             for row, token in zip(state.rows.tolist(), tokens.tolist(), strict=True):
                 proposals[row].append(token)
             self.counters.step(len(state.rows))
+            if self.free is not None:
+                copied = torch.tensor([self.free.copy(row, proposals[row]) for row in state.rows.tolist()])
+                open_ = ~copied if open_ is None else open_ & ~copied
             if last:
                 break
             state.tokens, state.positions = tokens.int(), state.positions + 1
             if not self._go_on(state, open_, step + 1):
                 self.counters.ended_early()
                 break
-        if probabilistic:
-            self._draft_probs = self._stack_probs(probs, batch.num_reqs, num_speculative_tokens)
-        self.counters.seconds += time.perf_counter() - began
-        return proposals
+        return probs
 
     def _go_on(self, state: Round, open_: Tensor | None, steps: int) -> bool:
         """Drop the requests that draft no more after so many steps; whether any is left.
@@ -275,13 +291,28 @@ class _EarlyExit(DraftModelProposer):
         open_ = None if last else self.gate.decide(logits, state)
         return logits, logits.argmax(-1), ~bad if open_ is None else open_ & ~bad
 
-    def _start(self, batch: Any, limit: int) -> Round | None:
-        """The round's first state: requests that sampled a token, may draft and have room for another."""
+    def _text(self, row: int) -> Tensor:
+        """The tokens [n] that the request in a row of the batch has, those just sampled included."""
+        batch = self.runner.input_batch
+        return torch.from_numpy(batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
+
+    def _start(self, batch: Any, limit: int, proposals: list[list[int]]) -> Round | None:
+        """The round's first state: requests that sampled a token, may draft and have room for another. Those that have
+        a free draft get it into `proposals`, and draft nothing."""
         rows = [row for row, sampled in enumerate(self._sampled) if sampled and not self._ended(row)] if limit else []
         names, ends = [batch.req_ids[row] for row in rows], batch.num_tokens_no_spec[rows].tolist() if rows else []
         allowed = self.lengths.budgets(self.runner.requests, batch.num_reqs, names, [end - 1 for end in ends])
         kept = [place for place, budget in enumerate(allowed) if budget.k]
         self.counters.allowed(limit, [(budget.k, budget.off) for budget in allowed])
+        if self.free is not None:
+            most = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
+            rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
+            self.free.begin(self.runner.requests, names, rows, rooms)
+            copied = {row for row in rows if self.free.copy(row, proposals[row])}
+            kept = [place for place in kept if rows[place] not in copied]
+            if copied and not kept:
+                self.counters.round(len(copied))
+                self.counters.ended_early()
         if not kept:
             return None
         allowed = [allowed[place] for place in kept]
@@ -315,7 +346,7 @@ class _EarlyExit(DraftModelProposer):
         if state.ahead is None:
             batch = self.runner.input_batch
             tables = [batch.block_table[group.kv_cache_group_id] for group, _ in self._groups]
-            state.ahead = Ahead.of(state, self.num_speculative_tokens, tables, batch.num_reqs, self._context)
+            state.ahead = Ahead.of(state, self.settings.k, tables, batch.num_reqs, self._context)
         if self._positions.several:
             requests = self.runner.requests, self.runner.input_batch.req_ids
             shifts = [requests[0][requests[1][row]].mrope_position_delta for row in state.rows.tolist()]
@@ -333,9 +364,16 @@ class _EarlyExit(DraftModelProposer):
         own = {place: sampling.generators[row] for place, row in enumerate(rows.tolist()) if row in sampling.generators}
         return draw(full, sampling.temperature[rows], own)
 
-    def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], requests: int, k: int) -> Tensor:
-        """Ragged steps -> [requests, k, vocabulary]; the runner reads only the rows that were proposed."""
-        stacked = torch.zeros(requests, k, probs[0][1].shape[-1])
+    def _stack_probs(self, probs: list[tuple[Tensor, Tensor]], proposals: list[list[int]], places: int) -> Tensor:
+        """Ragged steps -> [requests, places, vocabulary]; the runner reads only the rows that were proposed. A copied
+        token was sure to be drafted: its distribution is all on it."""
+        stacked = torch.zeros(len(proposals), places, self.vllm_config.model_config.get_vocab_size())
+        own = [0] * len(proposals)
         for step, (rows, step_probs) in enumerate(probs):
             stacked[rows, step] = step_probs
+            for row in rows.tolist():
+                own[row] += 1
+        for row, draft in enumerate(proposals):
+            for place in range(own[row], len(draft)):
+                stacked[row, place, draft[place]] = 1.0
         return stacked

@@ -169,7 +169,7 @@ class DraftLoop(TargetDependentARSpeculator):
     def _run_step_by_step(
         self, num_reqs: int, steps: int, batch: BatchExecutionDescriptor, upper_bound: Tensor, skip_attention: bool
     ) -> None:
-        for step in range(steps):
+        for step in range(min(steps, self.settings.k)):
             metadata, slots = self._metadata(num_reqs, batch, upper_bound, step + 1, skip_attention)
             if batch.cg_mode == CUDAGraphMode.FULL:
                 assert self.decode_cudagraph_manager is not None
@@ -229,7 +229,7 @@ class DraftLoop(TargetDependentARSpeculator):
         if self._loop is not None and self._capturing:  # the pass before a capture
             self._loop.warm_up(step)
             self.state.forget()
-        for _ in range(num_speculative_steps):
+        for _ in range(min(num_speculative_steps, self.settings.k)):
             step()
 
     def _one_step(

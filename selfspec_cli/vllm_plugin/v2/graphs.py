@@ -54,7 +54,7 @@ class EveryWidth(_Manager):
         """As the base class for each width in turn, and then together: full graphs before all others."""
         self._planned: dict[CUDAGraphMode, dict[BatchExecutionDescriptor, None]] = {}
         settings = settings_of(self.vllm_config)
-        if settings is None or self.decode_query_len != settings.k + 1:
+        if settings is None or self.decode_query_len != settings.width + 1:
             return super()._init_candidates()
         sizes = self.compilation_config
         for width in widths(settings):

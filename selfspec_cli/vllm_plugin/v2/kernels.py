@@ -16,25 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin.v2.counting import NAN_LOGITS, turn
+from selfspec_cli.vllm_plugin.v2.matches import take_over
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
-
-# Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
-# active rows.
-ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, TOTALS = (tl.constexpr(number) for number in range(6))
-
-
-@triton.jit
-def _count_step(counts, rows, step, K: tl.constexpr):
-    """A draft step over so many rows is about to run; step: its number in the round, from 0."""
-    tl.store(counts + STEPS, tl.load(counts + STEPS) + 1)
-    tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
-    place = counts + TOTALS + K + 1 + step
-    tl.store(place, tl.load(place) + rows)
-    place = counts + TOTALS + K + 1 + K + rows
-    tl.store(place, tl.load(place) + 1)
 
 
 @triton.jit
@@ -124,11 +111,15 @@ def _end_step(
     gate,
     lengths,
     logged,
+    matches,
+    columns_of_text,
     max_model_len,
     K: tl.constexpr,
     GREEDY: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    FREE: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     """One program a row. logged: float32 [requests, K, WIDTH], the statistics of each step of the round."""
     row = tl.program_id(0).to(tl.int64)
@@ -161,25 +152,15 @@ def _end_step(
         if good:
             tl.store(inputs.draft_tokens + row * K + step, token)
             tl.store(lengths + request, (step + 1).to(tl.int32))
+            tl.store(matches.drafted + request, (step + 1).to(tl.int32))
+            if FREE:
+                taken = take_over(
+                    row, request, step, token, matches, columns_of_text, inputs, lengths, progress.counts, K, PLACES
+                )
+                passes = passes & (taken == 0)
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
             tl.atomic_add(progress.counts + NAN_LOGITS, 1)
         _go_on_or_close(row, step, token, good & passes, inputs, progress.going, max_model_len)
-
-
-@triton.jit
-def _turn(progress, K: tl.constexpr):
-    """Between two steps, after every row has decided: who goes on, and what there is to count."""
-    before, after, step = tl.load(progress.active), tl.load(progress.going), tl.load(progress.step) + 1
-    tl.store(progress.step, step)
-    tl.store(progress.active, after)
-    tl.store(progress.going, 0)
-    if after > 0:
-        _count_step(progress.counts, after, step, K)
-    elif before > 0:
-        place = progress.counts + TOTALS + step
-        tl.store(place, tl.load(place) + 1)
-        if step < tl.load(progress.round_limit):
-            tl.store(progress.counts + GATE_ENDED, tl.load(progress.counts + GATE_ENDED) + 1)
 
 
 class EndStep:
@@ -224,13 +205,17 @@ class EndStep:
             state.gate(),
             state.lengths,
             state.statistics,
+            state.matches,
+            state.matches.text.stride(0),
             state.max_model_len,
             K=k,
             GREEDY=tokens is None,
             MAPPED=self.vocab_ids is not None,
             BLOCKS=triton.next_power_of_2(self.blocks),
+            FREE=state.free is not None,
+            PLACES=triton.next_power_of_2(k + 1),
         )
-        _turn[(1,)](state.progress(), K=k)
+        turn(state)
 
 
 @triton.jit

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -19,8 +18,10 @@ from torch import Tensor
 from selfspec_cli.early_exit import acceptance, estimate
 from selfspec_cli.early_exit.length_table import LARGEST
 from selfspec_cli.early_exit.request_settings import RequestSettings
+from selfspec_cli.vllm_plugin.v2.counting import ROUNDS, count_step
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
-from selfspec_cli.vllm_plugin.v2.kernels import ROUNDS, _count_step
+from selfspec_cli.vllm_plugin.v2.matches import judge, look_up
+from selfspec_cli.vllm_plugin.v2.on_device import on_device
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -38,7 +39,9 @@ class Verdict(NamedTuple):
 
 
 @triton.jit
-def _take_in(arrivals, lengths, budget, acceptance, WORDS: tl.constexpr, LEVELS: tl.constexpr):
+def _take_in(
+    arrivals, lengths, budget, acceptance, matches, WORDS: tl.constexpr, LEVELS: tl.constexpr, FREE: tl.constexpr
+):
     """One program for each new request, by its line of `arrivals`."""
     line = arrivals + WORDS * tl.program_id(0)
     request = tl.load(line)
@@ -47,6 +50,9 @@ def _take_in(arrivals, lengths, budget, acceptance, WORDS: tl.constexpr, LEVELS:
     tl.store(budget.own_lengths + request, tl.load(line + 3))
     tl.store(budget.own_limits + request, tl.load(line + 4).to(tl.float32, bitcast=True))
     tl.store(lengths + request, 0)
+    tl.store(matches.drafted + request, 0)
+    if FREE:
+        tl.store(matches.known + request, 0)
     if LEVELS > 0:
         tl.store(acceptance.rates + request, tl.load(acceptance.usual))
         tl.store(acceptance.levels + request, LEVELS)
@@ -74,18 +80,15 @@ def take_in(
         state.lengths,
         budget.limits,
         budget.acceptance,
+        state.matches,
         WORDS=budget.arrivals.shape[1],
         LEVELS=len(budget.acceptance.ladder),
+        FREE=state.free is not None,
     )
 
 
-def _on_device(function: Any) -> Any:
-    """A plain function of arithmetic as device code. Triton wants its own language among what the function can see."""
-    return triton.jit(FunctionType(function.__code__, {**function.__globals__, "tl": tl}, function.__name__))
-
-
-_trials, _updated = _on_device(estimate.trials), _on_device(estimate.updated)
-_reached, _clamped = _on_device(estimate.reached), _on_device(estimate.clamped)
+_trials, _updated = on_device(estimate.trials), on_device(estimate.updated)
+_reached, _clamped = on_device(estimate.reached), on_device(estimate.clamped)
 
 
 @triton.jit
@@ -145,13 +148,14 @@ def _store_first_inputs(
         tl.store(inputs.draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells"])
+@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "k", "free"])
 def _begin_round(
     inputs,
     progress,
     lengths,
     budget,
     acceptance,
+    matches,
     verdict,
     num_reqs,
     max_num_reqs,
@@ -160,10 +164,13 @@ def _begin_round(
     number_of_cells,
     weight,
     usual_weight,
+    k,
+    free,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     LEVELS: tl.constexpr,
     LIMITS: tl.constexpr,
+    FREE: tl.constexpr,
 ):
     """One program for all rows; those past the batch are padding that does no attention work."""
     row = tl.arange(0, ROWS)
@@ -180,13 +187,16 @@ def _begin_round(
         row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
     )  # fmt: skip
     allowed = tl.minimum(allowed, tl.minimum(tl.load(progress.limit), steps))
+    # What allows a request less than k allows it no longer a free draft.
+    room = tl.where(allowed >= k, tl.minimum(free, steps), tl.minimum(free, allowed))
     if LEVELS > 0:
-        drafted = tl.load(lengths + request, mask=real, other=0)
+        drafted = tl.load(matches.drafted + request, mask=real, other=0)
         by_acceptance = _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS)
         allowed = tl.minimum(allowed, by_acceptance)
     # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
     end = tl.minimum(tl.load(budget.ends + request, mask=real, other=0), max_model_len)
     allowed = tl.minimum(allowed, end - known - 2)
+    room = tl.minimum(room, end - known - 2)
     token = tl.load(verdict.last_sampled + request, mask=real, other=0).to(tl.int32)
     ended = token == tl.load(budget.stops + request, mask=real, other=-1)
     # A request inside its prefill sampled nothing.
@@ -196,13 +206,19 @@ def _begin_round(
     _store_first_inputs(row, request, inside, drafts, token, known, inputs, K, ROWS)
     tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
     count = tl.sum(drafts.to(tl.int32), axis=0)
-    tl.store(progress.step, 0)
+    if FREE:  # the first step is counted when it is known who takes it
+        tl.store(matches.room + row, tl.where(drafts, room, 0), mask=inside)
+        tl.store(progress.step, -1)
+    else:
+        tl.store(matches.drafted + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+        tl.store(progress.step, 0)
     tl.store(progress.round_limit, tl.max(allowed, axis=0))
     tl.store(progress.active, count)
     tl.store(progress.going, 0)
     if count > 0:
         tl.store(progress.counts + ROUNDS, tl.load(progress.counts + ROUNDS) + 1)
-        _count_step(progress.counts, count, 0, K)
+        if not FREE:
+            count_step(progress.counts, count, 0, K)
 
 
 def begin_round(
@@ -211,22 +227,27 @@ def begin_round(
     steps: int,
     verdict: tuple[Tensor, Tensor, Tensor],
     own_limits: bool = True,
+    dummy_run: bool = False,
 ) -> None:
-    """Inputs of the first draft step, from what the verify pass left on the device.
+    """Inputs of the first draft step, from what the verify pass left on the device, and free drafts if there are any.
 
     verdict: num_sampled and num_rejected, int32 [rows], and last_sampled, [requests]. steps: most drafts this round.
     own_limits: whether thresholds of the table and of requests count, which are for the gate that they were given for.
     Rows that do not draft get the request -1. Every row starts without a drafted token.
     """
-    rows, k = state.draft_tokens.shape
-    budget = state.budget
+    rows, places = state.draft_tokens.shape
+    budget, free = state.budget, None if dummy_run else state.free
+    left = Verdict(batch.seq_lens, *verdict)
+    if free is not None:
+        look_up(state, batch, left)
     _begin_round[(1,)](
         state.inputs(),
         state.progress(),
         state.lengths,
         budget.limits,
         budget.acceptance,
-        Verdict(batch.seq_lens, *verdict),
+        state.matches,
+        left,
         num_reqs=batch.num_reqs,
         max_num_reqs=rows,
         max_model_len=state.max_model_len,
@@ -234,8 +255,13 @@ def begin_round(
         number_of_cells=len(budget.limits.cells),
         weight=acceptance.WEIGHT,
         usual_weight=acceptance.USUAL_WEIGHT,
-        K=k,
+        k=places if free is None else free.k,
+        free=0 if free is None else free.tokens,
+        K=places,
         ROWS=triton.next_power_of_2(rows + 1),
         LEVELS=len(budget.acceptance.ladder),
         LIMITS=own_limits,
+        FREE=free is not None,
     )
+    if free is not None:
+        judge(state, batch, left)

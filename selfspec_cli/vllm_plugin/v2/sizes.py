@@ -22,7 +22,7 @@ which is as many as vLLM has."""
 
 def widths(settings: ResolvedSettings) -> tuple[int, ...]:
     """Places for drafts that a verify pass may have a request, the most first: decode graphs are captured for these."""
-    return tuple(sorted({settings.k, *settings.table.lengths, 0}, reverse=True))
+    return tuple(sorted({settings.width, *(k for k in settings.table.lengths if k < settings.k), 0}, reverse=True))
 
 
 def request_counts(most: int) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def mixed_sizes(sizes: Iterable[int]) -> list[int]:
 
 def reach(settings: ResolvedSettings, limit: int) -> int:
     """Tokens of the largest step that has to have a graph."""
-    return (settings.k + 1) * min(limit, RAISED)
+    return (settings.width + 1) * min(limit, RAISED)
 
 
 def capture_larger_steps(config: Any) -> None:
@@ -75,7 +75,7 @@ def capture_larger_steps(config: Any) -> None:
         return
     chosen, scheduler = config.compilation_config, config.scheduler_config
     own, room = chosen.cudagraph_capture_sizes, scheduler.max_num_batched_tokens
-    sizes = [count * (settings.k + 1) for count in request_counts(min(scheduler.max_num_seqs, RAISED))]
+    sizes = [count * (settings.width + 1) for count in request_counts(min(scheduler.max_num_seqs, RAISED))]
     more = [size for size in sizes if own and own[-1] < size <= room]
     if more:
         chosen.cudagraph_capture_sizes = [*own, *more]

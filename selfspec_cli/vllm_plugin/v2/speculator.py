@@ -31,12 +31,14 @@ from selfspec_cli.vllm_plugin.trunk import attention_names, first_layers
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
 from selfspec_cli.vllm_plugin.v2.draft_loop import DraftLoop
 from selfspec_cli.vllm_plugin.v2.kernels import EndStep
+from selfspec_cli.vllm_plugin.v2.matches import certain
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
-from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
 from selfspec_cli.vllm_plugin.v2.step_order import DraftClock
 from selfspec_cli.vllm_plugin.v2.verdict import DeviceRecorder, verify_no_more_than
 from selfspec_cli.vllm_plugin.v2.widths import WidthPlanner, planners_like
 from selfspec_cli.vllm_plugin.vllm_names import (
+    StagedWriteTensor,
     dispatch_cg_and_sync_dp,
     init_attn_backend,
     init_logger,
@@ -74,7 +76,7 @@ def init_with_early_exit(original: Init) -> Init:
         if settings_of(vllm_config) is None:
             return original(vllm_config, device, req_states)
         require_runner(device.type, v2=True)
-        speculator = EarlyExitSpeculator(vllm_config, device)
+        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
         verify_no_more_than(req_states, speculator.state.lengths)
         return speculator
 
@@ -86,7 +88,7 @@ class EarlyExitSpeculator(DraftLoop):
 
     new_recorder = DeviceRecorder
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, requests: RequestState) -> None:
         super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
@@ -94,7 +96,7 @@ class EarlyExitSpeculator(DraftLoop):
         self.settings = settings
         self.state = DraftState.around(
             self.input_buffers, self.idx_mapping, self.sample_src_positions, self.draft_tokens,
-            self.current_draft_step, self.max_model_len, settings.table, settings.ladder,
+            self.current_draft_step, self.max_model_len, settings.table, settings.ladder, *self._free(requests),
         )  # fmt: skip
         self.gate = DeviceGate(self.state, settings.gate.kind, settings.threshold, settings.calibration)
         self._set_limits_by_load()
@@ -110,6 +112,17 @@ class EarlyExitSpeculator(DraftLoop):
         self._warm = False
         self._weights: Watch | None = None  # of the target, once it is loaded
         self._context: ContextKernel | None = None  # of what drafts leave out, once there is a KV cache
+
+    def _free(self, requests: RequestState) -> tuple[Free | None, Tensor | None]:
+        """What bounds free drafts, and the tokens of all requests, which are looked up in each round."""
+        if not self.settings.free_drafts:
+            return None, None
+        assert self.settings.draft_cost is not None
+        text = requests.all_token_ids.gpu
+        if text.device.type == "cuda":  # vLLM keeps them in memory of the host, but for its own n-gram drafts
+            requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
+            text = requests.all_token_ids.gpu
+        return Free(self.settings.free_drafts, self.settings.k, self.settings.draft_cost), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
 
@@ -288,6 +301,8 @@ class EarlyExitSpeculator(DraftLoop):
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
         # In vLLM's profiling run there is no KV cache yet: `set_attn` comes after it.
         self._draft(input_batch, steps, is_profile, dp_sync_state, dummy_run and skip_attn_for_dummy_run)
+        if self.state.free is not None and self.draft_logits is not None and not dummy_run:
+            certain(self.state, input_batch, self.draft_logits)
         return drafts
 
     def _draft(
@@ -326,11 +341,11 @@ class EarlyExitSpeculator(DraftLoop):
     ) -> None:
         self._take_in()
         self._copy_request_inputs(batch.num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-        if self.positions.several:
+        if self.positions.several and not dummy_run:  # the first dummy run comes before `set_attn`
             deltas = self.model_state.rope_state.prefill_delta.gpu  # another tensor after each step's new requests
             self.positions.shifts[: batch.num_reqs] = deltas.index_select(0, batch.idx_mapping[: batch.num_reqs])
         # Thresholds of the table and of requests are for the gate that the engine was started with.
-        begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind)
+        begin_round(self.state, batch, steps, verdict, self.gate.kind == self.settings.gate.kind, dummy_run)
 
     def _leave_out(self, steps: int) -> None:
         """What of the context the drafts of this round do not attend to, under `draft_context`."""

@@ -18,11 +18,12 @@ from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.vllm_plugin.live_gate import LiveGate
 from selfspec_cli.vllm_plugin.observe.late_copy import LateCopy
 from selfspec_cli.vllm_plugin.v2.draft_budget import DraftBudget
+from selfspec_cli.vllm_plugin.v2.matches import Matches
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import InputBuffers
 
-COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits")
+COUNTED = ("rounds", "steps", "drafted", "gate_ended", "nan_logits", "free_drafted", "free_accepted")
 """The first of `DraftState.counts`, in the kernels' order."""
 
 
@@ -60,6 +61,15 @@ class GateRule(NamedTuple):
     rule: Tensor
 
 
+class Free(NamedTuple):
+    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and what one of these
+    costs, in plain steps."""
+
+    tokens: int
+    k: int
+    cost: float
+
+
 @dataclass
 class DraftState:
     """Persistent tensors of the draft loop. A row is a place in the batch; a request is vLLM's slot for one.
@@ -71,7 +81,8 @@ class DraftState:
     context that the row's drafts do not attend to).
     Requests: lengths (int32, tokens proposed in the last round), statistics (float32 [requests, k, features]; what a
     cumulative gate reads of the step before is there too).
-    budget: what decides how much a request may draft.
+    budget: what decides how much a request may draft. matches: what the histories of requests say, read where `free` is
+    not None; but `matches.drafted`, tokens of the model's own in the last draft, counts everywhere.
     Scalars: step, limit (most drafts a round), round_limit (the most of any row this round), active and going (rows in
     this step, rows that go on after it), gate_feature (-1: always open), gate_rule (sign and threshold). counts: int64.
     features: names of the statistics.
@@ -98,6 +109,8 @@ class DraftState:
     max_model_len: int
     features: tuple[str, ...]
     budget: DraftBudget
+    matches: Matches
+    free: Free | None = None
     _copy: LateCopy | None = None
 
     @classmethod
@@ -111,10 +124,13 @@ class DraftState:
         max_model_len: int,
         table: LengthTable | None = None,
         ladder: Ladder | None = None,
+        free: Free | None = None,
+        text: Tensor | None = None,
     ) -> DraftState:
         """The state around tensors that vLLM's speculator owns already; all others start at zero, the gate open.
 
-        table, ladder: lengths by load and by acceptance; None: k for all.
+        table, ladder: lengths by load and by acceptance; None: k for all. free: None without free drafts; text: the
+        tokens of all requests, for these.
         """
         rows, k = draft_tokens.shape
         device, features = draft_tokens.device, device_features()
@@ -134,7 +150,7 @@ class DraftState:
             zeros(rows, dtype=torch.float32).fill_(math.nan),
             zeros(rows),
             step,
-            zeros(1).fill_(k),
+            zeros(1).fill_(k if free is None else free.k),
             zeros(1),
             zeros(1),
             zeros(1),
@@ -144,6 +160,8 @@ class DraftState:
             max_model_len,
             features,
             DraftBudget.of(table or LengthTable.fixed(k), ladder, rows, device),
+            Matches.of(rows, text if free is not None else None, device),
+            free,
         )
 
     def inputs(self) -> RoundInputs:

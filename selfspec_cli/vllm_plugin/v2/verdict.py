@@ -78,7 +78,7 @@ class DeviceRecorder:
                 list(batch.req_ids),
                 places,
                 num_sampled.clone(),
-                state.lengths[requests],
+                state.matches.drafted[requests],
                 state.statistics[requests],
             )
         )

@@ -31,11 +31,11 @@ class WidthPlanner:
     """Plans for one scheduler."""
 
     def __init__(self, settings: ResolvedSettings) -> None:
-        self.k, self.widths = settings.k, widths(settings)
+        self.k, self.widest, self.widths = settings.k, settings.width, widths(settings)
         self._width_for = {k: min(width for width in self.widths if width >= k) for k in range(self.k + 1)}
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
-        self.in_force = settings.k  # places of the step planned last
+        self.in_force = settings.width  # places of the step planned last
         self.settings, self.read_first = settings, settings.read_first
         self.set_table(settings.table)
         self._own: dict[str, RequestSettings] = {}  # of requests that ask for anything
@@ -56,7 +56,7 @@ class WidthPlanner:
         width = self._width_for[wanted]
         if self.switch is not None:
             self.switch.forget(output.finished_req_ids)
-            if width and not self.switch.open(scheduled.keys(), width, self._at(len(scheduled)).cost):
+            if width and not self.switch.open(scheduled.keys(), min(width, self.k), self._at(len(scheduled)).cost):
                 off["acceptance"] = max(0, self._decoding(scheduled) - sum(off.values()))
                 width = 0
         for reason, number in off.items():
@@ -75,7 +75,7 @@ class WidthPlanner:
 
     def _decoding(self, scheduled: Mapping[str, int]) -> int:
         """Requests that are past their prefill, known by their few tokens: exact but for the end of a long prompt."""
-        return sum(tokens <= 1 + self.k for tokens in scheduled.values())
+        return sum(tokens <= 1 + self.widest for tokens in scheduled.values())
 
     def _longest(self, scheduled: Mapping[str, int], requests: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
         """The most that any scheduled request may draft after its step, and how many may not draft, by reason.
@@ -153,7 +153,7 @@ def plan_drafts(original: Method) -> Method:
             scheduler_output.num_spec_tokens_to_schedule = width
             # A new request of one token is padded to k places to keep a step's shape; with this list it is not.
             most = self.scheduler_config.max_num_seqs
-            self.dynamic_sd_lookup = None if width == planner.k else [width] * (most + 1)
+            self.dynamic_sd_lookup = None if width == planner.widest else [width] * (most + 1)
         original(self, scheduler_output)
 
     return _update_after_schedule

@@ -217,12 +217,18 @@ UNIT_VECTORS = 512  # multiplied at once, so that they take little memory beside
 
 @torch.inference_mode()
 def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
-    """What vLLM packed, [out, in]: exact, because every sum has one term that is not zero."""
+    """What vLLM packed, [out, in]: exact but for rounding to `dtype`, because every sum has one term that is not zero.
+
+    A layer that rounds its tokens by a scale from the checkpoint (static fp8) takes that scale in place of ones: it is
+    rounded to one, where a 1 might be beyond the greatest value.
+    """
     columns, parts = int(layer.input_size_per_partition), []
     device = next(layer.parameters()).device
+    scale = getattr(layer, "input_scale", None)
+    one = float(scale.max()) if isinstance(scale, Tensor) and scale.numel() else 1.0
     for start in range(0, columns, UNIT_VECTORS):
         count = min(UNIT_VECTORS, columns - start)
         units = torch.zeros(count, columns, dtype=dtype, device=device)
-        units[torch.arange(count), torch.arange(start, start + count)] = 1
-        parts.append(layer.quant_method.apply(layer, units, None))
+        units[torch.arange(count), torch.arange(start, start + count)] = one
+        parts.append(layer.quant_method.apply(layer, units, None) / one)
     return torch.cat(parts).t().contiguous()

@@ -1,0 +1,138 @@
+"""Drafts that cost nothing: what followed the same tokens before, in the request's own prompt and output.
+
+Before a round the last tokens of a request are looked up in its history. As soon as a match is long enough to be
+trusted, the rest of the draft is copied from what followed it, and the draft ends, for nothing is left to compute:
+
+    the match is trusted      all of the draft is copied, before the first draft step
+    it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match
+                              is longer by one, and once it is trusted the rest is copied
+
+How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
+after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
+
+This is the rule, in PyTorch, for one request. The V1 runner calls it; v2/matches.py does the same for a batch on the
+device, and its test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.estimate import trials, updated
+
+LONGEST = 16
+"""Tokens of a match that are looked at: longer ones count as this long."""
+WEIGHT = 0.15
+"""Of one token against all before it, in the estimates of a request."""
+
+
+def longest_match(text: Tensor) -> tuple[int, int]:
+    """text [n]: how many of its last tokens, LONGEST at most, stand earlier in it, and the place behind them there, the
+    latest of several. (0, 0) where the last token is new."""
+    length = start = 0
+    last = len(text) - 1
+    ends = (text[:-1] == text[-1]).nonzero()[:, 0] + 1
+    while len(ends):
+        length, start = length + 1, int(ends[-1])
+        if length == LONGEST:
+            break
+        ends = ends[ends > length]
+        ends = ends[text[ends - 1 - length] == text[last - length]]
+    return length, start
+
+
+def following(text: Tensor, start: int, count: int) -> Tensor:
+    """The `count` tokens from `start` on; where the text ends it goes on as it did from there, as in a repetition."""
+    return text[start + torch.arange(count) % (len(text) - start)]
+
+
+def agreement(text: Tensor, known: int, start: int) -> int:
+    """How many of the tokens behind the first `known` are those from `start` on, before the first that is another."""
+    gained = text[known:]
+    return int((gained == text[start : start + len(gained)]).int().cumprod(0).sum())
+
+
+def first_rates() -> Tensor:
+    """Estimates [LONGEST] of a new request: of L tokens that agreed in a row, the next one does with L / (L + 1)."""
+    lengths = torch.arange(1.0, LONGEST + 1)
+    return lengths / (lengths + 1)
+
+
+def learnt(rates: Tensor, length: int, agreed: int, gained: int) -> Tensor:
+    """Estimates [LONGEST] of the token after a match of 1, 2, ... tokens, after one of `length` of whose next `gained`
+    tokens the first `agreed` came true. A match is longer by one with each."""
+    lengths = torch.arange(1, LONGEST + 1)
+    right = ((lengths >= length) & (lengths < length + agreed)).int()
+    right[-1] = max(0, agreed - (LONGEST - length))
+    wrong = (lengths == min(length + agreed, LONGEST)) & (agreed < gained)
+    return updated(rates, right, right + wrong, WEIGHT)
+
+
+def expected(rates: Tensor, tokens: int) -> Tensor:
+    """Tokens [LONGEST] of a copied draft of `tokens` that will be accepted, behind a match of 1, 2, ... tokens."""
+    total, stands = torch.zeros(LONGEST), torch.ones(LONGEST)
+    for place in range(tokens):
+        stands = stands * rates[(torch.arange(LONGEST) + place).clamp_max(LONGEST - 1)]
+        total = total + stands
+    return total
+
+
+def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) -> int:
+    """The length from which on a match is copied: such drafts yield as many tokens in the same time as the model's own.
+
+    own: estimated acceptance of one of its k tokens, each of which costs `cost` plain steps. LONGEST + 1: never.
+    """
+    yields = 0.0
+    for _ in range(k):
+        yields = own * (1.0 + yields)
+    doubtful = (1.0 + expected(rates, tokens)) * (1.0 + cost * k) < 1.0 + yields
+    return int((doubtful * torch.arange(1, LONGEST + 1)).max()) + 1
+
+
+@dataclass
+class Matches:
+    """What one request's history says. tokens: most of a free draft; k: most of the model's own; cost: of one of these.
+
+    rates: by length of the match, [LONGEST]; own: of the model's own drafts. length, start, known: the last look-up,
+    and of how many tokens. drafted, copied: tokens of the last draft, the model's own and those of a match.
+    """
+
+    tokens: int
+    k: int
+    cost: float
+    rates: Tensor = field(default_factory=first_rates)
+    own: float = 1.0
+    length: int = 0
+    start: int = 0
+    known: int = 0
+    trusted: int = LONGEST + 1
+    drafted: int = 0
+    copied: int = 0
+
+    def verdict(self, text: Tensor, accepted: int) -> int:
+        """A verify pass is over, and `text` [n] has its tokens; of the last draft `accepted` stood. How many of these
+        were copied."""
+        if self.length and len(text) > self.known:
+            text = text[: self.known + self.tokens + 1]
+            agreed = agreement(text, self.known, self.start)
+            self.rates = learnt(self.rates, self.length, agreed, len(text) - self.known)
+        stood = min(accepted, self.drafted)
+        self.own = updated(self.own, stood, trials(stood, self.drafted) if self.drafted else 0, WEIGHT)
+        return max(0, min(accepted - self.drafted, self.copied))
+
+    def look_up(self, text: Tensor) -> None:
+        """A round begins behind `text` [n]."""
+        self.length, self.start = longest_match(text)
+        self.known, self.drafted, self.copied = len(text), 0, 0
+        self.trusted = trusted_from(self.rates, self.own, self.tokens, self.k, self.cost)
+
+    def rest(self, text: Tensor, draft: list[int], room: int) -> list[int]:
+        """What of the match follows `draft`, up to `room` tokens with it, where the match is trusted by now. Empty: the
+        model's own draft goes on."""
+        if not self.length or self.length + len(draft) < self.trusted or len(draft) >= room:
+            return []
+        copied = following(text, self.start, room).tolist()
+        return copied[len(draft) :] if copied[: len(draft)] == draft else []

@@ -1,0 +1,49 @@
+"""What the V2 draft loop counts on the device, and the turn from one step to the next."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+
+# Places of the counters, in `DraftState.counts`; the histograms follow: rounds by length, tokens by position, steps by
+# active rows.
+ROUNDS, STEPS, DRAFTED, GATE_ENDED, NAN_LOGITS, FREE_DRAFTED, FREE_ACCEPTED, TOTALS = map(tl.constexpr, range(8))
+
+
+@triton.jit
+def count_step(counts, rows, step, K: tl.constexpr):
+    """A draft step over so many rows is about to run; step: its number in the round, from 0."""
+    tl.store(counts + STEPS, tl.load(counts + STEPS) + 1)
+    tl.store(counts + DRAFTED, tl.load(counts + DRAFTED) + rows)
+    place = counts + TOTALS + K + 1 + step
+    tl.store(place, tl.load(place) + rows)
+    place = counts + TOTALS + K + 1 + K + rows
+    tl.store(place, tl.load(place) + 1)
+
+
+@triton.jit
+def _turn(progress, K: tl.constexpr):
+    """Between two steps, after every row has decided: who goes on, and what there is to count."""
+    before, after, step = tl.load(progress.active), tl.load(progress.going), tl.load(progress.step) + 1
+    tl.store(progress.step, step)
+    tl.store(progress.active, after)
+    tl.store(progress.going, 0)
+    if after > 0:
+        count_step(progress.counts, after, step, K)
+    elif before > 0:
+        place = progress.counts + TOTALS + step
+        tl.store(place, tl.load(place) + 1)
+        if step < tl.load(progress.round_limit):
+            tl.store(progress.counts + GATE_ENDED, tl.load(progress.counts + GATE_ENDED) + 1)
+
+
+def turn(state: DraftState) -> None:
+    """Count a step that has ended, and the one that begins."""
+    _turn[(1,)](state.progress(), K=state.draft_tokens.shape[1])

@@ -1,0 +1,90 @@
+"""Drafts from what a request had before: lossless beside the model's own, whatever bounds or closes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import GATES, Live, differing, greedy, layer_skip, live, ragged_prompts, tokens
+from models import LAYERS, VOCAB
+
+pytestmark = pytest.mark.engine
+
+K, FREE = 4, 10
+PROMPTS = [(prompt[:15] * 9)[:100] if number % 2 else prompt
+           for number, prompt in enumerate(ragged_prompts(12, VOCAB, seed=6))]  # fmt: skip
+"""Every second prompt says the same again and again: requests with a match run beside others."""
+
+
+def parameters(**asked: Any) -> list[Any]:
+    """Requests of many lengths; `asked` by the first of every three."""
+    return [greedy(40 + 9 * number, **({} if number % 3 else asked)) for number in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir) -> list[list[int]]:
+    with live(model_dir("llama")) as engine:
+        return tokens(engine.generate(PROMPTS, parameters()))
+
+
+def counted(engine: Live, plain: list[list[int]], params: list[Any]) -> dict[str, int]:
+    """Generate what the plain engine did; what the draft loop counted meanwhile."""
+    before, verified = engine.call("early_exit_counters"), engine.counts()
+    assert not differing(tokens(engine.generate(PROMPTS, params)), plain)
+    after, verified = engine.call("early_exit_counters"), engine.counts() - verified
+    found = {
+        name: after[name] - before[name] for name in ("rounds", "drafted", "free_drafted", "free_accepted", "steps")
+    }
+    assert verified.accepted >= found["free_accepted"]
+    # The last drafts of a request are never verified.
+    assert verified.drafted <= found["drafted"] + found["free_drafted"]
+    verified.require_both_verdicts()
+    return found
+
+
+def test_with_every_kind_of_gate_and_length_and_beside_requests_that_opt_out(model_dir, plain):
+    with live(model_dir("llama"), layer_skip(LAYERS // 2, K, free_drafts=FREE)) as engine:
+        for gate in ("none", "maxp", "survival"):
+            engine.set_gate(gate, GATES[gate])
+            found = counted(engine, plain, parameters())
+            assert found["free_accepted"] > 20
+            assert found["drafted"] > 20
+        engine.set_gate("none", None)
+        wishes = seen(engine)
+        counted(engine, plain, parameters(extra_args={"selfspec_k": 0}))
+        assert wishes[True] == {0}
+        assert FREE in wishes[False] and max(wishes[False]) == FREE
+        engine.call("early_exit_set_draft_length", 2)
+        counted(engine, plain, parameters())
+        engine.call("early_exit_set_draft_length", 0)
+        before = engine.counts()
+        assert not differing(tokens(engine.generate(PROMPTS, parameters())), plain)
+        assert (engine.counts() - before).drafted == 0
+
+
+def seen(engine: Live) -> dict[bool, set[int]]:
+    """From now on, the lengths of drafts of requests that want none, and of others."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def watch(worker: Any) -> None:
+        drafter = worker.model_runner.drafter
+        propose = drafter.propose
+
+        def watched(*args: Any, **kwargs: Any) -> list[list[int]]:
+            drafts = propose(*args, **kwargs)
+            for name, draft in zip(drafter.runner.input_batch.req_ids, drafts, strict=False):
+                found[bool(drafter.runner.requests[name].sampling_params.extra_args)].add(len(draft))
+            return drafts
+
+        drafter.propose = watched
+
+    engine.llm.collective_rpc(watch)
+    return found
+
+
+def test_with_a_table_adaptive_length_copies_a_window_and_preemption(model_dir, plain):
+    spec = layer_skip(LAYERS, K, free_drafts=FREE, draft_weights="int8", adaptive_length=True, draft_cost=0.3,
+                      length_table="1:4 6:2", draft_window=32)  # fmt: skip
+    small = {"kv_cache_memory_bytes": 24 * 2**16, "max_model_len": 384}
+    with live(model_dir("llama"), spec, **small) as engine:
+        assert counted(engine, plain, parameters())["free_accepted"] > 20

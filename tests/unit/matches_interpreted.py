@@ -1,0 +1,195 @@
+"""Free drafts as the device makes them, against the plain rule. Run as kernels_interpreted.py is."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels_interpreted import DEVICE, end_step
+
+from selfspec_cli.early_exit.acceptance import WEIGHT, Ladder
+from selfspec_cli.early_exit.estimate import trials, updated
+from selfspec_cli.early_exit.free_drafts import LONGEST, Matches
+from selfspec_cli.early_exit.length_table import LengthTable
+from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
+from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
+from selfspec_cli.vllm_plugin.v2.matches import certain
+from selfspec_cli.vllm_plugin.v2.round_setup import begin_round, take_in
+from selfspec_cli.vllm_plugin.v2.state import DeviceGate, DraftState, Free
+
+ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.05, 5, 1400  # two blocks of history
+
+
+class Device:
+    """Requests 3, 2, 1 in rows 0, 1, 2, as the V2 runner keeps them."""
+
+    def __init__(self, table: LengthTable | None = None, ladder: Ladder | None = None, free: int = FREE, k: int = K):
+        buffers = SimpleNamespace(
+            input_ids=torch.zeros(ROWS, dtype=torch.int32), positions=torch.zeros(ROWS, dtype=torch.int64),
+            seq_lens=torch.zeros(ROWS, dtype=torch.int32), query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
+        )  # fmt: skip
+        self.text = torch.full((ROWS, MAX_LEN), 99, dtype=torch.int32)
+        self.state = DraftState.around(
+            buffers, torch.full((ROWS,), -1), torch.zeros(ROWS, dtype=torch.int64),
+            torch.zeros(ROWS, max(free, k), dtype=torch.int64), torch.tensor(0), MAX_LEN, table or LengthTable.fixed(k),
+            ladder, Free(free, k, COST), self.text,
+        )  # fmt: skip
+        self.end = end_step(VOCAB, rows=ROWS)
+
+    def draft(self, texts: list[list[int]], sampled: list[int], own: list[list[int]], dummy_run: bool = False,
+              steps: int | None = None) -> list[list[int]]:  # fmt: skip
+        """A round behind `texts`, of which `sampled` tokens are new. own: what the model's own draft would say."""
+        count, state = len(texts), self.state
+        slots = torch.arange(ROWS - 1, ROWS - 1 - count, -1)
+        for slot, text in zip(slots.tolist(), texts, strict=True):
+            self.text[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        lengths = torch.tensor([len(text) - 1 for text in texts], dtype=torch.int32)
+        self.batch = SimpleNamespace(
+            num_reqs=count, seq_lens=lengths + 2, seq_lens_cpu_upper_bound=lengths + 9, idx_mapping=slots
+        )
+        state.idx_mapping.fill_(-1)
+        if not dummy_run:
+            state.idx_mapping[:count] = slots
+        last = torch.full((ROWS, 1), VOCAB)
+        verdict = (torch.tensor(sampled, dtype=torch.int32), torch.full((count,), 2, dtype=torch.int32), last)
+        begin_round(state, self.batch, state.draft_tokens.shape[1] if steps is None else steps, verdict,
+                    dummy_run=dummy_run)  # fmt: skip
+        while int(state.active):
+            step = int(state.step)
+            logits = torch.zeros(ROWS, VOCAB)
+            for row in range(count):
+                logits[row, own[row][step] if own[row] else 0] = 9.0
+            self.end(state, logits)
+        drafted = state.lengths[slots].tolist()
+        return [state.draft_tokens[row, :length].tolist() for row, length in enumerate(drafted)]
+
+
+def plain_round(matches: Matches, text: list[int], own: list[int], room: int = FREE) -> list[int]:
+    """A round of the plain rule, as the V1 runner has it."""
+    tokens, draft = torch.tensor(text), []
+    matches.look_up(tokens)
+    while True:
+        matches.drafted = len(draft)
+        rest = matches.rest(tokens, draft, room)
+        matches.copied = len(rest)
+        if rest or len(draft) == matches.k:
+            return draft + rest
+        draft.append(own[len(draft)])
+
+
+@pytest.mark.parametrize("free", [2, FREE])
+def test_drafts_and_what_is_learnt_are_those_of_the_plain_rule(free):
+    draw = random.Random(0)
+    device, kept = Device(free=free), [Matches(free, K, COST) for _ in range(3)]
+    texts = [[draw.randrange(VOCAB - row) for _ in range(length)] for row, length in enumerate((3, 40, 1030))]
+    sampled, kinds, free_accepted = [1] * 3, set(), 0
+    likely = [0.95, 0.6, 0.8]  # of a drafted token
+    for _ in range(30):
+        own = [[draw.randrange(VOCAB - 1) for _ in range(K)] for _ in texts]
+        wanted = [plain_round(one, text, tokens, free) for one, text, tokens in zip(kept, texts, own, strict=True)]
+        assert device.draft(texts, sampled, own) == wanted
+        matches, slots = device.state.matches, torch.tensor([3, 2, 1])
+        for name in ("length", "trusted", "drafted", "copied"):
+            assert getattr(matches, name)[slots].tolist() == [getattr(one, name) for one in kept], name
+        torch.testing.assert_close(matches.rates[slots], torch.stack([one.rates for one in kept]))
+        assert matches.own[slots].tolist() == pytest.approx([one.own for one in kept], abs=1e-5)
+        kinds |= {(bool(one.drafted), bool(one.copied)) for one in kept}
+        for row, draft in enumerate(wanted):
+            accepted = next((n for n in range(len(draft)) if draw.random() >= likely[row]), len(draft))
+            texts[row] += [*draft[:accepted], draw.randrange(VOCAB - 1)]
+            sampled[row] = accepted + 1
+            free_accepted += kept[row].verdict(torch.tensor(texts[row]), accepted)
+    assert kinds == {(False, True), (True, False), (True, True)}
+    counted = device.state.snapshot()
+    device.draft(texts, sampled, own)  # takes in the last verdict
+    assert device.state.snapshot()["free_accepted"] == free_accepted > 10
+    assert counted["free_drafted"] > counted["free_accepted"]
+    assert counted["steps"] == sum(step * rounds for step, rounds in enumerate(counted["length_histogram"]))
+    assert sum(counted["length_histogram"]) == counted["rounds"] == 30
+    assert not device.state.matches.found.any()
+
+
+REPEATED = [1, 2, 3, 4, 0] * 5
+
+
+def test_a_round_in_which_all_have_a_match_takes_no_step():
+    device = Device()
+    assert device.draft([REPEATED, REPEATED[:-2]], [1, 1], []) == [[1, 2, 3, 4, 0, 1, 2], [4, 0, 1, 2, 3, 4, 0]]
+    counted = device.state.snapshot()
+    assert (counted["rounds"], counted["steps"], counted["drafted"], counted["free_drafted"]) == (1, 0, 0, 14)
+    assert counted["length_histogram"][0] == 1
+    assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
+    assert device.state.idx_mapping.tolist() == [-1] * ROWS
+
+
+def test_requests_without_a_match_draft_on_beside_them():
+    device, new = Device(), [5, 4, 3]
+    assert device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])[1] == [0, 0, 0]
+    assert device.state.snapshot()["active_histogram"][:3] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("own", "end", "limit", "steps", "wanted"),
+    [
+        (RequestSettings(0), Ending(), K, FREE, 0),
+        (RequestSettings(2), Ending(), K, FREE, 2),
+        (RequestSettings(K), Ending(), K, FREE, FREE),
+        (NOTHING, Ending(len(REPEATED) + 4), K, FREE, 3),
+        (NOTHING, Ending(stop=VOCAB), K, FREE, 0),
+        (NOTHING, Ending(), 1, FREE, 1),
+        (NOTHING, Ending(), 0, FREE, 0),
+        (NOTHING, Ending(), K, 5, 5),
+        (NOTHING, Ending(), K, 2, 2),
+        (NOTHING, Ending(), K, 0, 0),
+    ],
+)
+def test_what_bounds_drafts_bounds_free_ones(own, end, limit, steps, wanted):
+    device = Device()
+    take_in(device.state, [3], [own], [math.nan], [end])
+    device.state.limit.fill_(limit)
+    assert device.draft([REPEATED], [1], [[]], steps=steps) == [(REPEATED * 2)[:wanted]]
+
+
+def test_a_table_bounds_them_and_a_gate_is_not_asked():
+    device = Device(LengthTable.parse("1:3 2:1", K))
+    DeviceGate(device.state, "maxp", 1.0, None)
+    assert [len(draft) for draft in device.draft([REPEATED], [1], [[]])] == [FREE]
+    assert [len(draft) for draft in device.draft([REPEATED] * 2, [1, 1], [[]] * 2)] == [1, 1]
+
+
+def test_inside_a_prefill_in_a_dummy_run_and_in_another_request_nothing_is_drafted_or_learnt():
+    device = Device()
+    assert device.draft([REPEATED], [0], [[]]) == [[]]
+    assert device.draft([REPEATED], [1], [[]], dummy_run=True) == [[]]
+    assert not device.state.matches.known.any()
+    device.draft([REPEATED], [1], [[]])
+    device.draft([[*REPEATED, 1, 2, 0]], [3], [[0] * K])
+    assert device.state.matches.rates[3, -1] != LONGEST / (LONGEST + 1)
+    take_in(device.state, [3], [NOTHING], [math.nan], [Ending()])
+    device.draft([REPEATED], [1], [[]])
+    assert device.state.matches.rates[3, -1] == pytest.approx(LONGEST / (LONGEST + 1))
+
+
+def test_acceptance_is_estimated_from_the_models_own_drafts_alone():
+    ladder = Ladder.of(K, 0.25)
+    device = Device(ladder=ladder)
+    take_in(device.state, [3, 2], [NOTHING] * 2, [math.nan] * 2, [Ending()] * 2)
+    new = [5, 4, 3]
+    device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])
+    device.draft([[*REPEATED, 0], [*new, 0, 0]], [1, 2], [[0] * K] * 2)
+    wanted = updated(1.0, 1, trials(1, K), WEIGHT)
+    assert device.state.budget.rates[[3, 2]].tolist() == pytest.approx([1.0, wanted])
+
+
+def test_the_verifier_is_told_that_copied_tokens_were_sure():
+    device, new = Device(), [5, 4, 3]
+    logits = torch.full((ROWS, FREE, VOCAB), 7.0)
+    device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])
+    certain(device.state, device.batch, logits)
+    assert logits.device.type == DEVICE
+    for place in range(FREE):
+        assert logits[3, place].softmax(-1).tolist() == [float(token == REPEATED[place]) for token in range(VOCAB)]
+    assert (logits[:3] == 7.0).all()

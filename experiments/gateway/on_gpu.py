@@ -143,11 +143,11 @@ def opened(given: argparse.Namespace, wanted: dict[str, RunConfig], scratch: Pat
 
 def serve_gateway(text: str) -> None:
     """In a process of its own: {"policy", "port", "folder", "backends": {name: url}}."""
-    told = json.loads(text)
+    asked = json.loads(text)
     backends = [BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
-                for name, url in told["backends"].items()]  # fmt: skip
-    settings = GatewaySettings(port=told["port"], policy=told["policy"], backends=backends,
-                               results_dir=told["folder"])  # fmt: skip
+                for name, url in asked["backends"].items()]  # fmt: skip
+    settings = GatewaySettings(port=asked["port"], policy=given["policy"], backends=backends,
+                               results_dir=asked["folder"])  # fmt: skip
     settings.ledger.plain_share = 0.0
     server.serve(settings, lambda line: print(line, flush=True))
 
@@ -156,11 +156,11 @@ def serve_gateway(text: str) -> None:
 def gateway(policy: str, servers: dict[str, Server], given: argparse.Namespace, scratch: Path) -> Iterator[str]:
     """The address of a gateway in front of these servers, once all of them take requests."""
     port, folder = free_port(), scratch / policy
-    told = {"policy": policy, "port": port, "folder": str(folder),
+    asked = {"policy": policy, "port": port, "folder": str(folder),
             "backends": {name: one.url for name, one in servers.items()}}  # fmt: skip
     with open(given.out.with_suffix(f".{policy}.log"), "wb") as log:
         process = subprocess.Popen([sys.executable, __file__, "--model", given.model, "--out", str(given.out),
-                                    "--gateway", json.dumps(told)], stdout=log, stderr=log)  # fmt: skip
+                                    "--gateway", json.dumps(asked)], stdout=log, stderr=log)  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(150):

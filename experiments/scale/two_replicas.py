@@ -81,7 +81,7 @@ def started(given: argparse.Namespace, log: Path) -> tuple[subprocess.Popen[byte
 
 
 def measured(one: str, both: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of each arm, by turns."""
+    """Tokens a second of each arm, alternating."""
     model, most = asyncio.run(name_of(one)), given.clients
     arms = {f"one replica, {most // 2} clients": (one, most // 2), f"one replica, {most} clients": (one, most),
             f"two replicas, {most} clients": (both, most)}  # fmt: skip

@@ -160,9 +160,7 @@ class Connections:
         self._idle: dict[tuple[str, str, int], list[Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
-    async def ask(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, seconds: float
-    ) -> Connection:
+    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes, seconds: float) -> Connection:
         """A connection on which the head of an answer has come. seconds: most time until then, from the connecting on.
 
         Raises:
@@ -180,7 +178,12 @@ class Connections:
                 return connection
             except BaseException as error:
                 connection.close()
-                if known is None or connection.status or not isinstance(error, OSError) or isinstance(error, TimeoutError):
+                if (
+                    known is None
+                    or connection.status
+                    or not isinstance(error, OSError)
+                    or isinstance(error, TimeoutError)
+                ):
                     raise  # otherwise it was closed while nobody used it: the next one, or a new one
 
     def give_back(self, connection: Connection) -> None:

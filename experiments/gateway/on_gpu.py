@@ -146,7 +146,7 @@ def serve_gateway(text: str) -> None:
     asked = json.loads(text)
     backends = [BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
                 for name, url in asked["backends"].items()]  # fmt: skip
-    settings = GatewaySettings(port=asked["port"], policy=given["policy"], backends=backends,
+    settings = GatewaySettings(port=asked["port"], policy=asked["policy"], backends=backends,
                                results_dir=asked["folder"])  # fmt: skip
     settings.ledger.plain_share = 0.0
     server.serve(settings, lambda line: print(line, flush=True))

@@ -716,7 +716,7 @@ def main() -> int:
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
     options.add_argument(
-        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "views", "lengths")
+        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "free_drafts", "views", "lengths")
     )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)

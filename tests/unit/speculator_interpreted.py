@@ -475,10 +475,10 @@ def test_logits_that_the_kernel_does_not_take_at_once_are_gathered_in_pieces_of_
     found = draft_loop.ranks.gathered(Communicator(), pytest.fail, part)
     assert torch.equal(found, torch.cat([part, -part], dim=-1))
     assert sizes == [2, 1, 2]
-    wide, calls = torch.ones(2, 8), []
-    draft_loop.ranks.gathered(Communicator(), lambda *words: calls.append(words), wide)  # not even one row
-    draft_loop.ranks.gathered(Communicator(), lambda *words: calls.append(words), part, 0)
-    assert calls == [(wide, 1), (part, 0)]
+    wide, asked = torch.ones(2, 8), []
+    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), wide)  # not even one row
+    draft_loop.ranks.gathered(Communicator(), lambda *words: asked.append(words), part, 0)
+    assert asked == [(wide, 1), (part, 0)]
 
 
 def test_a_length_without_a_graph_is_drafted_eagerly(drafting, monkeypatch):

@@ -57,8 +57,8 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept. One that waits
-    already, such as one that came while the last engine was closed, is raised before the work begins."""
+    """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept. One that
+    waits already, such as one that came while the last engine was closed, is raised before the work begins."""
     global _patient
     before, _patient = _patient, False
     try:

@@ -40,9 +40,11 @@ class Line:
 LINES: tuple[Line | str, ...] = (
     REAL,
     Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H100",
-         "all 28 layers on 4-bit integers, 6 drafts", ("gpu/qwen_1.5b_h100",),
+         "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
+         ("gpu/qwen_1.5b_table_h100",), {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}),
+    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_table_h100",), {1: "c946744582ac", 4: "f4602921af1f"}),
+    Line("the same, on coding tasks; another host", "the same layers, 6 drafts", ("gpu/qwen_1.5b_h100",),
          {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"}),
-    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_h100",), {1: "8d6cec0cc9ec", 4: "21d977a52d06"}),
     Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
          ("gpu/widened",), {1: "e4209e624b23"}),
     Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),

@@ -20,9 +20,8 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, `results/published/gpu.jsonl.xz`."""
-REACH = UNTRIED
-"""Of rows that `tests/gpu/test_v2_lossless.py --group reach` answers: CASES once it has passed."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz` and `gpu/lossless_h100.json` of
+results/published."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,12 @@ ARCHITECTURES = "engine/test_architectures.py::test_one_of_each_family"
 FAULTS = "engine/test_request_faults.py::"
 ONE_SERVER = "start one server for each GPU"
 
-ON_A_GPU_ALONE = () if REACH == UNTRIED else (
-    Row("sleep mode", YES, "copies are freed with the weights; level 2 keeps weights on the host, as level 1 does",
-        None, REACH),
-    Row("a KV cache in 8 bits", YES, "drafts attend by vLLM's kernels", None, REACH),
-)  # fmt: skip
-"""Rows of REACH that no CPU can try; until then they are in NOT_TRIED."""
-
 ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
             "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
             "NVLink",
-            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200; without copies)"),
+            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200, two H100; a gate, 4-bit copies)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -123,18 +115,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
             "(compressed-tensors W4A16) in float16 and with AVX-512, because vLLM's product with them needs both",
-            WORKS_WITH + "test_quantised_targets", REACH),
+            WORKS_WITH + "test_quantised_targets", CASES),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
             WORKS_WITH + "test_multimodal_models"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
-            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
-            REACH),
+            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
             "dimensions; Qwen2-VL on prompts of text", WORKS_WITH + "test_positions_of_several_dimensions",
-            REACH),
+            CASES),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
@@ -151,7 +142,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "adapted model's own; the further the adapter moves the model, the fewer drafts are accepted. On the CPU "
             "vLLM itself gives requests without an adapter, beside others, what its last slot holds: set max_loras to "
             "one more than the adapters in use",
-            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter", REACH),
+            "engine/test_adapters.py::test_each_request_has_the_output_of_its_own_adapter", CASES),
         Row("LoRA with a mixture of experts", REFUSED, "vLLM applies such adapters inside the experts' kernels",
             refusal=adapters_of_experts, instead="with the adapter merged into the model's weights"),
     ),
@@ -173,10 +164,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "engine/test_lossless_edges.py::test_logprobs_are_the_target_models", CASES),
         Row("structured output", YES, "JSON schemas, choices and regular expressions", EDGES, CASES),
         Row("stop tokens, min_tokens, end of text", YES, "a stop inside an accepted draft cuts what follows it", EDGES,
-            REACH),
+            CASES),
         Row("stop strings, several samples (n)", YES, "",
             WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
-        Row("penalties, bad words, allowed_token_ids", YES, "", EDGES, REACH),
+        Row("penalties, bad words, allowed_token_ids", YES, "", EDGES, CASES),
         Row("logit_bias, min_p", BY_VLLM, "under any speculative method; use allowed_token_ids or top_p, or a server "
             "without a speculative_config", WORKS_WITH + "test_requests_that_vllm_refuses_and_those_that_it_takes"),
         Row("min_p in a model's generation_config.json", BY_VLLM, "the refusal says where it comes from: serve with "
@@ -211,15 +202,14 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("weights replaced in a live engine (reload_weights, weight transfer)", YES, "copies and a draft "
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
-            "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", REACH),
+            "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", CASES),
         Row("KV connectors (prefill and decoding on different servers)", YES, "drafts write into the target's KV cache "
             "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
             WORKS_WITH + "test_keys_and_values_that_another_engine_made"),
-        *ON_A_GPU_ALONE,
         Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
             "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets"),
         Row("drafts with a window of the context (draft_window)", YES, "",
-            "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets", REACH),
+            "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets", CASES),
         Row("the same for layers with a sliding window of their own", REFUSED, "they count positions in the context",
             refusal=lambda: refusals.refuse_context(
                 Context("window", (64,)), [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]
@@ -242,13 +232,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("copies of experts", YES, "router and shared experts stay the target's own",
             COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
-            "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets", REACH),
+            "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets", CASES),
         Row("copies fitted to data, with tensor parallelism", REFUSED, "the file holds whole weights",
             refusal=lambda: refusals.refuse_fitted_copies("a file", 2), instead="copies that are made at load"),
         Row("copies with expert parallelism", REFUSED, "", gpu="-",
             refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
         Row("copies of quantised weights", YES, "made of what the target's quantised layers multiply by, a layer at a "
-            "time", WORKS_WITH + "test_copies_of_quantised_weights", REACH),
+            "time", WORKS_WITH + "test_copies_of_quantised_weights", CASES),
         Row("copies of quantised experts", REFUSED, "", gpu="-",
             refusal=weights("fp8", quantization="awq", is_moe=True), instead="allowed: shared"),
         Row("integer copies where a rank's rows do not divide into groups of 64", REFUSED, "", gpu="-",
@@ -260,7 +250,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 NOT_TRIED = (
     "expert parallelism (on shared weights; copies are refused)",
-    *(("a KV cache in 8 bits", "sleep mode (a GPU's; vLLM ignores it on a CPU)") if REACH == UNTRIED else ()),
+    "sleep mode (a GPU's; vLLM ignores it on a CPU)",
     "`method: skip` with adapters",
     "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",

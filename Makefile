@@ -22,8 +22,9 @@ LINT := $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest
 # Tests that need no engine, on JOBS processes; whoever has nothing left to do takes over from the other.
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
-# Tests that start engines: a file stays in one process, which keeps what its tests share.
-BY_FILE := -n $(JOBS) --dist loadfile
+# Tests that start engines: a file stays in one process, which keeps what its tests share. Long files begin first
+# (tests/engine/conftest.py); without the option those with many tests would.
+BY_FILE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 REPORTS := $(VENV)/.reports
 GRID := tests/engine/test_lossless.py tests/engine/test_lossless_others.py tests/engine/test_sampling.py
 MUTANTS ?= reference costs gates settings v1 lengths vocabulary weights heads v2

@@ -57,10 +57,12 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept."""
+    """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept. One that
+    waits already, such as one that came while the last engine was closed, is raised before the work begins."""
     global _patient
     before, _patient = _patient, False
     try:
+        check()
         yield
     finally:
         _patient = before

@@ -37,7 +37,7 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine.server import Server, ask, free_port, open_server
+from selfspec_cli.engine.server import Server, ServerError, ask, free_port, open_server
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.connection import Connections
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
@@ -120,8 +120,8 @@ def configs(given: argparse.Namespace, scratch: Path) -> dict[str, RunConfig]:
     found = {EARLY: early, PLAIN: plain, BITS: plain}
     if BITS not in given.without:
         folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
-        found[BITS] = replace(plain, model=replace(model, name=f"{name}-gptq", path=str(folder),
-                                                   dtype="float32" if given.cpu else "float16"))  # fmt: skip
+        four = replace(model, name=f"{name}-gptq", path=str(folder), dtype="bfloat16")
+        found[BITS] = replace(plain, model=four)
     return {name: one for name, one in found.items() if name not in given.without}
 
 
@@ -138,16 +138,22 @@ def opened(given: argparse.Namespace, wanted: dict[str, RunConfig], scratch: Pat
             own = {"CUDA_VISIBLE_DEVICES": "0" if name == EARLY else "1", "VLLM_CACHE_ROOT": str(cache)}
             found = open_server(cfg, (), log, scratch / name, own)
             opening[name] = pool.submit(stack.enter_context, found)
-        yield {name: one.result() for name, one in opening.items()}
+        answering = {}
+        for name, one in opening.items():
+            try:
+                answering[name] = one.result()
+            except ServerError as error:  # the others are measured without it
+                print(f"{name}: {error}", flush=True)
+        yield answering
 
 
 def serve_gateway(text: str) -> None:
     """In a process of its own: {"policy", "port", "folder", "backends": {name: url}}."""
-    told = json.loads(text)
+    passed = json.loads(text)
     backends = [BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
-                for name, url in told["backends"].items()]  # fmt: skip
-    settings = GatewaySettings(port=told["port"], policy=told["policy"], backends=backends,
-                               results_dir=told["folder"])  # fmt: skip
+                for name, url in passed["backends"].items()]  # fmt: skip
+    settings = GatewaySettings(port=passed["port"], policy=passed["policy"], backends=backends,
+                               results_dir=passed["folder"])  # fmt: skip
     settings.ledger.plain_share = 0.0
     server.serve(settings, lambda line: print(line, flush=True))
 
@@ -156,11 +162,11 @@ def serve_gateway(text: str) -> None:
 def gateway(policy: str, servers: dict[str, Server], given: argparse.Namespace, scratch: Path) -> Iterator[str]:
     """The address of a gateway in front of these servers, once all of them take requests."""
     port, folder = free_port(), scratch / policy
-    told = {"policy": policy, "port": port, "folder": str(folder),
+    passed = {"policy": policy, "port": port, "folder": str(folder),
             "backends": {name: one.url for name, one in servers.items()}}  # fmt: skip
     with open(given.out.with_suffix(f".{policy}.log"), "wb") as log:
         process = subprocess.Popen([sys.executable, __file__, "--model", given.model, "--out", str(given.out),
-                                    "--gateway", json.dumps(told)], stdout=log, stderr=log)  # fmt: skip
+                                    "--gateway", json.dumps(passed)], stdout=log, stderr=log)  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(150):

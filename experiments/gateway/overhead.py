@@ -1,12 +1,13 @@
 """What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
 
-    python experiments/gateway/overhead.py > overhead.json
-    python experiments/gateway/overhead.py --vllm-router /envs/r/bin/vllm-router --smg /envs/r/bin/smg --litellm /envs/l/bin/litellm
+    python experiments/gateway/overhead.py --minutes 3.8 --vllm-router R/bin/vllm-router --smg R/bin/smg --litellm L/bin/litellm \
+        --out results/published/gateway_overhead.json
 
 A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Reported for each number of streams: p50
 and p99 of the time to first token in milliseconds, what that is over asking directly, and tokens a second as a share of
-direct. Run it on a quiet machine.
+direct. With --minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a
+quiet machine.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -209,10 +210,12 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="the name of its model")
     parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--step", type=float, default=0.03, help="seconds between tokens of the server without a model")
-    parser.add_argument("--requests", type=int, default=512, help="streams for each number of streams, in each round")
-    parser.add_argument("--rounds", type=int, default=3, help="times that all are measured in turn")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--step", type=float, default=0.01, help="seconds between tokens of the server without a model")
+    parser.add_argument("--requests", type=int, default=48, help="streams for each number of streams, in each round")
+    parser.add_argument("--rounds", type=int, default=6, help="most times that all are measured in turn")
+    parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
+    parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
     for name in ("--vllm-router", "--smg", "--litellm"):
         parser.add_argument(name, help="path of the program, in an environment of its own")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -221,6 +224,7 @@ def main() -> None:
         return serve(options.serve, options.step)
     from contextlib import ExitStack
 
+    until = time.monotonic() + (60 * options.minutes - 10 if options.minutes else float("inf"))
     with ExitStack() as stack, tempfile.TemporaryDirectory() as scratch:
         folder, path = Path(scratch), CHAT if options.chat else "/v1/completions"
         backend = options.url
@@ -232,35 +236,60 @@ def main() -> None:
         for name, (command, port) in gateways(options, backend, options.model, folder).items():
             urls[name] = stack.enter_context(started(command, port, folder / f"{name}.log", path, options.model))
             print(f"{name}: {urls[name]}", file=sys.stderr)
-        print(json.dumps(table(options, {name: url + path for name, url in urls.items()}), indent=1))
+        found = rounds(options, {name: url + path for name, url in urls.items()}, until)
+        text = json.dumps(described(options) | {"rows": table(found)}, indent=1)
+        if options.out:
+            options.out.write_text(text + "\n", encoding="utf-8")
+        print(text)
 
 
-def table(options: argparse.Namespace, urls: dict[str, str]) -> dict[str, Any]:
-    """The result: a row for each gateway and number of streams."""
-    rows = []
-    for streams in options.streams:
-        repeats = max(2, options.requests // streams)
-        raw: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
-        for number in range(options.rounds):
+Found = dict[tuple[int, str], list[dict[str, Any]]]
+
+
+def rounds(options: argparse.Namespace, urls: dict[str, str], until: float) -> Found:
+    """(streams, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a moment
+    of time.monotonic(), is left out from then on for all gateways."""
+    found: Found = {}
+    lasted: dict[int, float] = {}
+    for number in range(options.rounds):
+        for streams in options.streams:
+            began = time.monotonic()
+            if began + lasted.get(streams, 0.0) > until:
+                continue
             for name in list(urls) if number % 2 == 0 else list(urls)[::-1]:
-                raw[name].append(asyncio.run(measured(urls[name], options.model, streams, options.tokens, repeats)))
-                print(f"{streams} streams, round {number + 1}: {name}", file=sys.stderr)
-        joined = {name: [one for part in parts for one in part["firsts"]] for name, parts in raw.items()}
-        rates = {name: sum(one["events"] for one in parts) / sum(one["seconds"] for one in parts)
-                 for name, parts in raw.items()}  # fmt: skip
-        for name, firsts in joined.items():
-            row = {"gateway": name, "streams": streams, "requests": len(firsts)}
-            for label, share in (("p50", 0.5), ("p99", 0.99)):
-                row[f"ttft_{label}_ms"] = round(1000 * quantile(firsts, share), 3)
-                added = quantile(firsts, share) - quantile(joined["direct"], share)
-                row[f"added_{label}_ms"] = round(1000 * added, 3)
-            row["tokens_s"] = round(rates[name], 1)
-            row["share_of_direct"] = round(rates[name] / rates["direct"], 4)
-            rows.append(row)
-    path = CHAT if options.chat else "/v1/completions"
-    step = None if options.url else options.step
-    return {"path": path, "tokens": options.tokens, "step_s": step, "rounds": options.rounds, "cpus": os.cpu_count(),
-            "load_average": os.getloadavg()[0], "rows": rows}  # fmt: skip
+                repeats = max(2, options.requests // streams)
+                part = asyncio.run(measured(urls[name], options.model, streams, options.tokens, repeats))
+                found.setdefault((streams, name), []).append(part)
+                print(f"round {number + 1}, {streams} streams: {name}", file=sys.stderr)
+            lasted[streams] = time.monotonic() - began
+    return found
+
+
+def table(found: Found) -> list[dict[str, Any]]:
+    """A row for each gateway and number of streams."""
+    rows = []
+    for (streams, name), parts in found.items():
+        firsts, direct = ([one for part in found[streams, who] for one in part["firsts"]] for who in (name, "direct"))
+        row: dict[str, Any] = {"gateway": name, "streams": streams, "rounds": len(parts), "requests": len(firsts)}
+        for label, share in (("p50", 0.5), ("p99", 0.99)):
+            row[f"ttft_{label}_ms"] = round(1000 * quantile(firsts, share), 3)
+            row[f"added_{label}_ms"] = round(1000 * (quantile(firsts, share) - quantile(direct, share)), 3)
+        row["tokens_s"] = round(rate(parts), 1)
+        row["share_of_direct"] = round(rate(parts) / rate(found[streams, "direct"]), 4)
+        rows.append(row)
+    return rows
+
+
+def rate(parts: Sequence[dict[str, Any]]) -> float:
+    """Tokens a second."""
+    return float(sum(one["events"] for one in parts) / sum(one["seconds"] for one in parts))
+
+
+def described(options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, and on what."""
+    return {"path": CHAT if options.chat else "/v1/completions", "tokens": options.tokens,
+            "step_s": None if options.url else options.step, "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0]}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ CLASSES = ("interactive", "batch")
 CACHE_WISHES = ("none", "exact", "meaning")
 OWN = "selfspec"  # of the body: what is meant for the gateway
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
+WISH_HEADERS = {f"x-selfspec-{name.replace('_', '-')}": name for name in WISHES}
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
 
@@ -100,9 +101,9 @@ def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
     if not isinstance(own, dict):
         raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
     wishes = dict(own)
-    for name in WISHES:
-        if (given := headers.get(f"x-selfspec-{name.replace('_', '-')}")) is not None:
-            wishes[name] = given
+    for header, name in WISH_HEADERS.items():
+        if header in headers:
+            wishes[name] = headers[header]
     for name, value in wishes.items():
         if name not in WISHES:
             raise bad_request(closest(name, WISHES, "wish"), OWN)

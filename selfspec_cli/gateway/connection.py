@@ -1,7 +1,7 @@
 """HTTP/1.1 to backends, over connections that are kept: httptools parses, and one object is one connection.
 
-A general client spends several times as long on a request as the rest of the gateway (docs/gateway.md), so there is none.
-What it would also do is not done here: redirects, cookies, proxies, compressed answers.
+A general client (aiohttp) took as much of a request's time as the rest of the gateway (docs/gateway.md), so there is
+none. What it would also do is not done here: redirects, cookies, proxies, compressed answers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CLOSED = "the connection was closed"
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the answer that comes on it. Raises ConnectionError where it breaks, TimeoutError where nothing
-    comes.
+    """One connection, and the answer that comes on it. Raises ConnectionError where it breaks, and TimeoutError where
+    nothing comes.
 
     status: of HTTP; 0 before the head has come. headers: names in small letters. ended: the whole answer has come.
     """

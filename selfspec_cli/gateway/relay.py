@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -77,9 +76,7 @@ class Relay:
             self.out.route, self.finished = known.name, True
             self.client.headers["x-selfspec-backend"] = known.name
             return await self.client.whole(200, raw)
-        if failure is None:
-            raise GatewayError("no backend takes requests for this model now", 503, "service_unavailable",
-                               headers={"retry-after": "1"})  # fmt: skip
+        assert failure is not None  # `order` is not empty: `Gateway._route` refuses a request that nobody takes
         last, fault = failure
         raise GatewayError(f"backend {last.name}: {fault}", fault.status, "backend_error", backend=last.name)
 
@@ -225,13 +222,13 @@ class Relay:
                 if self.first is None:
                     self.first = at
                     self.out.ttft = at - self.asked.began
-                if self.first_of_rest is None:
-                    self.first_of_rest = at
-                    replica.first_token(number, at - began)
-                    replica.succeeded()
                 self.last = at
                 if not done:  # its end is sent with it: each write is a system call
                     await self.client.part(END.join([*made, b""]))
+                if self.first_of_rest is None:  # learnt from it when it is on its way
+                    self.first_of_rest = at
+                    replica.first_token(number, at - began)
+                    replica.succeeded()
             if broken is not None:
                 raise broken
             if done:
@@ -239,11 +236,9 @@ class Relay:
         if not done and not self.finished:
             raise BrokenStream("the stream ended before the answer did")
         await self._finish(made if done else [])
-        if done:  # then the connection can be used again
-            with suppress(BrokenStream, TimeoutError):
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    async for _ in self.gateway.upstream.parts(response):
-                        pass
+        if not response.ended:  # then the connection can be used again
+            with suppress(OSError):
+                await response.read(DRAIN_SECONDS)
 
     def _take(self, found: list[bytes], made: list[bytes]) -> bool:
         """Put events as the client gets them into `made`; whether the last one of the answer was among them.

@@ -121,12 +121,13 @@ class Replica:
         return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
 
     def slows(self, asked: Asked) -> float:
-        """Seconds that the request would add to the others there, all together, while it runs."""
+        """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
+        average."""
         alone, beside = self.timing.step(self.running()), self.timing.step(self.running() + 1)
         if alone is None or beside is None:
             return 0.0
         more = (beside - alone) * self.load.work / self.load.tokens
-        return self.running() * more * asked.expected_tokens
+        return self.running() * more * asked.expected_tokens / 2
 
     def price(self, asked: Asked, expected: Prediction | None = None) -> float:
         """What the request is expected to cost there; of an hourly price, its share of the machine's time."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -20,11 +21,12 @@ from selfspec_cli.gateway.backends.base import environment, log_of
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
-from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of
+from selfspec_cli.gateway.timing import FEW
+from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepared
 
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 20.0
-WARM_TOKENS = 4
+WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
 
 
 def replica(settings: BackendSettings) -> Replica:
@@ -150,14 +152,31 @@ class Supervisor:
         one.weights = one.settings.weights or f"{one.model}{quantised}"
 
     async def _warm(self, one: Replica) -> None:
-        """One short request: what is compiled or loaded at first use is no user's wait. vLLM only: others are paid."""
+        """A few short requests: what is compiled or loaded at first use is no user's wait, and the times of the others
+        are the first that are known, so that no user's request has to find them out. vLLM only: others are paid."""
         if not one.vllm:
             return
-        body = {"model": one.model, "prompt": "1 2 3", "max_tokens": WARM_TOKENS, "temperature": 0}
+        body = {"model": one.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        times = []
         with suppress(Exception):  # a model for embeddings alone has no completions
-            async with self.upstream.post(one, "/v1/completions", body, {}) as response:
-                async for _ in self.upstream.parts(response):
-                    pass
+            for number in range(1 + FEW):
+                words = [str(number * WARM_WORDS + place) for place in range(WARM_WORDS)]  # none is in a prefix cache
+                times.append(await self._timed(one, {**body, "prompt": " ".join(words)}))
+                if number == 0 or one.load.drafts:
+                    await self._read_metrics(one)
+        for ttft, tpot in times[1:]:
+            one.timing.learn_ttft(len(" ".join(words)) / 4, 0.0, ttft)
+            one.timing.learn_tpot(1.0, one.load.work, one.load.tokens, tpot)
+
+    async def _timed(self, one: Replica, body: dict[str, Any]) -> tuple[float, float]:
+        """Seconds to the first token of a stream, and for each further one."""
+        began = first = last = time.monotonic()
+        sent = await prepared(self.upstream, one, "/v1/completions", body)
+        async with self.upstream.post(one, "/v1/completions", sent, {}) as response:
+            async for _ in self.upstream.parts(response):
+                last = time.monotonic()
+                first = last if first == began else first
+        return first - began, (last - first) / (WARM_TOKENS - 1)
 
     async def _read_metrics(self, one: Replica) -> None:
         inside = len(one.flights)

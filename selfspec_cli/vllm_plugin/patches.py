@@ -202,6 +202,13 @@ PATCHES: tuple[Patch, ...] = (
         for name in ("reload_weights", "finish_weight_update")
     ),
     Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.sleep",
+        replacement=f"{_HERE}.weights.renewed:keep_weights_asleep",
+        stage="worker",
+        reason="sleep at level 2 drops tensors of the draft that no new weights bring back",
+        unneeded_when="vLLM keeps a drafter's tensors that are no weights at level 2",
+    ),
+    Patch(
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
         replacement=f"{_HERE}.loaded_model:after_loading",
         stage="worker",

@@ -89,6 +89,13 @@ ARCHITECTURES = "engine/test_architectures.py::test_one_of_each_family"
 FAULTS = "engine/test_request_faults.py::"
 ONE_SERVER = "start one server for each GPU"
 
+ON_A_GPU_ALONE = () if REACH == UNTRIED else (
+    Row("sleep mode", YES, "copies are freed with the weights; level 2 keeps weights on the host, as level 1 does",
+        None, REACH),
+    Row("a KV cache in 8 bits", YES, "drafts attend by vLLM's kernels", None, REACH),
+)  # fmt: skip
+"""Rows of REACH that no CPU can try; until then they are in NOT_TRIED."""
+
 ROWS: dict[str, tuple[Row, ...]] = {
     "Several GPUs": (
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
@@ -205,6 +212,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
             "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", REACH),
+        Row("KV connectors (prefill and decoding on different servers)", YES, "drafts write into the target's KV cache "
+            "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
+            WORKS_WITH + "test_keys_and_values_that_another_engine_made"),
+        *ON_A_GPU_ALONE,
         Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
             "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets"),
         Row("drafts with a window of the context (draft_window)", YES, "",
@@ -249,9 +260,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 NOT_TRIED = (
     "expert parallelism (on shared weights; copies are refused)",
-    "a KV cache in 8 bits",
-    "KV connectors (prefill and decoding on different servers)",
-    "sleep mode (a GPU's; vLLM ignores it on a CPU)",
+    *(("a KV cache in 8 bits", "sleep mode (a GPU's; vLLM ignores it on a CPU)") if REACH == UNTRIED else ()),
     "`method: skip` with adapters",
     "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",

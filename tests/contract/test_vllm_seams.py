@@ -64,6 +64,18 @@ def test_runner_sets_attention_groups_before_the_drafter_asks_for_them():
     assert source.index("self.attn_groups.append(") < builders < source.index("self.drafter.initialize_attn_backend(")
 
 
+def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
+    """It compares a drafter's cache for EAGLE alone. Our drafts write into the target's and add no layer to it, so a
+    server that prefills need not draft; what it compares of the target is the same on both sides."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
+
+    drafting = types.SimpleNamespace(method="draft_model", use_eagle=lambda: False)
+    plain, ours = (types.SimpleNamespace(speculative_config=spec) for spec in (None, drafting))
+    assert _get_speculative_compatibility_factors(plain) == _get_speculative_compatibility_factors(ours) is None
+    eagle = inspect.getsource(module("vllm.config").SpeculativeConfig.use_eagle)
+    assert "draft_model" not in eagle
+
+
 def test_v1_runner_calls_the_proposer_as_we_expect():
     (propose,) = [call for call in calls(V1_RUNNER, "self.drafter.propose") if "next_token_ids" in keywords(call)]
     assert not propose.args, "propose() takes keywords only here"

@@ -73,7 +73,7 @@ HEADS_OF_128: dict[str, Any] = (
 CHANGES: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2},
                         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0}},
-    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 1},
+    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 1, "ffn_hidden_size": None},
     "GptOssForCausalLM": {"head_dim": 64, "hidden_size": 128},
     "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 16},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB,

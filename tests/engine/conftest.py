@@ -12,6 +12,7 @@ from typing import Any
 
 import counting
 import pytest
+import quick_starts
 from filelock import FileLock
 from harness import Live, differing, greedy, live, ragged_prompts, tokens
 from models import save_tiny, save_tokenizer, vocab_of
@@ -21,9 +22,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(counting.PerTest(), "selfspec-counting")
 
 
+LONG_FILES = (
+    "test_server_stress.py", "test_verify.py", "test_load.py", "test_lossless.py", "test_gateway.py",
+    "test_draft_weights.py", "test_two_ranks.py", "test_lossless_others.py", "test_views.py", "test_sampling.py",
+    "test_fit_heads.py", "test_skip_and_heads.py", "test_screen.py", "test_prometheus.py", "test_third_party.py",
+)  # fmt: skip
+"""Files that take a minute and more begin first, so that no process is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 @pytest.fixture(scope="session", autouse=True)
-def engines_are_counted() -> None:
+def engines_are_counted_and_start_quickly() -> None:
     counting.count()
+    quick_starts.replace_kernels_once()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_stays(engines_are_counted_and_start_quickly: None) -> None:
+    """Between two files no engine lives."""
+    quick_starts.keep_what_is_imported_out_of_garbage_collections()
 
 
 FULL = os.environ.get("SELFSPEC_FULL") == "1"

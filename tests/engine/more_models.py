@@ -46,6 +46,13 @@ def save_adapter(folder: Path, model: Path, seed: int) -> Path:
     return folder
 
 
+def _integers(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers from 0 [out, in] and scales [out, groups] of a weight in 4 bits."""
+    groups = weight.float().unflatten(1, (-1, _GROUP))
+    scale = groups.abs().amax(dim=2, keepdim=True) / 7
+    return (groups / scale).round().to(torch.int32).flatten(1) + 2 ** (_BITS - 1), scale.squeeze(2)
+
+
 def save_quantised(model: Path, folder: Path) -> Path:
     """`model` with its layers' weights in 4 bits, one scale for 32 of a row (compressed-tensors, W4A16)."""
     from safetensors.torch import load_file, save_file
@@ -55,14 +62,11 @@ def save_quantised(model: Path, folder: Path) -> Path:
         if not name.endswith("_proj.weight"):
             weights[name] = weight
             continue
-        rows, columns = weight.shape
-        groups = weight.float().view(rows, columns // _GROUP, _GROUP)
-        scale = groups.abs().amax(dim=2, keepdim=True) / 7
-        whole = (groups / scale).round().to(torch.int32).view(rows, columns) + 2 ** (_BITS - 1)
+        (rows, columns), (whole, scale) = weight.shape, _integers(weight)
         shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
         stem = name.removesuffix("weight")
         weights[f"{stem}weight_packed"] = (whole.view(rows, -1, 32 // _BITS) << shifts).sum(dim=2, dtype=torch.int32)
-        weights[f"{stem}weight_scale"] = scale.squeeze(2).to(weight.dtype).contiguous()
+        weights[f"{stem}weight_scale"] = scale.to(weight.dtype).contiguous()
         weights[f"{stem}weight_shape"] = torch.tensor([rows, columns])
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {
@@ -72,6 +76,33 @@ def save_quantised(model: Path, folder: Path) -> Path:
         "ignore": ["lm_head"],
         "config_groups": {"group_0": _SCHEME},
     }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def save_gptq(model: Path, folder: Path) -> Path:
+    """`model` with its layers' weights in 4 bits as GPTQ checkpoints hold them."""
+    from safetensors.torch import load_file, save_file
+
+    weights: dict[str, Tensor] = {}
+    shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
+    for name, weight in load_file(model / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            weights[name] = weight
+            continue
+        (rows, columns), (whole, scale) = weight.shape, _integers(weight)
+        stem, zeros = name.removesuffix("weight"), torch.full((columns // _GROUP, rows // 8), 0x77777777)
+        packed = (whole.t().reshape(-1, 32 // _BITS, rows) << shifts.view(1, -1, 1)).sum(dim=1, dtype=torch.int32)
+        weights[f"{stem}qweight"] = packed.contiguous()  # [in / 8, out]
+        weights[f"{stem}qzeros"] = zeros.to(torch.int32)  # one less than the middle, eight times
+        weights[f"{stem}scales"] = scale.t().to(torch.float16).contiguous()
+        weights[f"{stem}g_idx"] = torch.arange(columns, dtype=torch.int32) // _GROUP
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "desc_act": False, "sym": True, "lm_head": False,
+    }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

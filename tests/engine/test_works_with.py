@@ -101,6 +101,27 @@ def test_positions_of_several_dimensions(tmp_path, monkeypatch):
         assert counts.accepted > 0.8 * counts.drafted
 
 
+def test_keys_and_values_that_another_engine_made(model_dir, tmp_path):
+    """A connector brings the keys and values of prompts from an engine without early exit. Drafts write into the same
+    cache and add no layer to it, so both sides lay it out alike, and a handshake has nothing of ours to compare."""
+    from vllm.config import KVTransferConfig
+
+    where = {"shared_storage_path": str(tmp_path)}
+    stored = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=where)
+    prompts = [prompt * 8 for prompt in ragged_prompts(8, VOCAB, seed=11)]
+    prompts, params = [prompt[:200] for prompt in prompts], greedy(40)
+    shared = {"kv_transfer_config": stored, "enable_prefix_caching": False, "max_num_batched_tokens": 2048,
+              "kv_cache_memory_bytes": 2**27}  # fmt: skip
+    with live(model_dir("llama"), **shared) as engine:
+        want = tokens(engine.generate(prompts, params))
+    assert any(tmp_path.iterdir())
+    with live(model_dir("llama"), layer_skip(EXIT, K), **shared) as engine:
+        assert tokens(engine.generate(prompts, params)) == want
+        engine.counts().require_both_verdicts()
+        found = {metric.name: metric for metric in engine.llm.get_metrics()}
+        assert found["vllm:external_prefix_cache_hits"].value > 0
+
+
 # ---- requests -------------------------------------------------------------------------------------------------------
 
 

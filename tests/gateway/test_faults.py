@@ -71,7 +71,7 @@ async def test_another_answer_is_never_glued_to_the_first(tmp_path):
         assert "error" in stream.events[-1]
         assert "w5 w5" not in stream.text
         assert WANTED.startswith(stream.text)
-        assert len(on.fakes["other"].asked) >= 2  # the warm-up, and what was compared, and not sent
+        assert len(on.fakes["other"].asked) >= 1  # what was compared, and not sent
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def test_the_breaker_opens_and_closes(tmp_path):
         for _ in range(4):
             await on.post(PROMPT)
         asked = len(on.fakes["a"].asked)
-        assert asked == 1 + QUICK.failures  # the warm-up, and then it is left alone
+        assert asked == QUICK.failures  # then it is left alone
         assert 'backend_up{backend="a"} 0.0' in (await on.get("/metrics"))[1]
         on.fakes["a"].refuse = None
         await asyncio.sleep(QUICK.open_seconds + 0.05)

@@ -10,6 +10,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
+from selfspec_cli.gateway.timing import FEW
 
 
 def plain(count=400, rate=4.0, prompt=100, answer=50, seed=1):
@@ -33,6 +34,25 @@ def test_least_time_wins_where_one_backend_is_faster():
     assert ours.mean() < 0.9 * turn.mean()
     assert ours.p99() < turn.p99()
     assert ours.routes["early"] > ours.routes["plain"] > 0  # the slower one is looked at now and then
+
+
+def warmed(servers):
+    """What the requests that warm a backend up have taught (`Supervisor._warm`): its times alone."""
+    for one in servers:
+        for _ in range(FEW):
+            one.replica.timing.learn_ttft(100, 0, 100 / one.rate)
+            step = one.step + one.slope
+            one.replica.timing.learn_tpot(1, one.work, one.tokens, step * one.work / one.tokens)
+    return servers
+
+
+def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
+    """One request at a time: the fast backend idles, so all go there; without the warm-up three would not."""
+    requests = [replace(one, at=2.0 * number) for number, one in enumerate(plain(count=120))]
+    ours = simulate("least_time", warmed(early_exit_and_plain()), requests)
+    assert ours.routes == {"early": 120, "plain": 0}
+    assert ours.p99() <= simulate("fixed", early_exit_and_plain(), requests, backend="early").p99()
+    assert simulate("least_time", early_exit_and_plain(), requests).routes["plain"] == FEW
 
 
 def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better_backend_alone():

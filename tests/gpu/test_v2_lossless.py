@@ -49,6 +49,7 @@ from more_models import (
     RANK,
     pictures,
     save_adapter,
+    save_gptq,
     save_quantised,
     save_with_eyes,
     save_with_several_positions,
@@ -111,7 +112,13 @@ def save_several_positions(_: Path, folder: Path) -> Path:
     return save_with_several_positions(folder, rope_parameters=rope)
 
 
-MADE = {"int4": save_quantised, "eyes": save_with_eyes, "wide": save_wide, "positions": save_several_positions}
+MADE = {
+    "int4": save_quantised,
+    "gptq": save_gptq,
+    "eyes": save_with_eyes,
+    "wide": save_wide,
+    "positions": save_several_positions,
+}
 """What is made of a model: "llama+int4" has its weights in 4 bits, "llama+eyes" is a Llama that sees pictures, and
 "llama+wide" drafts by one kernel for all layers."""
 
@@ -193,6 +200,7 @@ def wishes() -> Requests:
 REQUESTS: dict[str, Callable[[], Requests]] = {
     "wishes": wishes,
     "short": short,
+    "asleep": plain,  # and once more after a sleep at level 2
     "replaced": plain,  # and once more with the weights of another model
     "plain": plain,
     "few": few,
@@ -311,13 +319,15 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
 def reach(**engine: Any) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
     copies = {"draft_weights": "int4"}
-    yield Case("llama+int4", LAYERS, 4, engine={**engine}, spec=copies)
+    for model in ("llama+int4", "llama+gptq"):
+        yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
     yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, "own", engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, "adapters", engine={**engine, **ADAPTERS}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_window": 48})
     yield Case("llama", LAYERS, 4, "replaced", engine={**engine, "enable_prefix_caching": False}, spec=copies)
+    yield Case("llama", LAYERS, 4, "asleep", engine={**engine, "enable_sleep_mode": True}, spec=copies)
     if engine.get("tensor_parallel_size", 1) == 1:
         yield Case("llama", LAYERS, 4, engine={**engine}, spec={**copies, "draft_weights_path": FITTED})
     for kind in ("fp8", "int8"):
@@ -442,6 +452,12 @@ def generated(it: Live, case: Case) -> list[Any]:
         other = save_tiny(case.model, Path(tempfile.mkdtemp(prefix="selfspec-other-")), **shape(case.model), seed=1)
         before = it.generate(prompts, params)
         it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        return before + it.generate(prompts, params)
+    if case.requests == "asleep":
+        before = it.generate(prompts, params)
+        it.llm.sleep(level=2)
+        it.llm.wake_up()
+        it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir(case.model))})
         return before + it.generate(prompts, params)
     if case.requests not in ("adapters", "pictures"):
         return it.generate(prompts, params)

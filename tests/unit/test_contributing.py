@@ -44,7 +44,7 @@ def test_an_object_of_a_registry_is_named_in_its_own_file_alone(folder, name):
     others = {
         "maxp": {"old_words.py"},
         "varH": {"old_words.py"},
-        "lsq": {"app.py", "fit.py", "head_metadata.py", "head_files.py"},
+        "lsq": {"fit.py", "head_metadata.py", "head_files.py"},
         "window": {"ppl.py", "trace.py", "window.py"},
     }
     allowed = others.get(name, set())  # windows of a text that is scored, and of a profile's time

@@ -351,3 +351,8 @@ def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):
     weight = torch.randn(32, 128)
     assert copied_layer(monkeypatch, weight).copy_of_weight._weight is weight
     assert copied_layer(monkeypatch, weight, shared=False).copy_of_weight._weight is None
+
+
+def test_a_decoder_that_keeps_its_layers_elsewhere_is_named_too():
+    """A model of Hugging Face's has no end_layer, and vLLM's GPT-2 has no layers."""
+    assert reason(kind("GPT2Model_first", "gpt2", kind("GPT2Model", "gpt2"))()) == "it does not know gpt2.GPT2Model"

@@ -92,6 +92,13 @@ def test_while_an_engine_starts_an_interrupt_does_not_wait():
         pytest.fail("it was lost")
 
 
+def test_no_engine_starts_after_an_interrupt():
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
+        interrupt()  # as one that comes while the last engine is closed
+        with interrupts.at_once():
+            pytest.fail("an engine was started")
+
+
 def test_one_that_is_dropped_while_an_engine_starts_comes_back_after_it():
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         with interrupts.at_once(), suppress(KeyboardInterrupt):

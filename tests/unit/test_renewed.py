@@ -1,9 +1,11 @@
 """Copies in a draft are filled anew in place; what it shares with the target stays shared."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
-from selfspec_cli.vllm_plugin.weights.renewed import Watch, refill
+from selfspec_cli.vllm_plugin.weights.renewed import Watch, keep_weights_asleep, refill
 
 
 class Layer(nn.Module):
@@ -34,3 +36,16 @@ def test_a_load_past_vllms_own_calls_is_noticed():
     assert not watch.stale
     assert model.load_weights([1]) == {"names"} and loaded == [1]
     assert watch.stale
+
+
+def test_sleep_drops_nothing_that_new_weights_do_not_bring_back():
+    levels = []
+    sleep = keep_weights_asleep(lambda worker, level=1: levels.append(level))
+    ours = SimpleNamespace(speculator=SimpleNamespace(renew=None))
+    others = SimpleNamespace(speculator=SimpleNamespace())
+    for runner in (ours, others, SimpleNamespace()):
+        worker = SimpleNamespace(model_runner=runner)
+        sleep(worker)
+        sleep(worker, 2)
+        sleep(worker, level=0)
+    assert levels == [1, 1, 0, 1, 2, 0, 1, 2, 0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 PACKAGES = HERE.parent / "packages"
+MARK = "printed by "
+HAS_VLLM = find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")  # and is not imported here
 
 
 def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> str:
@@ -30,53 +34,60 @@ def interpreted(*files: str) -> str:
     return run("-m", "pytest", "-q", *(str(HERE / f"{name}_interpreted.py") for name in files), TRITON_INTERPRET="1")
 
 
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, str]:
+    """What the programs below print, by name. All of them run in one process: importing Triton and PyTorch takes longer
+    than to compile."""
+    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "BEGIN": BEGIN,
+                "MATCHING": MATCHING, "COMPILE": COMPILE}  # fmt: skip
+    if HAS_VLLM:
+        programs["ATTENTION"] = ATTENTION
+    printed = run("-c", "".join(f"print('{MARK}{name}')\n{program}\n" for name, program in programs.items()))
+    return {name: text for name, _, text in (part.partition("\n") for part in printed.split(MARK)[1:])}
+
+
 def test_the_kernels_and_how_much_is_drafted_in_tritons_interpreter():
     assert " passed" in interpreted("kernels", "round_setup", "matches")
 
 
-def test_the_speculator_in_tritons_interpreter():
-    pytest.importorskip("vllm")
-    assert " passed" in interpreted("speculator")
+@needs_vllm
+def test_the_speculator_and_the_drafts_attention_in_tritons_interpreter():
+    assert " passed" in interpreted("speculator", "attention")
 
 
 def test_products_with_integer_copies_and_what_rounds_for_them_in_tritons_interpreter():
     assert " passed" in interpreted("lowbit", "rounding")
 
 
-def test_norms_and_activations_that_round_compile_for_cuda():
+def test_norms_and_activations_that_round_compile_for_cuda(compiled):
     """Nothing spills, and of a norm only its weight is read before the kernel in front has ended."""
-    for line in run("-c", ROUND).splitlines():
+    for line in compiled["ROUND"].splitlines():
         name, spilt, before, after = line.split()
         assert int(spilt) == 0
         assert (int(before), int(after)) == ((8, 16) if name == "_add_and_norm" else (0, 16)), name
 
 
-def test_several_rows_of_integer_copies_compile_for_cuda():
+def test_several_rows_of_integer_copies_compile_for_cuda(compiled):
     """Weights are read 16 bytes at a time and in no other way, and nothing passes through shared memory or spills."""
-    for line in run("-c", SEVERAL).splitlines():
+    for line in compiled["SEVERAL"].splitlines():
         bits, wide, narrow, shared, spilt = (int(word) for word in line.split())
         assert wide == 2 * bits and not narrow + shared + spilt, line  # two rows of 512 * bits bytes, by 32 lanes
 
 
-def test_few_tokens_times_integer_copies_compile_for_cuda():
+def test_few_tokens_times_integer_copies_compile_for_cuda(compiled):
     """Weights go from memory to tensor cores 16 or 8 bytes at a time, nothing passes through shared memory but the sums
     of warps, and nothing spills."""
-    for line in run("-c", FEW).splitlines():
+    for line in compiled["FEW"].splitlines():
         bits, products, loads, spilt, shared, sums = (int(word) for word in line.split())
         assert products == 6 and spilt == 0
         assert loads >= 6  # of weights: three groups of 16 rows
         assert shared == sums, bits
 
 
-def test_the_drafts_attention_in_tritons_interpreter():
-    pytest.importorskip("vllm")
-    assert " passed" in interpreted("attention")
-
-
-def test_the_drafts_attention_compiles_for_cuda():
+@needs_vllm
+def test_the_drafts_attention_compiles_for_cuda(compiled):
     """It multiplies on tensor cores, spills nothing, and counts programs only where several share a request."""
-    pytest.importorskip("vllm")
-    shared, alone = ([int(word) for word in line.split()] for line in run("-c", ATTENTION).splitlines())
+    shared, alone = ([int(word) for word in line.split()] for line in compiled["ATTENTION"].splitlines())
     assert min(shared[0], alone[0]) >= 16
     assert (shared[1] > 0, alone[1]) == (True, 0)
     assert shared[2] == alone[2] == 0
@@ -266,28 +277,28 @@ print(ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.rindex("bar.sync"), pt
 """
 
 
-def test_the_kernel_that_shortens_a_block_table_reads_all_before_it_writes():
+def test_the_kernel_that_shortens_a_block_table_reads_all_before_it_writes(compiled):
     """A row moves within itself, and a thread may overwrite what another one has to read."""
-    places = [int(word) for word in run("-c", SHORTEN).split()]
+    places = [int(word) for word in compiled["SHORTEN"].split()]
     assert places == sorted(places)
 
 
-def test_the_kernel_that_begins_a_round_compiles_for_cuda():
+def test_the_kernel_that_begins_a_round_compiles_for_cuda(compiled):
     """With the estimate of acceptance compiled from the plain functions, and without."""
-    words = run("-c", BEGIN).split()
+    words = compiled["BEGIN"].split()
     assert words[::2] == ["fixed", "estimated"]
     assert int(words[3]) > int(words[1])
 
 
-def test_the_kernels_of_free_drafts_compile_for_cuda():
-    look_up, judge, certain = (line.split() for line in run("-c", MATCHING).splitlines())
+def test_the_kernels_of_free_drafts_compile_for_cuda(compiled):
+    look_up, judge, certain = (line.split() for line in compiled["MATCHING"].splitlines())
     assert look_up == ["0", "1"] and certain == ["0", "0"]
     assert judge == ["0", "3"]  # two counters, and the rows that go on
 
 
-def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction():
+def test_the_kernel_with_the_gates_compiles_for_cuda_and_more_gates_add_no_reduction(compiled):
     """For compute capability 9.0, as far as PTX and machine code: Triton brings ptxas."""
-    few = run("-c", COMPILE).split()
+    few = compiled["COMPILE"].split()
     many = run("-c", COMPILE, packages=("toy", "more_gates")).split()
     assert (few[0], many[0]) == ("6", "12")
     assert few[1] == many[1]

@@ -68,7 +68,7 @@ def opened(monkeypatch):
         engines.append(FakeEngine(cfg))
         yield engines[-1]
 
-    monkeypatch.setattr("selfspec_cli.commands.app.shown_starting", lambda shown: open_engine)
+    monkeypatch.setattr("selfspec_cli.commands.views.shown_starting", lambda shown: open_engine)
     engines.append(open_engine)
     return engines
 

@@ -1,12 +1,13 @@
 """The backend at which the request adds least to the time of all requests: its own, and what it takes from others.
 
 What a request takes is predicted from the requests there, the prompt's tokens that are not in the prefix cache, and
-what a round of drafting costs and brings (`timing`). A backend of which too little is known is asked first, at most a
-few times at once; later one request in `explore` goes to the backend that was asked longest ago, because what changed
-there is seen in no other way.
+what a round of drafting costs and brings (`timing`). Of a vLLM server the first times are those of the requests that
+warm it up. Another backend, of which nothing is known, is asked first, at most a few times at once. Later one request
+in `explore` goes to the backend that was asked longest ago, because what changed there is seen in no other way.
 
 A request that looked at its own time alone would fill the fast backend until it is as slow as the slow one, for all
-that are there. So what it slows the others down is added: the requests there, times what one more costs a token.
+that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
+the half of their answers that they have before them on average.
 
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.

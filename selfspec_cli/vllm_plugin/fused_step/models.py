@@ -27,9 +27,11 @@ def reason_against(trunk: nn.Module, vllm_config: Any, device: torch.device) -> 
         return f"{SWITCH} is 0"
     if vllm_config.parallel_config.tensor_parallel_size > 1:
         return "weights are split over tensor-parallel ranks"
-    model, layers = type(trunk).__mro__[1], layers_of(trunk)
-    unknown = next((name for one, known in ((model, MODELS), *((type(layer), LAYERS) for layer in layers))
-                    if (name := _name(one)) not in known), None)  # fmt: skip
+    model = _name(type(trunk).__mro__[1])
+    if model not in MODELS:  # others may keep their layers elsewhere
+        return f"it does not know {model}"
+    layers = layers_of(trunk)
+    unknown = next((name for layer in layers if (name := _name(type(layer))) not in LAYERS), None)
     if unknown is not None:
         return f"it does not know {unknown}"
     different = next(filter(None, map(_difference, layers)), None) or _unlike(layers)

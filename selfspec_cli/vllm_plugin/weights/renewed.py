@@ -39,6 +39,26 @@ def after_new_weights(original: Function) -> Function:
     return replace_weights
 
 
+def keep_weights_asleep(original: Function) -> Function:
+    """Replacement for `sleep` of vLLM's `Worker`: with drafts of ours, level 2 is level 1.
+
+    Level 2 drops all that was allocated while the model was loaded. New weights bring copies back, but not what lies
+    beside them: an exit head, token ids, the layout of a kernel, counters that kernels leave at zero. Level 1 frees the
+    same memory of the GPU, copies included, and keeps it on the host until `wake_up`.
+    """
+
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level == 2 and hasattr(getattr(self.model_runner, "speculator", None), "renew"):
+            logging.getLogger("vllm.selfspec").warning(
+                "sleep at level 2 keeps weights on the host, as level 1 does: early exit has more than weights to keep"
+            )
+            level = 1
+        return original(self, level, *args, **kwargs)
+
+    return sleep
+
+
 class Watch:
     """Whether weights were loaded into a live model past vLLM's own methods: trainers call the model's `load_weights`,
     some of them many times for one set of weights, so what follows from it waits for the next round."""

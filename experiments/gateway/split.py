@@ -1,0 +1,160 @@
+"""Prefill on a plain server, decode on one with early exit: lossless, and as much accepted as on one server?
+
+    python experiments/gateway/split.py --out split.json       # two servers on a CPU, by the example connector
+    python experiments/gateway/split.py --out split.json --nixl --model ./qwen2.5-coder-1.5b  # a GPU each
+
+Each prompt is asked three times, greedily: of the server that decodes, alone; of a gateway whose backend is of kind
+`split`; and of the plain server, alone. The texts
+have to be equal, the counts of drafts and accepted tokens those of the first, and what was sent the keys and values of
+the model's own layers, written by the server that prefills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine.server import Server, open_server
+from selfspec_cli.gateway import server
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.texts import library
+
+TOKENS = 48
+PROMPT_CHARACTERS = 1200
+
+
+def connector(given: argparse.Namespace, role: str, folder: Path) -> list[str]:
+    """vLLM's options for one of the two servers."""
+    name = "NixlConnector" if given.nixl else "ExampleConnector"
+    options: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both" if given.nixl else role}
+    if not given.nixl:
+        options["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    return ["--kv-transfer-config", json.dumps(options)]
+
+
+def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Path) -> dict[str, Server]:
+    """Both servers, at once."""
+    device = "cuda" if given.nixl else "cpu"
+    model = ModelConfig(name=Path(given.model).name, path=given.model, dtype="bfloat16" if given.nixl else "float32",
+                        max_model_len=1024)  # fmt: skip
+    engine = EngineConfig(device=device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=4.0 if given.nixl else 0.25,
+                          gpu_memory_utilization=0.4 if given.nixl else None)  # fmt: skip
+    work = WorkloadConfig(input_len=256, output_len=TOKENS, num_prompts=4)
+    early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
+                      draft_weights=given.draft_weights)  # fmt: skip
+    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared")
+    pool, opening = stack.enter_context(ThreadPoolExecutor(2)), {}
+    for place, (name, cfg, role) in enumerate((("prefill", plain, "kv_producer"), ("decode", early, "kv_consumer"))):
+        (scratch / name).mkdir()
+        own = (
+            {"CUDA_VISIBLE_DEVICES": str(place), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + place)} if given.nixl else {}
+        )
+        more = [*connector(given, role, files), "--block-size", str(given.block)]
+        log = given.out.with_suffix(f".{name}.log")
+        log.unlink(missing_ok=True)
+        found = open_server(cfg, more, log, scratch / name, own)
+        opening[name] = pool.submit(stack.enter_context, found)
+    return {name: one.result() for name, one in opening.items()}
+
+
+async def ask(gateway: Any, backend: str, url: str, model: str, prompt: str) -> str:
+    """The text of one greedy answer: by the gateway where a backend is named, else of the server at url."""
+    body = {"model": "auto" if backend else model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
+            "ignore_eos": True, "selfspec": {"backend": backend}}  # fmt: skip
+    if not backend:
+        body.pop("selfspec")
+    head = {"content-type": "application/json"}
+    found = await gateway.upstream.connections.ask(
+        "POST", url + "/v1/completions", head, json.dumps(body).encode(), 120.0
+    )
+    raw = b""
+    while part := await found.read(120.0):
+        raw += part
+    gateway.upstream.connections.give_back(found)
+    answer = json.loads(raw)
+    if found.status != 200:
+        raise SystemExit(f"{backend or url}: HTTP {found.status} {raw.decode(errors='replace')}")
+    return str(answer["choices"][0]["text"])
+
+
+async def compare(given: argparse.Namespace, servers: dict[str, Server], files: Path, scratch: Path) -> dict[str, Any]:
+    """Every prompt in three ways."""
+    decode, prefill = servers["decode"], servers["prefill"]
+    backend = BackendSettings(name="split", kind="split", url=decode.url, prefill=prefill.url)
+    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
+    gateway.settings.ledger.plain_share = 0.0
+    found: dict[str, Any] = {"prompts": [], "layers_sent": []}
+
+    def counts() -> tuple[int, int]:
+        known = decode.verify_counts(decode.metrics())
+        return (0, 0) if known is None else (known.rounds, known.accepted)
+
+    async with server.opened(gateway) as supervisor:
+        assert await supervisor.ready(60)
+        web = server.server(gateway)
+        task = asyncio.ensure_future(web.serve())
+        while not web.started:
+            await asyncio.sleep(0.05)
+        url = f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}"
+        for _, text in library.held_out_text()[: given.prompts]:
+            prompt = text[-PROMPT_CHARACTERS:]
+            row: dict[str, Any] = {}
+            texts = {}
+            for name, place, where in (
+                ("decode alone", "", decode.url),
+                ("split", "split", url),
+                ("plain", "", prefill.url),
+            ):
+                for one in files.iterdir():
+                    shutil.rmtree(one)
+                before = counts()
+                texts[name] = await ask(gateway, place, where, decode.model, prompt)
+                after = counts()
+                row[name] = {"rounds": after[0] - before[0], "accepted": after[1] - before[1]}
+                if name == "split":
+                    layers = {re.sub(r"\.safetensors$", "", one.name) for one in files.rglob("*.safetensors")}
+                    found["layers_sent"] = sorted({*found["layers_sent"], *layers})
+            row["same_text"] = len(set(texts.values())) == 1
+            found["prompts"].append(row)
+            print(json.dumps(row), flush=True)
+        web.should_exit = True
+        await task
+    log = given.out.with_suffix(".decode.log").read_text(errors="replace")
+    found["injected"] = [int(one) for one in re.findall(r"Inject KV cache of (\d+) tokens", log)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--layer", type=int, default=3, help="exit layer; 0: all layers draft")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--draft-weights", default="shared")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--block", type=int, default=32, help="tokens of a block of the KV cache")
+    parser.add_argument("--nixl", action="store_true", help="on two GPUs, by NIXL")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    given.layer = given.layer or None
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        files = Path(scratch) / "keys_and_values"
+        files.mkdir()
+        servers = start(given, stack, Path(scratch), files)
+        found = asyncio.run(compare(given, servers, files, Path(scratch)))
+    given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: value for name, value in found.items() if name != "prompts"}))
+
+
+if __name__ == "__main__":
+    main()

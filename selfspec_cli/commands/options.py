@@ -1,0 +1,36 @@
+"""`selfspec options`: every setting."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from selfspec_cli.commands import screen
+from selfspec_cli.commands.screen import emit, guard
+from selfspec_cli.commands.shared import Debug, Json, command
+from selfspec_cli.config import options
+
+
+@command(
+    "options",
+    epilog="Examples: selfspec options   ·   selfspec options gate   ·   selfspec options --json",
+    settings=False,
+)
+def show_options(
+    word: Annotated[
+        str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
+    ] = "",
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table that docs/options.md holds.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""
+    with guard(as_json, debug):
+        if markdown:
+            return print(options.markdown(), end="")
+        rows, choices = options.rows(word), options.choices(word)
+        if as_json:
+            return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
+        screen.show_options(rows, choices)

@@ -1,0 +1,43 @@
+"""`selfspec ppl`: perplexity."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from selfspec_cli.commands import configs, findings
+from selfspec_cli.commands.screen import FINDINGS_KEPT, guard
+from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, command
+
+
+@command(epilog="Examples: selfspec ppl method=skip layer=4,8,12   ·   selfspec ppl gate=varH --corpus sharegpt.json")
+def ppl(
+    overrides: Overrides = None,
+    corpus: Corpus = "stdlib",
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Score at most this many documents.")] = 1000,
+    document_tokens: Annotated[
+        int, typer.Option("--document-tokens", min=2, help="Score this many tokens from the start of each document.")
+    ] = 2048,
+    window: Annotated[int, typer.Option("--window", min=2, help="Length of the rolling window in tokens.")] = 512,
+    stride: Annotated[
+        int, typer.Option("--stride", min=1, help="Tokens that each window after the first scores.")
+    ] = 256,
+    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Held-out prompts that every arm continues.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of each prompt.")] = 32,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens that each prompt is continued by.")] = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Temperature of the sampled continuations.")
+    ] = 1.0,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    debug: Debug = False,
+) -> None:
+    """Perplexity with intervals: of a text under the arm's own predictions (baseline and skip), and, for every arm, of
+    what it generates under the plain model."""
+    with guard(as_json, debug, FINDINGS_KEPT):
+        from selfspec_cli.stages.ppl import Request
+
+        of_text = (corpus, documents, document_tokens, window, stride)
+        request = Request(*of_text, prompts, prompt_tokens, length, temperature)
+        findings.ppl(configs.several(overrides), request, as_json=as_json, dry_run=dry_run, debug=debug)

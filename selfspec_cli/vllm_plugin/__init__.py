@@ -6,6 +6,7 @@ vllm_names.py     every name of vLLM that is imported (data)
 releases/         the table of supported releases, and a module for each that says what differs in it; versions.py says
                   which one is installed
 spec_config.py    `speculative_config={"method": "layer_skip", ...}` -> a config vLLM knows, plus our DraftSettings
+rope.py           positions of a draft step where the model counts them in several dimensions (M-RoPE)
 strict.py         setting `strict`: what would be warned of is an error
 described.py      what the log says that an engine does
 compile_cache.py  a second start on a CPU compiles nothing

@@ -17,6 +17,7 @@ ranks.py              what tensor-parallel ranks exchange inside that loop, and 
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
+matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
 ../contexts/          drafts that attend to a part of the context: one kernel in front of the loop.
 
 Around the round, on the host:

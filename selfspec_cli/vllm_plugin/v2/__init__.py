@@ -16,6 +16,8 @@ device_loop.py        the WHILE node of that graph, which ends on the device whe
 ranks.py              what tensor-parallel ranks exchange inside that loop, and whether they can.
 kernels.py            the end of a draft step: token, gate statistics, gate, next inputs, counters. Inside the graph.
 statistics.py         the device function of all gates' statistics, written from the gates' own expressions at import.
+counting.py           what the loop counts on the device, and the turn from one step to the next.
+on_device.py          plain functions of arithmetic as device code, so that a rule is written once.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
 ../contexts/          drafts that attend to a part of the context: one kernel in front of the loop.

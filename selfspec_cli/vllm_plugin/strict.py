@@ -28,6 +28,8 @@ _REFUSE = Refuse()
 def set_strict(on: bool) -> None:
     """Of the engine that this process is about to make, or to be a worker of."""
     logger = logging.getLogger(LOGGER)
+    if on == (_REFUSE in logger.filters):
+        return
     (logger.addFilter if on else logger.removeFilter)(_REFUSE)
     # A filter sees no more than the level lets through, and VLLM_LOGGING_LEVEL may keep warnings out of the log.
     logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING) if on else logging.NOTSET)

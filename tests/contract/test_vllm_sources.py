@@ -149,6 +149,8 @@ def test_our_overrides_take_what_the_base_is_called_with(vllm, base):
     for node in (node for ours in our_classes(base) for node in ours.body):
         if not isinstance(node, ast.FunctionDef) or not isinstance(vllm.find(f"{base}.{node.name}"), ast.FunctionDef):
             continue
+        if node.name == "__init__" and base == V2_SPECULATOR:
+            continue  # `init_with_early_exit` calls it, which stands in vLLM's place
         overridden += 1
         theirs = vllm.parameters(f"{base}.{node.name}")
         mine = [each.arg for each in [*node.args.args, *node.args.kwonlyargs] if each.arg != "self"]

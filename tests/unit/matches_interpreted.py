@@ -181,7 +181,7 @@ def test_acceptance_is_estimated_from_the_models_own_drafts_alone():
     device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])
     device.draft([[*REPEATED, 0], [*new, 0, 0]], [1, 2], [[0] * K] * 2)
     wanted = updated(1.0, 1, trials(1, K), WEIGHT)
-    assert device.state.budget.rates[[3, 2]].tolist() == pytest.approx([1.0, wanted])
+    assert device.state.budget.acceptance.rates[[3, 2]].tolist() == pytest.approx([1.0, wanted])
 
 
 def test_the_verifier_is_told_that_copied_tokens_were_sure():

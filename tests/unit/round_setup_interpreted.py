@@ -164,7 +164,8 @@ def test_the_estimate_and_its_levels_are_the_plain_functions():
         wanted = [ladder.length(level) for level in levels[: len(likely)]]
         assert state.row_steps[: len(likely)].tolist() == wanted
         seen |= set(wanted)
-        state.lengths[flip[: len(likely)]] = torch.tensor(wanted, dtype=torch.int32)  # the loop's own work
+        for drafted in (state.lengths, state.matches.drafted):  # the loop's own work
+            drafted[flip[: len(likely)]] = torch.tensor(wanted, dtype=torch.int32)
         assert state.lengths.device.type == DEVICE
     assert levels[0] == 1
     assert levels[4] == len(ladder.lengths)

@@ -20,7 +20,8 @@ def batch(verified, requests):
 
 def state(lengths):
     statistics = torch.arange(len(lengths) * 3 * 2, dtype=torch.float32).reshape(len(lengths), 3, 2)
-    return SimpleNamespace(lengths=torch.tensor(lengths, dtype=torch.int32), statistics=statistics)
+    drafted = torch.tensor(lengths, dtype=torch.int32)
+    return SimpleNamespace(matches=SimpleNamespace(drafted=drafted), statistics=statistics)
 
 
 def test_the_record_holds_what_was_drafted_and_verified():
@@ -28,7 +29,7 @@ def test_the_record_holds_what_was_drafted_and_verified():
     # Request 2 drafted three tokens, of which one was verified; request 1 drafted one of three.
     # vLLM's tensors may be longer than the batch: what stands behind it belongs to nobody.
     recorder.verdict(batch([3, 3, 1], [0, 1, 2]), torch.tensor([3, 2, 1, 4]), drafts)
-    drafts.lengths.zero_()  # the next round begins; the record keeps what it saw
+    drafts.matches.drafted.zero_()  # the next round begins; the record keeps what it saw
     log = recorder.plain()
     assert (log["drafted"], log["accepted"], log["request"]) == ([3, 1, 1], [2, 1, 0], [0, 1, 2])
     assert log["statistics"] == [drafts.statistics[0].tolist(), drafts.statistics[1, :1].tolist(),

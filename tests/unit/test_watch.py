@@ -17,14 +17,16 @@ from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 K = 3
 
 
+ENDS = SimpleNamespace(ends=torch.tensor([0, 60, 0, 0, 50], dtype=torch.int32))
+
+
 class Speculator(SimpleNamespace):
     """Drafts for two requests in slots 4 and 1: `lengths` tokens, by a graph or by Python."""
 
     def __init__(self, **more):
         super().__init__(
             head="a head", device="cpu", _loop="a loop", eager=False,
-            state=SimpleNamespace(lengths=torch.zeros(5, dtype=torch.int32),
-                                  budget=SimpleNamespace(ends=torch.tensor([0, 60, 0, 0, 50], dtype=torch.int32))),
+            state=SimpleNamespace(lengths=torch.zeros(5, dtype=torch.int32), budget=SimpleNamespace(limits=ENDS)),
             input_buffers=SimpleNamespace(seq_lens=torch.zeros(8, dtype=torch.int32)),
             decode_cudagraph_manager=SimpleNamespace(run_fullgraph=lambda batch: None), **more,
         )  # fmt: skip

@@ -42,7 +42,8 @@ Seen = list[tuple[int, int, str, int]]
 
 
 def watch(engine: Live) -> Seen:
-    """Every request of every round from now on: requests in the batch, its context, its name, its drafts."""
+    """Every request of every round from now on, but after its last token: requests in the batch, its context, its name,
+    its drafts."""
     seen: Seen = []
 
     def begin(worker: Any) -> None:
@@ -53,9 +54,9 @@ def watch(engine: Live) -> Seen:
             batch = drafter.runner.input_batch
             contexts = (batch.num_tokens_no_spec[: batch.num_reqs] - 1).tolist()
             drafts = propose(num_speculative_tokens, **arguments)
-            sampled = drafter._sampled
-            seen.extend((len(drafts), context, name, len(draft)) for context, name, draft, one
-                        in zip(contexts, batch.req_ids, drafts, sampled, strict=False) if one)  # fmt: skip
+            going = [bool(one) and not drafter._ended(row) for row, one in enumerate(drafter._sampled)]
+            seen.extend((len(drafts), context, name, len(draft)) for context, name, draft, goes
+                        in zip(contexts, batch.req_ids, drafts, going, strict=False) if goes)  # fmt: skip
             return drafts
 
         drafter.propose = watched

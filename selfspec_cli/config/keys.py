@@ -96,7 +96,7 @@ def uses(cfg: RunConfig, key: str) -> bool:
         "tau": gate.key == "tau" and cfg.threshold is None,
         "tau_v": gate.key == "tau_v" and cfg.threshold is None,
         "threshold": gate.key is not None,
-        "draft_cost": cfg.adaptive_length or cfg.bandit or cfg.free_drafts > 0,
+        "draft_cost": cfg.weighs_cost,
     }
     return used.get(key, True)
 

@@ -130,7 +130,7 @@ class ResolvedSettings(DraftSettings):
                 raise SettingsError(closest(key, OPTIONS, "draft setting"))
             if value is not None:
                 knobs.write(settings, key, _checked(OPTIONS[key], key, value))
-        for key in ("layer", "k", *(("draft_cost",) if settings._weighs_cost else ())):
+        for key in ("layer", "k", *(("draft_cost",) if settings.weighs_cost else ())):
             if flat.get(key) is None:
                 raise SettingsError(f"draft setting {key!r} is missing")
         canonical(settings)
@@ -139,10 +139,6 @@ class ResolvedSettings(DraftSettings):
         settings.gate.calibration = _calibration(settings.gate.calibration, settings.gate.kind)
         settings.length_table = checked_table(settings.length_table, settings.k, settings.gate.kind)
         return settings
-
-    @property
-    def _weighs_cost(self) -> bool:
-        return self.adaptive_length or self.bandit or self.free_drafts > 0
 
     def _check_head(self) -> None:
         """Raises SettingsError for a kind of head that has to be fitted and has no file, and for one that its file does
@@ -186,7 +182,7 @@ class ResolvedSettings(DraftSettings):
         self.k = DRAFT_LENGTH if self.k is None else self.k
         if self.adaptive_length and self.bandit:
             raise SettingsError("adaptive_length and bandit both choose how much to draft; give one of them")
-        if self._weighs_cost and self.draft_cost is None:
+        if self.weighs_cost and self.draft_cost is None:
             self.draft_cost = self.cost_of_a_draft(num_layers)
         self.threshold = _threshold(spec, self.gate.kind)
         self.tau = self.tau_v = None

@@ -250,6 +250,11 @@ class DraftSettings:
         methods=SPECULATIVE,
     )
 
+    @property
+    def weighs_cost(self) -> bool:
+        """Whether something chooses how much to draft by what a draft token costs (`draft_cost`)."""
+        return self.adaptive_length or self.bandit or self.free_drafts > 0
+
 
 OPTIONS = knobs.options(DraftSettings)
 """Every draft setting by its dotted key."""

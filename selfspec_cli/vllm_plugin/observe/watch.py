@@ -108,7 +108,8 @@ def _watch_v1(runner: Any, drafter: Any, watch: Watch) -> list[Undo]:
 
 
 def _ended_v1(runner: Any, row: int) -> bool:
-    """Whether a row of the batch has all tokens that its request asked for."""
+    """Whether a row of the batch has all tokens that its request asked for. The proposer decides the same for itself:
+    it is what is watched, so it is not asked."""
     batch = runner.input_batch
     parameters = runner.requests[batch.req_ids[row]].sampling_params
     made = int(batch.num_tokens_no_spec[row]) - int(batch.num_prompt_tokens[row])

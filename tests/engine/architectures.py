@@ -6,7 +6,7 @@
         gpu_memory_utilization=0.1 [NAME ...]
 
 asks each, the second time on a GPU, in a process of its own, forked from one that has imported vLLM, and appends a line
-of JSON to FILE; an architecture that is in FILE already is left out. docs/compatibility.md has a table that is made of
+of JSON to FILE; an architecture that is in FILE already is left out. docs/limits.md has a table that is made of
 such a file (tests/contract/architecture_table.py). A line:
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.

@@ -1,4 +1,4 @@
-"""What early exit works with, as docs/compatibility.md says: models and requests that no other file tries."""
+"""What early exit works with, as docs/limits.md says: models and requests that no other file tries."""
 
 from __future__ import annotations
 

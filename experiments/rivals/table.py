@@ -1,4 +1,4 @@
-"""The tables of docs/measurements.md, from the points of results folders: every setting of every method that was measured.
+"""Tables of docs/measurements.md, from the points of results folders: every setting of every method that was measured.
 
     python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
     PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/measurements.md

@@ -271,8 +271,8 @@ COLUMNS = "| with | works | what to know | on a CPU | on a GPU |"
 TESTS = """
 ### The tests
 
-These tables are made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
-test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
+These tables are made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes them),
+and a test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
 
 """
 

@@ -102,8 +102,8 @@ def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
 
 
 def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected):
-    """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out. The
-    same engine without the window drafts others, and with it again the same."""
+    """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out.
+    The same engine without the window drafts others, and with it again the same."""
     want, counts = expected("llama"), []
     windowed = {"layer_skip": LAYERS - 1, "draft_window": 32}
     with live(want.path, layer_skip(LAYERS - 1, K, draft_window=32)) as engine:

@@ -127,6 +127,15 @@ KINDS = ("chat", "coding", "edits")
 """Words of `workload.prompts` that name questions."""
 
 
+def no_template(name: str) -> str:
+    """What is said of the model `name` whose tokenizer has no chat template."""
+    return (
+        f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
+        "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
+        "model.tokenizer=NAME"
+    )
+
+
 @cache
 def edits() -> Sequence[str]:
     """Requests to change one function of the held-out standard library each, with the function's source."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
-from commands import call, document, stand_in
+from commands import call, document, model_folder, stand_in
 from points import baseline, measured
 
 from selfspec_cli.config.schema import Method
@@ -21,9 +21,7 @@ from selfspec_cli.stages import roc, tune
 def model(tmp_path, monkeypatch):
     """A folder that looks like a model of eight layers; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    folder = model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
     (tmp_path / "noise.safetensors").write_bytes(bytes(range(256)))
     return f"model={folder}"
 

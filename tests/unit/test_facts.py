@@ -112,6 +112,37 @@ def test_requests_and_drafts_must_fit_the_model(model):
         preflight.check_lengths(cfg)
 
 
+def test_a_context_beyond_the_models_positions_is_refused(model, monkeypatch):
+    cfg = model(LLAMA, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len=2048: .* has 1024 positions; must be in 1\.\.1024"):
+        preflight.check_lengths(cfg)
+    preflight.check_lengths(model(LLAMA, max_model_len=2048, hf_overrides={"max_position_embeddings": 4096}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    preflight.check_lengths(cfg)
+
+
+def test_what_a_models_folder_lacks_is_named(model, tmp_path):
+    cfg = model(LLAMA)
+    cfg.workload.prompts = "chat"
+    with pytest.raises(ConfigError, match=r"holds no weights .*load_format=dummy"):
+        preflight.check_files(cfg)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer .*model.tokenizer=NAME"):
+        preflight.check_files(cfg)
+    preflight.check_files(replace(cfg, engine=EngineConfig(extra={"skip_tokenizer_init": True})))
+    preflight.check_files(replace(cfg, model=replace(cfg.model, tokenizer="ORG/MODEL")))
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ConfigError, match=r"no chat template, .* take workload.prompts=heldout"):
+        preflight.check_files(cfg)
+    preflight.check_files(replace(cfg, workload=replace(cfg.workload, prompts="prose")))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    preflight.check_files(cfg)
+    config.write_text("{}")
+    (tmp_path / "chat_template.jinja").touch()
+    preflight.check_files(cfg)
+
+
 def test_models_that_cannot_do_it_are_refused_by_their_config(model):
     with pytest.raises(ConfigError, match="recurrent state"):
         preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))

@@ -188,7 +188,18 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]
-    return list(dict.fromkeys([*gates, *filter(None, flat), *filter(None, map(speculative.warning, cfgs))]))
+    by_point = [note for cfg in cfgs for note in (speculative.warning(cfg), _early_layers_of_an_ordinary_model(cfg))]
+    return list(dict.fromkeys([*gates, *filter(None, [*flat, *by_point])]))
+
+
+def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
+    """Half of the layers draft where nobody named any; a model that was trained for early exit has named its own."""
+    layer, view = exit_layer(cfg), DraftView.of(cfg)
+    if cfg.method is not Method.layer_skip or cfg.layer or cfg.model.exit_layer or view.options() or layer is None:
+        return None
+    return (f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "
+            "early exit gain; others draft with copies of all layers, such as draft_weights=int4 (selfspec tune "
+            "compares them)")  # fmt: skip
 
 
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:

@@ -151,6 +151,15 @@ def test_models_that_cannot_do_it_are_refused_by_their_config(model):
         preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8", engine=EngineConfig(device="cuda")))
 
 
+def test_early_layers_of_an_ordinary_model_are_warned_of(model):
+    cfg = model(LLAMA, exit_layer=None)
+    (warning,) = preflight.warnings([cfg])
+    assert "its first 4 layers draft" in warning and "draft_weights=int4" in warning
+    plain = replace(cfg, method=Method.baseline)
+    assert preflight.warnings([plain, replace(cfg, layer=4), replace(cfg, draft_weights="int4")]) == []
+    assert preflight.warnings([model(LLAMA, exit_layer=3)]) == []
+
+
 def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):
     checked = []
     monkeypatch.setattr(preflight, "check", checked.append)

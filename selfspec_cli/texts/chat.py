@@ -140,6 +140,15 @@ KINDS = ("chat", "coding", "edits", "files")
 """Words of `workload.prompts` that name questions."""
 
 
+def no_template(name: str) -> str:
+    """What is said of the model `name` whose tokenizer has no chat template."""
+    return (
+        f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
+        "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
+        "model.tokenizer=NAME"
+    )
+
+
 def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
     """Token ids of `count` prompts of a kind of KINDS. Those about files are filled up to `most` tokens; others are as
     long as they are.

@@ -105,6 +105,10 @@ BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
 one that it has -> that one, and what their config says beside it."""
 
 
+ENGINES: dict[str, dict[str, Any]] = {"HrmTextForCausalLM": {"max_num_batched_tokens": MAX_LEN}}
+"""Arguments of the engine that single architectures need. Of HrmText vLLM cuts no prompts: one that is longer than a
+step takes would wait for ever."""
+
 ATTEMPTS: tuple[dict[str, Any], ...] = ({"dtype": "bfloat16"}, {"load_format": "dummy"},
                                         {"load_format": "dummy", "dtype": "bfloat16"})  # fmt: skip
 """What else is tried where the plain engine cannot run a model in float32 from its file: kernels for bfloat16 alone,
@@ -250,7 +254,7 @@ def line(name: str, **changes: Any) -> dict[str, Any]:
             return {"name": name, "verdict": "no model", "reason": str(error)}
         except Exception as error:
             return {"name": name, "verdict": "no model", "reason": f"not made: {_in_a_line(error)}"}
-        found = {"name": name, **ask(Path(folder), **changes)}
+        found = {"name": name, **ask(Path(folder), **ENGINES.get(name, {}), **changes)}
         return {key: text.replace(folder, "MODEL") if isinstance(text, str) else text for key, text in found.items()}
 
 

@@ -49,6 +49,7 @@ from more_models import (
     RANK,
     pictures,
     save_adapter,
+    save_awq,
     save_gptq,
     save_quantised,
     save_with_eyes,
@@ -120,6 +121,7 @@ def save_several_positions(_: Path, folder: Path) -> Path:
 MADE = {
     "int4": save_quantised,
     "gptq": save_gptq,
+    "awq": save_awq,
     "eyes": save_with_eyes,
     "wide": save_wide,
     "positions": save_several_positions,
@@ -324,7 +326,7 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
 def reach(**engine: Any) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
     copies = {"draft_weights": "int4"}
-    for model in ("llama+int4", "llama+gptq"):
+    for model in ("llama+int4", "llama+gptq", "llama+awq"):
         yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
     yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
@@ -340,7 +342,7 @@ def reach(**engine: Any) -> Iterator[Case]:
     for name in ("OPTForCausalLM", "FalconForCausalLM", "Starcoder2ForCausalLM"):
         yield Case(name, 1, 3, engine={**engine})
     for more in ({}, COMPILED):
-        yield Case("qwen2_vl+positions", 1, 3, "short", engine={**engine, **more, **NO_PICTURES})
+        yield Case("qwen2_vl+positions", 2, 3, "short", engine={**engine, **more, **NO_PICTURES})
     for spec in ({}, copies):
         yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
     yield from fp8_keys(**engine)

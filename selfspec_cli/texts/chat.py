@@ -170,14 +170,15 @@ def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], mo
 
 
 def _about_files(whole: str, start: int, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
-    """A prompt with as much of `whole` from `start` on as fits into `most` tokens, but for some hundredths of it."""
-    size = 4 * most  # characters: code has three to four a token
-    while True:
-        text = (whole[start:] + whole)[:size]
-        ids = chat(f"Here are files of a library:\n\n```python\n{text}\n```\n\n{question}")
-        if len(ids) <= most or not text:
-            return ids
-        size = min(size - 1, int(len(text) * most / len(ids) * 0.995))
+    """A prompt with as much of `whole` from `start` on as fits into `most` tokens, but for a hundredth of it."""
+    text, fitting, size = whole[start:] + whole[:start], chat(question), 4 * most
+    for _ in range(8):  # code has two to five characters a token, so a few corrections are enough
+        ids = chat(f"Here are files of a library:\n\n```python\n{text[:size]}\n```\n\n{question}")
+        fitting = ids if len(fitting) < len(ids) <= most else fitting
+        if 0.99 * most <= len(ids) <= most:
+            break
+        size = int(size * 0.995 * most / len(ids))
+    return fitting
 
 
 @cache

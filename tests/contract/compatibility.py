@@ -199,6 +199,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("draft length by load, by context and by request", YES, "",
             "engine/test_draft_lengths.py::"
             "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted"),
+        Row("drafts from a request's own text (free_drafts)", YES, "before the model's own drafts, on both runners; "
+            "greedy and sampled, with every gate", "engine/test_free_drafts.py::"
+            "test_with_a_table_adaptive_length_copies_a_window_and_preemption", CASES),
         Row("weights replaced in a live engine (reload_weights, weight transfer)", YES, "copies and a draft "
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",

@@ -7,7 +7,7 @@
 Each prompt is asked three times, greedily: of the server that decodes, alone; of a gateway whose backend is of kind
 `split`; and of the plain server, alone. The texts have to be equal, the counts of rounds and accepted tokens those of
 the first, and what was sent the keys and values of the model's own layers, written by the server that prefills.
-`computed` are the tokens of the prompt whose keys and values the decoding server computed itself. NIXL is in the
+`tokens_loaded` are those of the prompt that the decoding server did not compute itself. NIXL is in the
 packages nixl and nixl-cu13 (nixl-cu12 for CUDA 12), and works on a CPU as well.
 """
 
@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,12 +30,12 @@ from typing import Any
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.server import Server, free_port, open_server
 from selfspec_cli.gateway import server
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
 from selfspec_cli.texts import library
 
 TOKENS = 48
 START_SECONDS = 240.0  # until both servers answer the gateway's warm-up
-SUMS = {"computed": "request_prefill_kv_computed_tokens", "nixl_bytes": "nixl_bytes_transferred"}
+COUNTS = {"tokens_loaded": "external_prefix_cache_hits_total", "nixl_bytes": "nixl_bytes_transferred_sum"}
 PROMPT_CHARACTERS = 1200
 
 
@@ -95,14 +97,18 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
     """Every prompt in three ways."""
     decode, prefill = servers["decode"], servers["prefill"]
     backend = BackendSettings(name="split", kind="split", url=decode.url, prefill=prefill.url)
-    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
+    once = LimitSettings(
+        poll_seconds=3600.0
+    )  # a server that were found down and up again would be warmed up among them
+    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch),
+                                          limits=once))  # fmt: skip
     gateway.settings.ledger.plain_share = 0.0
     found: dict[str, Any] = {"prompts": [], "layers_sent": []}
 
     def counts() -> dict[str, int]:
         metrics = decode.metrics()
         known = decode.verify_counts(metrics)
-        of = {name: sum(metrics.get(f"vllm:{metric}_sum", {}).values()) for name, metric in SUMS.items()}
+        of = {name: sum(metrics.get(f"vllm:{metric}", {}).values()) for name, metric in COUNTS.items()}
         return {"rounds": known.rounds, "accepted": known.accepted} | {name: int(one) for name, one in of.items()}
 
     async with server.opened(gateway) as supervisor:
@@ -165,3 +171,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of a library must not keep a GPU

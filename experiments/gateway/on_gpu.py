@@ -1,6 +1,6 @@
 """Early exit, plain decoding and 4 bits behind the gateway, on one host with two GPUs: who is fastest under a rising load.
 
-    python experiments/gateway/on_gpu.py --model ./qwen2.5-coder-1.5b --out gateway_gpu.json
+    python experiments/gateway/on_gpu.py --model ./qwen2.5-coder-1.5b --k 12 --table "2:8 8:6 24:5 48:4" --out gateway_gpu.json
     python experiments/gateway/on_gpu.py --model reference --cpu --minutes 9 --out /tmp/gateway_cpu.json
 
 Three servers of one model start at once: early exit on the first GPU; plain decoding and the same weights in 4 bits (rounded
@@ -53,12 +53,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder, or `reference`")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=4.0, help="of the whole command")
+    parser.add_argument("--minutes", type=float, default=6.0, help="of the whole command")
     parser.add_argument("--rates", type=float, nargs="+", default=[8, 24, 56, 100], help="requests a second")
     parser.add_argument("--seconds", type=float, default=4.0, help="that each rate lasts")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--layer", type=int, help="exit layer; without it, all layers draft")
-    parser.add_argument("--k", type=int, default=4, help="draft length")
+    parser.add_argument("--k", type=int, default=4, help="draft length, the longest one where there is a table")
+    parser.add_argument("--table", help="of draft lengths by requests, such as `2:8 8:6`")
     parser.add_argument("--draft-weights", default="int4")
     parser.add_argument("--without", nargs="*", default=[], choices=(EARLY, PLAIN, BITS), help="servers to leave out")
     parser.add_argument(
@@ -115,8 +116,8 @@ def configs(given: argparse.Namespace, scratch: Path) -> dict[str, RunConfig]:
                           kv_cache_gib=0.25 if given.cpu else 8.0, enable_prefix_caching=True)  # fmt: skip
     work = WorkloadConfig(input_len=32, output_len=given.tokens, num_prompts=64)
     early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k,
-                      draft_weights=given.draft_weights, warmup=1)  # fmt: skip
-    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared")
+                      draft_weights=given.draft_weights, length_table=given.table, warmup=1)  # fmt: skip
+    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared", length_table=None)
     found = {EARLY: early, PLAIN: plain, BITS: plain}
     if BITS not in given.without:
         folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
@@ -291,12 +292,15 @@ def main() -> None:
             few = argparse.Namespace(**{**vars(given), "rates": given.rates[:1], "seconds": 1.0})
             for one in servers.values():
                 measured(one.url, one.model, few)  # what is made at the first request is not timed
-            for policy in POLICIES:
-                with gateway(policy, servers, given, scratch) as url:
-                    run(policy, url, "auto")
-            for name, one in servers.items():
-                run(name, one.url, one.model)
+            for name in (POLICIES[0], *servers, *POLICIES[1:]):
+                if name in servers:
+                    run(name, servers[name].url, servers[name].model)
+                    continue
+                with gateway(name, servers, given, scratch) as url:
+                    run(name, url, "auto")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of a library must not keep a GPU

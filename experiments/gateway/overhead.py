@@ -5,7 +5,7 @@
 
 A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
 each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
-answer has ended. They begin `spread` over the time of one answer, as requests of different users do, or all `at once`.
+answer has ended. They begin `spread` at random over the time of one answer, as those of different users do, or `at once`.
 Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
 over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
 does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -36,18 +37,18 @@ KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start withou
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
-MOST_EVENTS = 3000  # a second, of the server without a model: clients and server in Python keep up with them
+MOST_EVENTS = (
+    3000  # a second, that clients and server in Python keep up with: more streams get their tokens more slowly
+)
 
 
 # ---- the server without a model --------------------------------------------------------------------------------------
 
 
 def serve(port: int, step: float) -> None:
-    """Answer every completion with max_tokens tokens, one every `step` seconds; more slowly behind the first where
-    more than MOST_EVENTS a second would come, as an engine with more requests is slower."""
+    """Answer every completion with max_tokens tokens, the first after `step` seconds, and the others as far apart as
+    the request's `user` says: gateways pass it on, and vLLM ignores it."""
     import uvicorn
-
-    running = 0
 
     head = b'data: {"id":"x","object":"text_completion","created":1,"model":"toy","choices":'
     event = head + b'[{"index":0,"text":"word ","logprobs":null,"finish_reason":%s}]}\n\n'
@@ -82,13 +83,11 @@ def serve(port: int, step: float) -> None:
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
         await send(answer(b"text/event-stream; charset=utf-8"))
-        nonlocal running
-        running += 1
+        apart = float(asked.get("user") or step)
         for place in range(tokens):
-            await asyncio.sleep(max(step, running / MOST_EVENTS) if place else step)
+            await asyncio.sleep(apart if place else step)
             data = event % (b'"length"' if place + 1 == tokens else b"null")
             await send({"type": "http.response.body", "body": data, "more_body": True})
-        running -= 1
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools", backlog=4096)
@@ -198,11 +197,12 @@ def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path
 # ---- clients ---------------------------------------------------------------------------------------------------------
 
 
-async def stream(session: Any, url: str, model: str, tokens: int) -> tuple[float, int, float]:
-    """(seconds to the first event, events with a choice, seconds in all) of one stream."""
+async def stream(session: Any, url: str, model: str, tokens: int, apart: float = 0.01) -> tuple[float, int, float]:
+    """(seconds to the first event, events with a choice, seconds in all) of a stream. apart: seconds between tokens."""
     said = "once upon a time"
     prompt = {"messages": [{"role": "user", "content": said}]} if url.endswith(CHAT) else {"prompt": said}
-    body = {"model": model, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True} | prompt
+    body = {"model": model, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True,
+            "user": str(apart)} | prompt  # fmt: skip
     began, first, events = time.perf_counter(), None, 0
     async with session.post(url, json=body, headers=HEADERS) as response:
         assert response.status == 200, response.status
@@ -214,28 +214,30 @@ async def stream(session: Any, url: str, model: str, tokens: int) -> tuple[float
     return first, events, time.perf_counter() - began
 
 
-async def measured(url: str, model: str, streams: int, tokens: int, repeats: int, spread: bool) -> dict[str, Any]:
+async def measured(url: str, options: argparse.Namespace, streams: int, repeats: int, spread: bool) -> dict[str, Any]:
     """Each of `streams` clients asks once, which is thrown away, and then `repeats` times."""
     import aiohttp
 
     firsts: list[float] = []
     events, lasted = 0, 0.0
 
-    async def client(number: int) -> None:
+    begin, apart = random.Random(0), max(options.step, streams / MOST_EVENTS)
+
+    async def client() -> None:
         nonlocal events, lasted
         for repeat in range(repeats + 1):
-            first, made, seconds = await stream(session, url, model, tokens)
+            first, made, seconds = await stream(session, url, options.model, options.tokens, apart)
             if repeat:
                 firsts.append(first)
                 events, lasted = events + made, lasted + seconds
             if not spread:
                 await together.wait()
             elif repeat == 0:  # the first answers have begun at once, and opened the connections
-                await asyncio.sleep(seconds * number / streams)
+                await asyncio.sleep(seconds * begin.random())
 
     together = asyncio.Barrier(streams)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(client(number) for number in range(streams)))
+        await asyncio.gather(*(client() for _ in range(streams)))
     return {"firsts": firsts, "events": events, "seconds": lasted / streams}
 
 
@@ -314,7 +316,7 @@ def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], unt
                         continue
                     repeats = max(1, repeats // LITELLM_SHARE)
                 before = cpu_seconds(pid)
-                part = uvloop.run(measured(url, options.model, streams, options.tokens, repeats, spread))
+                part = uvloop.run(measured(url, options, streams, repeats, spread))
                 part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + 1))
                 found.setdefault((streams, spread, name), []).append(part)
                 print(f"round {number + 1}, {streams} streams, spread {spread}: {name}, "

@@ -1,12 +1,14 @@
 """Prefill on a plain server, decode on one with early exit: lossless, and as much accepted as on one server?
 
-    python experiments/gateway/split.py --out split.json       # two servers on a CPU, by the example connector
-    python experiments/gateway/split.py --out split.json --nixl --model ./qwen2.5-coder-1.5b  # a GPU each
+    python experiments/gateway/split.py --out split.json          # two servers on a CPU, by the example connector
+    python experiments/gateway/split.py --out split.json --nixl   # likewise, by NIXL
+    python experiments/gateway/split.py --out split.json --nixl --device cuda --model ./qwen2.5-coder-1.5b  # a GPU each
 
 Each prompt is asked three times, greedily: of the server that decodes, alone; of a gateway whose backend is of kind
-`split`; and of the plain server, alone. The texts
-have to be equal, the counts of drafts and accepted tokens those of the first, and what was sent the keys and values of
-the model's own layers, written by the server that prefills.
+`split`; and of the plain server, alone. The texts have to be equal, the counts of rounds and accepted tokens those of
+the first, and what was sent the keys and values of the model's own layers, written by the server that prefills.
+`tokens_loaded` are those of the prompt that the decoding server did not compute itself. NIXL is in the
+packages nixl and nixl-cu13 (nixl-cu12 for CUDA 12), and works on a CPU as well.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,31 +28,35 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
-from selfspec_cli.engine.server import Server, open_server
+from selfspec_cli.engine.server import Server, free_port, open_server
 from selfspec_cli.gateway import server
-from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
 from selfspec_cli.texts import library
 
 TOKENS = 48
+START_SECONDS = 240.0  # until both servers answer the gateway's warm-up
+COUNTS = {"tokens_loaded": "external_prefix_cache_hits_total", "nixl_bytes": "nixl_bytes_transferred_sum"}
 PROMPT_CHARACTERS = 1200
 
 
 def connector(given: argparse.Namespace, role: str, folder: Path) -> list[str]:
     """vLLM's options for one of the two servers."""
     name = "NixlConnector" if given.nixl else "ExampleConnector"
-    options: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both" if given.nixl else role}
-    if not given.nixl:
+    options: dict[str, Any] = {"kv_connector": name, "kv_role": role}
+    if given.nixl:
+        options["kv_buffer_device"] = given.device
+    else:
         options["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
     return ["--kv-transfer-config", json.dumps(options)]
 
 
 def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Path) -> dict[str, Server]:
     """Both servers, at once."""
-    device = "cuda" if given.nixl else "cpu"
-    model = ModelConfig(name=Path(given.model).name, path=given.model, dtype="bfloat16" if given.nixl else "float32",
+    cuda = given.device == "cuda"
+    model = ModelConfig(name=Path(given.model).name, path=given.model, dtype="bfloat16" if cuda else "float32",
                         max_model_len=1024)  # fmt: skip
-    engine = EngineConfig(device=device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=4.0 if given.nixl else 0.25,
-                          gpu_memory_utilization=0.4 if given.nixl else None)  # fmt: skip
+    engine = EngineConfig(device=given.device, enforce_eager=True, max_num_seqs=4, kv_cache_gib=4.0 if cuda else 0.25,
+                          gpu_memory_utilization=0.4 if cuda else None)  # fmt: skip
     work = WorkloadConfig(input_len=256, output_len=TOKENS, num_prompts=4)
     early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
                       draft_weights=given.draft_weights)  # fmt: skip
@@ -56,9 +64,7 @@ def start(given: argparse.Namespace, stack: ExitStack, scratch: Path, files: Pat
     pool, opening = stack.enter_context(ThreadPoolExecutor(2)), {}
     for place, (name, cfg, role) in enumerate((("prefill", plain, "kv_producer"), ("decode", early, "kv_consumer"))):
         (scratch / name).mkdir()
-        own = (
-            {"CUDA_VISIBLE_DEVICES": str(place), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + place)} if given.nixl else {}
-        )
+        own = {"CUDA_VISIBLE_DEVICES": str(place), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         more = [*connector(given, role, files), "--block-size", str(given.block)]
         log = given.out.with_suffix(f".{name}.log")
         log.unlink(missing_ok=True)
@@ -91,16 +97,22 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
     """Every prompt in three ways."""
     decode, prefill = servers["decode"], servers["prefill"]
     backend = BackendSettings(name="split", kind="split", url=decode.url, prefill=prefill.url)
-    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch)))
+    once = LimitSettings(
+        poll_seconds=3600.0
+    )  # a server that were found down and up again would be warmed up among them
+    gateway = server.made(GatewaySettings(policy="fixed", backends=[backend], port=0, results_dir=str(scratch),
+                                          limits=once))  # fmt: skip
     gateway.settings.ledger.plain_share = 0.0
     found: dict[str, Any] = {"prompts": [], "layers_sent": []}
 
-    def counts() -> tuple[int, int]:
-        known = decode.verify_counts(decode.metrics())
-        return (0, 0) if known is None else (known.rounds, known.accepted)
+    def counts() -> dict[str, int]:
+        metrics = decode.metrics()
+        known = decode.verify_counts(metrics)
+        of = {name: sum(metrics.get(f"vllm:{metric}", {}).values()) for name, metric in COUNTS.items()}
+        return {"rounds": known.rounds, "accepted": known.accepted} | {name: int(one) for name, one in of.items()}
 
     async with server.opened(gateway) as supervisor:
-        assert await supervisor.ready(60)
+        assert await supervisor.ready(START_SECONDS)
         web = server.server(gateway)
         task = asyncio.ensure_future(web.serve())
         while not web.started:
@@ -120,7 +132,7 @@ async def compare(given: argparse.Namespace, servers: dict[str, Server], files: 
                 before = counts()
                 texts[name] = await ask(gateway, place, where, decode.model, prompt)
                 after = counts()
-                row[name] = {"rounds": after[0] - before[0], "accepted": after[1] - before[1]}
+                row[name] = {count: after[count] - before[count] for count in after}
                 if name == "split":
                     layers = {re.sub(r"\.safetensors$", "", one.name) for one in files.rglob("*.safetensors")}
                     found["layers_sent"] = sorted({*found["layers_sent"], *layers})
@@ -142,7 +154,8 @@ def main() -> None:
     parser.add_argument("--draft-weights", default="shared")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--block", type=int, default=32, help="tokens of a block of the KV cache")
-    parser.add_argument("--nixl", action="store_true", help="on two GPUs, by NIXL")
+    parser.add_argument("--nixl", action="store_true", help="send keys and values by NIXL")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each server")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.layer = given.layer or None
@@ -158,3 +171,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # threads of a library must not keep a GPU

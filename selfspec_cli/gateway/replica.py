@@ -163,12 +163,11 @@ class Replica:
     def end(self, number: int, tpot: float | None) -> float:
         """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
         took, which is shared by the requests that are there at once."""
-        running = (self.flights[number].running + self.running()) / 2
         self._advance()
         flight = self.flights.pop(number)
         self.trying = False
         if tpot is not None:
-            self.timing.learn_tpot(running, self.load.work, self.load.tokens, tpot)
+            self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock
 
     def failed(self, most: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import socket
 import subprocess
@@ -10,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -27,6 +27,7 @@ from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepa
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 20.0
 WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
+WARM_TOGETHER = 4  # of them at once: what one more costs is known before many come
 
 
 def replica(settings: BackendSettings) -> Replica:
@@ -156,20 +157,25 @@ class Supervisor:
         are the first that are known, so that no user's request has to find them out. vLLM only: others are paid."""
         if not one.vllm:
             return
-        body = {"model": one.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-        times = []
+        words, times = itertools.count(), []
         with suppress(Exception):  # a model for embeddings alone has no completions
-            for number in range(1 + FEW):
-                words = [str(number * WARM_WORDS + place) for place in range(WARM_WORDS)]  # none is in a prefix cache
-                times.append(await self._timed(one, {**body, "prompt": " ".join(words)}))
-                if number == 0 or one.load.drafts:
+            for count, learnt in ((1, False), *((1, True),) * FEW, (WARM_TOGETHER, False), (WARM_TOGETHER, True)):
+                prompts = [
+                    " ".join(str(next(words)) for _ in range(WARM_WORDS)) for _ in range(count)
+                ]  # none is cached
+                found = await asyncio.gather(*(self._timed(one, prompt) for prompt in prompts))
+                times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
+                if count == 1 and (not learnt or one.load.drafts):
                     await self._read_metrics(one)
-        for ttft, tpot in times[1:]:
-            one.timing.learn_ttft(len(" ".join(words)) / 4, 0.0, ttft)
-            one.timing.learn_tpot(1.0, one.load.work, one.load.tokens, tpot)
+        for count, tokens, ttft, tpot in times:
+            if count == 1:
+                one.timing.learn_ttft(tokens, 0.0, ttft)
+            one.timing.learn_tpot(count, one.load.work, one.load.tokens, tpot)
 
-    async def _timed(self, one: Replica, body: dict[str, Any]) -> tuple[float, float]:
+    async def _timed(self, one: Replica, prompt: str) -> tuple[float, float]:
         """Seconds to the first token of a stream, and for each further one."""
+        body = {"model": one.model, "max_tokens": WARM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
+                "prompt": prompt}  # fmt: skip
         began = first = last = time.monotonic()
         sent = await prepared(self.upstream, one, "/v1/completions", body)
         async with self.upstream.post(one, "/v1/completions", sent, {}) as response:

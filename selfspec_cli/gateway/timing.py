@@ -1,11 +1,12 @@
 """What the times of one backend are expected to be, learnt from those that were measured.
 
     TTFT = a + b * (prompt tokens not in its prefix cache) + c * (the same of requests that have no token yet)
-    TPOT = (d + e * requests running) * work / yield
+    TPOT = (d + e * requests running when it began) * work / yield
 
 work is what a round costs in plain steps (1 for the verify pass, plus the draft steps by their cost), yield the tokens
 that a round brings; both are read from the server's /metrics and are 1 where it does not draft. So a change of the
-acceptance changes the prediction at once, while a to e are fitted by recursive least squares with forgetting.
+acceptance changes the prediction at once, while a to e are fitted by recursive least squares with forgetting. That
+others end and come while a request runs is learnt with them: what is known when it is sent is how many are there.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Timing:
             self.prefill_rate = max(self.prefill_rate or 0.0, (own + ahead) / seconds)
 
     def learn_tpot(self, running: float, work: float, tokens: float, seconds: float) -> None:
-        """running: requests at once, itself among them. work, tokens: of a round, as above."""
+        """running: requests when it began, itself among them. work, tokens: of a round, as above."""
         self.tpot.learn((1.0, running), seconds * tokens / work)
 
     def step(self, running: float) -> float | None:

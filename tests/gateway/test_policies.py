@@ -10,6 +10,7 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
 from selfspec_cli.gateway.settings import SloSettings
+from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
 
 
@@ -43,6 +44,9 @@ def warmed(servers):
             one.replica.timing.learn_ttft(100, 0, 100 / one.rate)
             step = one.step + one.slope
             one.replica.timing.learn_tpot(1, one.work, one.tokens, step * one.work / one.tokens)
+        for _ in range(WARM_TOGETHER):
+            step = one.step + one.slope * WARM_TOGETHER
+            one.replica.timing.learn_tpot(WARM_TOGETHER, one.work, one.tokens, step * one.work / one.tokens)
     return servers
 
 
@@ -53,6 +57,17 @@ def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
     assert ours.routes == {"early": 120, "plain": 0}
     assert ours.p99() <= simulate("fixed", early_exit_and_plain(), requests, backend="early").p99()
     assert simulate("least_time", early_exit_and_plain(), requests).routes["plain"] == FEW
+
+
+def test_a_burst_at_the_start_does_not_fill_the_backend_that_is_fastest_alone():
+    """What one more request costs is known from the warm-up, before the first answers have ended."""
+    for seed in range(1, 5):
+        requests = plain(rate=10.0, count=60, seed=seed)
+        ours = simulate("least_time", warmed(early_exit_and_plain()), requests)
+        better = min(
+            simulate("fixed", early_exit_and_plain(), requests, backend=name).p99() for name in ("early", "plain")
+        )
+        assert ours.p99() < better
 
 
 def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better_backend_alone():

@@ -8,6 +8,8 @@ from fake import Fake, answer
 from running import running
 
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
+from selfspec_cli.gateway.supervisor import WARM_TOGETHER
+from selfspec_cli.gateway.timing import FEW
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once"}], "max_tokens": 12}
@@ -165,3 +167,9 @@ async def test_the_log_holds_hashes_unless_text_is_wanted(tmp_path, text):
         assert row["ttft_ms"] is None  # it was no stream
         assert row["e2e_ms"] > 0
         assert row["cost"] is None  # no price is set
+
+
+async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tmp_path):
+    async with running([Fake("a")], tmp_path) as on:
+        timing = on.gateway.replicas[0].timing
+        assert (timing.ttft.seen, timing.tpot.seen) == (FEW, FEW + WARM_TOGETHER)

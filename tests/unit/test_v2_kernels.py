@@ -59,6 +59,10 @@ def test_products_with_integer_copies_and_what_rounds_for_them_in_tritons_interp
     assert " passed" in interpreted("lowbit", "rounding")
 
 
+def test_every_setting_of_a_kernel_and_the_choice_of_one_in_tritons_interpreter():
+    assert " passed" in interpreted("tuning")
+
+
 def test_norms_and_activations_that_round_compile_for_cuda(compiled):
     """Nothing spills, and of a norm only its weight is read before the kernel in front has ended."""
     for line in compiled["ROUND"].splitlines():

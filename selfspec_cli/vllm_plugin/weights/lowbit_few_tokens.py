@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launches_early, none_arrived
 from selfspec_cli.vllm_plugin.weights.rounding import padded
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
@@ -255,7 +255,7 @@ def _some_rows(
 
 
 class Settings(NamedTuple):
-    """How a product is cut up; `product` lowers what a matrix or the registers have no room for."""
+    """How a product is cut up; `possible` lowers what a matrix or the registers have no room for."""
 
     rows_at_once: int
     """Rows of a program; a power of two from 16 on."""
@@ -263,9 +263,10 @@ class Settings(NamedTuple):
     """That the inputs are cut into, each for a program."""
     stages: int
     """Groups of its rows that a warp asks memory for at once."""
+    warps: int = 4
+    """Of a program; a power of two. Those beyond one for each `ROWS_OF_WARP` rows share the rows' groups."""
 
 
-WARPS = 4  # of a program; those beyond one for each `ROWS_OF_WARP` rows share the rows' groups
 ROWS_OF_WARP = 32  # at most
 REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
@@ -282,6 +283,21 @@ def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
     if tokens <= 16:
         return Settings(32, 1, 3)
     return Settings(128 if rows >= 2**15 else 32, 1, 2)
+
+
+def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
+    """`wanted` for weights [rows, groups * 64] of so many bits, and 2 to 32 tokens, as far as there is room for it."""
+    of_warp = min(wanted.rows_at_once, ROWS_OF_WARP)
+    warps = max(wanted.warps, wanted.rows_at_once // of_warp)
+    parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
+    stages = min(wanted.stages, _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
+                 _most_stages(of_warp, padded(tokens), bits))  # fmt: skip
+    return Settings(wanted.rows_at_once, parts, stages, warps)
+
+
+def _steps(groups: int, parts: int, along: int) -> int:
+    """Of a warp through its groups of a part, which `along` warps share."""
+    return triton.cdiv(triton.cdiv(groups, parts), along)
 
 
 def _most_stages(of_warp: int, room: int, bits: int) -> int:
@@ -303,6 +319,7 @@ def product(
     rows_at_once: int | None = None,
     parts: int | None = None,
     stages: int | None = None,
+    warps: int | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
@@ -310,10 +327,10 @@ def product(
 
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False
-    where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None: where the
-    device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA
-    graph, call `one_token.none_arrived` first.
+    out the same every time. rows_at_once, parts, stages, warps: see `Settings`; None: what `usual_settings` says. asm:
+    False where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None:
+    where the device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures
+    a CUDA graph, call `one_token.none_arrived` first.
     """
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
@@ -322,23 +339,20 @@ def product(
     if tokens == 1:
         raise ValueError("1 token: that is a product of lowbit_one_token.py")
     device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, tokens)
-    rows_at_once = rows_at_once or usual.rows_at_once
+    wanted = Settings(
+        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
+    )
+    rows_at_once, parts, stages, warps = possible(wanted, rows, groups, bits, tokens)
     of_warp = min(rows_at_once, ROWS_OF_WARP)
-    across = rows_at_once // of_warp
-    warps = max(WARPS, across)
-    along, tiles = warps // across, triton.cdiv(rows, rows_at_once)
-    arrived = none_arrived(device)
-    parts = min(parts or usual.parts, groups) if tiles <= len(arrived) else 1
-    steps = triton.cdiv(triton.cdiv(groups, parts), along)
-    stages = min(stages or usual.stages, steps, _most_stages(of_warp, room, bits))
+    across, arrived = rows_at_once // of_warp, none_arrived(device)
     early = launches_early(device) if early is None else early
     out = torch.empty(tokens, rows, dtype=dtype, device=device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
-    _some_rows[(tiles, parts)](
+    _some_rows[(triton.cdiv(rows, rows_at_once), parts)](
         rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
         arrived, tokens, groups, rows,
         BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,
-        ACROSS=across, AT_ONCE=stages, LOOPS=stages < steps, PARTS=parts, ASM=asm, EARLY=early,
-        num_warps=warps, num_stages=1, launch_pdl=early,
+        ACROSS=across, AT_ONCE=stages, LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm,
+        EARLY=early, num_warps=warps, num_stages=1, launch_pdl=early,
     )  # fmt: skip
     return out

@@ -4,8 +4,8 @@
 
 vLLM's way: `reshape_and_cache_flash`, then FlashAttention with up to 32 splits and its schedule made beforehand, as an
 engine runs it inside a CUDA graph. `selfspec tune-kernels` compares settings of our kernel. Calls rotate over several
-caches, so that keys come from memory. Figures: median microseconds a call; `ours_in_turn_us`: where each begins when the
-one before has ended. `error`: largest difference of the two results. `written`: whether both wrote the same to the
+caches, so that keys come from memory. Figures: median microseconds a call; `ours_in_turn_us`: where each begins when
+the one before has ended. `error`: largest difference of the two results. `written`: whether both wrote the same to the
 cache.
 """
 

@@ -1,7 +1,9 @@
 """What every test process needs to know before vLLM is imported."""
 
+import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 # One thread: tiny models gain nothing from two, and two threads on cores that are shared wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# See processes/sitecustomize.py, which the processes that tests start import from here.
+gc.set_threshold(50_000)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).with_name("processes")), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 @pytest.fixture(autouse=True)

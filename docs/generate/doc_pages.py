@@ -27,7 +27,7 @@ from selfspec_cli.record.columns import TABLES, header, meanings
 
 HEAD = """# Published figures
 
-This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](glossary.md) explains the words, and [reading a row](rows.md) the columns.
+This page is made from `results/published/` by `docs/generate/` whenever the site is built (`make docs`). The [glossary](reference.md#terms) explains the words, and [reading a row](report.md#reading-a-row) the columns.
 
 - **Synthetic acceptance** means that vLLM accepts drafts at a rate that was set, whatever they are. Such a row says what
   drafting costs, and nothing about how good the drafts of any model are. Every such row has a length in the column
@@ -57,7 +57,7 @@ def page() -> str:
     if left_out():
         others += ["### Other files", "\n".join(f"- `{name}`" for name in left_out())]
     parts = [HEAD, "## Speed\n", *now, "## What stands behind it\n", *others, "## Earlier runs\n",
-             "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](lab_book.md) says what they "
+             "They are kept, with other kernels, on busy hosts or on other cards; the [lab book](../results/LOG.md) says what they "
              "taught.\n", *before]  # fmt: skip
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -112,9 +112,9 @@ WRITTEN = (
     ("docs/measurements.md", "conversations", conversations),
     ("docs/limits.md", "by_context", by_context),
     ("docs/blog/early_exit.md", "in_short", in_short),
-    ("docs/views.md", "first_drafts", first_drafts),
-    ("docs/rows.md", "columns", columns),
-    ("docs/getting_started.md", "install", installs),
+    ("docs/which_models.md", "first_drafts", first_drafts),
+    ("docs/reference.md", "columns", columns),
+    ("docs/index.md", "install", installs),
 )
 """Generated parts of pages: the page, the name of the two markers around the part, and what writes it."""
 

@@ -44,7 +44,7 @@ def trace() -> str:
     text = """### trace: where a round's time goes on a GPU
 
 Microseconds of a round at batch 1, by part, under the profiler, which slows the host. The script that made these files
-is in the history of the repository (`git show 8df6101 -- experiments`); [`selfspec profile`](profile.md) took
+is in the history of the repository (`git show 8df6101 -- experiments`); [`selfspec profile`](report.md#where-the-time-goes-selfspec-profile) took
 its place:
 
 ```

@@ -197,7 +197,7 @@ def quality() -> str:
     text = """### quality: perplexity
 
 One busy CPU. An arm that verifies its drafts has the baseline's perplexity by construction, so the arms here are those
-that do not verify (method `skip`). [Quality](quality.md) explains the columns.
+that do not verify (method `skip`). [Perplexity and evaluations](verify.md#perplexity-selfspec-ppl) explains the columns.
 
 ```
 python experiments/quality_table.py reference results/quality/reference --run

@@ -49,7 +49,7 @@ ABOUT = {
     "gpu/lowbit/one_request_8b": "Both, full depth (0.95 a position) and eight layers (3.0 tokens a round), in an engine for one request, with the draft's attention in one kernel.",
     "sprint/milestones": "The milestones of the first sprint by their own experiment files ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). One core, on which other programs ran too: accept rates, tokens and perplexities count, and speeds do not.",
     "drawn_drafts": "Sampled requests (temperature 0.8): drafts that are the likeliest tokens, and drafts that are drawn. Other programs used the machine, so the accept rates count and the speeds do not.",
-    "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](rivals.md).",
+    "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](measurements.md#what-vllm-can-do-instead).",
     "rivals/smollm2_cpu": "The same on SmolLM2-135M-Instruct, an ordinary chat model: chat questions, and Python.",
     "rivals/smollm2_suffix_cpu": "Suffix decoding on the same, on another CPU; nothing of earlier answers is remembered.",
     "rivals/gpu_smollm2": "The same model widened to the cost of 1.8 B, on one GPU: copies of all its layers beside n-grams, on chat questions. Another engine used the other card of the host.",

@@ -1,4 +1,4 @@
-"""The README's tables of speedups: a row is one setting, and a cell is the published point that its key names."""
+"""Tables of speedups, a short one for the README: a row is one setting, and a cell the published point its key names."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ RUNS = {"load_h200_rust_long": "table of lengths, behind vLLM's front end in Rus
 @dataclass(frozen=True)
 class Line:
     """One setting on one model and machine. runs: the folders of points that measured it; of several the median is
-    shown. keys: of its point at each number of requests at once."""
+    shown. keys: of its point at each number of requests at once. short: whether the README has it."""
 
     model: str
     setting: str
     runs: tuple[str, ...]
     keys: dict[int, str]
+    short: bool = False
 
 
 LINES: tuple[Line | str, ...] = (
     REAL,
     Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H100",
          "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
-         ("gpu/qwen_1.5b_table_h100",), {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}),
-    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_table_h100",), {1: "c946744582ac", 4: "f4602921af1f"}),
+         ("gpu/qwen_1.5b_table_h100",), {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}, True),
+    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_table_h100",), {1: "c946744582ac", 4: "f4602921af1f"}, True),
     Line("the same, on coding tasks; another host", "the same layers, 6 drafts", ("gpu/qwen_1.5b_h100",),
          {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"}),
     Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
-         ("gpu/widened",), {1: "e4209e624b23"}),
+         ("gpu/widened",), {1: "e4209e624b23"}, True),
     Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),
-         {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"}),
+         {1: "c35d5ee6cd43", 8: "181688600f54", 32: "1c455bf81bc9"}, True),
     Line(SAME, "first 3 layers on 4-bit integers, 5 drafts, engine for one request", ("gpu/widened_one",),
          {1: "2de765c33a6d"}),
     Line("the same size and text, plainly trained, widened; H200",
@@ -57,13 +58,13 @@ LINES: tuple[Line | str, ...] = (
     Line("SmolLM2-135M-Instruct, an ordinary chat model, widened to the cost of 1.8 B; H100, three hosts",
          "all 30 layers on 8-bit integers, 4 drafts",
          ("gpu/smollm2/h100", "gpu/smollm2/four_bits_h100", "gpu/smollm2/slow_host_h100"),
-         {1: "e7dd82f25482", 16: "744a3528e4e4"}),
+         {1: "e7dd82f25482", 16: "744a3528e4e4"}, True),
     Line("the same; H200", SAME, ("gpu/smollm2/read_first_h200",), {1: "191ac9f30d30", 16: "49941cfd5486"}),
     Line("15 M parameters, trained for early exit; two CPU cores", "first 3 of 24 layers, 4 drafts, gate varH at 5",
-         ("cpu",), {1: "fa36750527d0"}),
+         ("cpu",), {1: "fa36750527d0"}, True),
     SET,
     Line("Llama-3-8B shape, random weights; H200", "first 8 of 32 layers, 3 drafts", ("gpu/gpu_8b", "gpu/gpu_8b_drafts"),
-         {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"}),
+         {1: "a436e8aa29a6", 16: "31a60377f71c", 32: "eba6cffceab6", 128: "57b1caef957c"}, True),
     Line(SAME, "the same on 8-bit floats", ("gpu/gpu_8b_drafts",),
          {1: "438791af307f", 16: "d7cfc21d7b6f", 32: "e24b1f982f6c"}),
     Line("the same; H100", "first 8 layers on 4-bit integers, 32,768 tokens of the vocabulary, 3 drafts",
@@ -72,18 +73,18 @@ LINES: tuple[Line | str, ...] = (
 
 
 def speedups() -> str:
-    """The table of speedups, what servers reached, and where another method of vLLM was faster than early exit."""
-    parts, faster = [settings(), served()], list(lost(at("rivals")))
+    """The README's table of speedups, and where another method of vLLM was faster than early exit."""
+    parts, faster = [settings(short=True)], list(lost(at("rivals")))
     if faster:
-        parts += ["[Other methods of vLLM](docs/rivals.md) were faster than every measured setting of early exit here:",
+        parts += ["[Other methods of vLLM](docs/measurements.md#what-vllm-can-do-instead) were faster than every measured setting of early exit here:",
                   "\n".join(f"- {line}" for line in faster)]  # fmt: skip
     return "\n\n".join(parts)
 
 
-def settings() -> str:
-    """A row a setting, a column a number of requests at once."""
+def settings(*, short: bool = False) -> str:
+    """A row a setting, a column a number of requests at once; short: the rows of the README."""
     rows = [(line, *[""] * (len(LOADS) + 1)) if isinstance(line, str) else (line.model, line.setting, *_cells(line))
-            for line in LINES]  # fmt: skip
+            for line in LINES if not short or isinstance(line, str) or line.short]  # fmt: skip
     return table(("model, machine", "what drafts", "1 request at once", *map(str, LOADS[1:])), rows)
 
 

@@ -45,7 +45,7 @@ level, and of 100 seconds at 128 and 256 clients in the tenth and eleventh file.
 fourth to the thirteenth file one H200 for both and every other program stopped while it was timed. In the eighth, ninth,
 tenth and twelfth both servers are behind vLLM's front end in Rust; the seventh is of the same machine and the same minutes
 as the eighth, and the eleventh as the tenth, behind the API server in Python. In the thirteenth each server has two API servers
-in Python. [Load tests](load.md) says what each level is and what
+in Python. [Load tests](load.md#load-tests) says what each level is and what
 disturbed some of them. Settled are the requests that began after a tenth of the run. A number in brackets is a further turn of the same level. The last five files are of an
 ordinary model, SmolLM2-135M-Instruct widened, under early exit (E=8, k=4, `adaptive_length`), with all servers on one card.
 During the first of them other engines started on the same host; during the others every other program was stopped while it

@@ -1,4 +1,4 @@
-"""Acceptance of copies of all layers as the table of docs/views.md."""
+"""Acceptance of copies of all layers as the table of docs/which_models.md."""
 
 from __future__ import annotations
 

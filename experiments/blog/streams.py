@@ -1,6 +1,7 @@
 """Two streams side by side, from a measured run: plain decoding and early exit write the same text, at their own pace.
 
     python experiments/blog/streams.py results/published/blog.jsonl.xz --out docs/blog/streams.svg [--prompt 0]
+    python experiments/blog/streams.py streams.json --out docs/blog/streams_qwen.svg      # a recording of record.py
 
 The folder holds the points of a sweep on the embedded reference model: a baseline, and an arm of early exit behind gate
 varH. They have the time at which each output of each request came, and a digest of its tokens. The text is not among
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -148,11 +150,12 @@ def drawn(found: dict[str, Any]) -> str:
     """The SVG of a recording: both streams, each with its clock, in one loop of the slower one's length."""
     arms = found["arms"]
     last = {name: arm["steps"][-1] for name, arm in arms.items()}
-    whole = max(step["seconds"] for step in last.values()) * SLOWER + PAUSE
+    slower = found.get("slower", SLOWER)
+    whole = max(step["seconds"] for step in last.values()) * slower + PAUSE
     panel = (WIDTH - 2 * MARGIN - GAP) / 2
     shown = min(ROWS, 1 + max(place[0] for arm in arms.values() for place in laid_out(found["prompt"], arm["steps"])))
     height = TOP + shown * LINE + 64
-    titles = {"baseline": "plain decoding", "early_exit": in_words(arms["early_exit"]["arm"])}
+    titles = {"baseline": "plain decoding", "early_exit": found.get("title") or in_words(arms["early_exit"]["arm"])}
     took = " and ".join(f"{last[name]['seconds']:.2f} s ({titles[name]})" for name in arms)
     about = f"The same text as two engines wrote it, side by side, in {took}."
     parts = [
@@ -168,8 +171,8 @@ def drawn(found: dict[str, Any]) -> str:
         parts.append(f'<rect class="b" x="{left}" y="{MARGIN}" width="{panel}" height="{height - 2 * MARGIN}" rx="6"/>')
         parts.append(f'<text class="h" x="{left + 14}" y="42">{html.escape(titles[name])}</text>')
         placed = laid_out(found["prompt"], arm["steps"])
-        parts += [_piece(left, each, whole, name) for each in placed if each[0] < shown]
-        parts.append(_bar(left, panel, height, last[name], whole, place + 1))
+        parts += [_piece(left, each, slower / whole, whole, name) for each in placed if each[0] < shown]
+        parts.append(_bar(left, panel, height, last[name], (slower, whole), place + 1))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -178,34 +181,52 @@ def in_words(arm: dict[str, Any]) -> str:
     return f"early exit: first {arm['E']} of 24 layers draft up to {arm['k']}"
 
 
-def _piece(left: float, placed: tuple[int, int, str, float, int], whole: float, name: str) -> str:
+def _piece(left: float, placed: tuple[int, int, str, float, int], part: float, whole: float, name: str) -> str:
     """One piece of text, which appears when it was recorded; what a check of several drafts brought is marked."""
     row, column, text, seconds, tokens = placed
     x, y = left + 14 + column * 7.8, TOP + row * LINE
     kind = "p" if not seconds else "n" if name == "early_exit" and tokens > 1 else ""
     head = f'<text x="{x:.1f}" y="{y}" textLength="{len(text) * 7.8:.1f}" class="{kind}" xml:space="preserve"'
-    return f"{head}>{html.escape(text)}{_appears(seconds, whole)}</text>"
+    return f"{head}>{html.escape(text)}{_appears(seconds * part, whole)}</text>"
 
 
-def _appears(seconds: float, whole: float) -> str:
-    """Hidden until `seconds` of the recording, then shown until the loop ends."""
-    if not seconds:
+def _appears(share: float, whole: float) -> str:
+    """Hidden for that share of a loop of `whole` seconds, then shown until it ends."""
+    if not share:
         return ""
-    share = seconds * SLOWER / whole
     return (f'<animate attributeName="opacity" values="0;0;1;1" keyTimes="0;{share:.5f};{share:.5f};1" '
             f'dur="{whole:.2f}s" repeatCount="indefinite" calcMode="discrete"/>')  # fmt: skip
 
 
-def _bar(left: float, panel: float, height: float, last: dict[str, Any], whole: float, kind: int) -> str:
+def _bar(left: float, panel: float, height: float, last: dict[str, Any], pace: tuple[int, float], kind: int) -> str:
     """A bar that fills while the stream runs, and below it how long the stream took."""
-    y, wide, share = height - 56, panel - 28, last["seconds"] * SLOWER / whole
+    slower, whole = pace
+    y, wide, share = height - 56, panel - 28, last["seconds"] * slower / whole
     rate = last["tokens"] / last["seconds"]
     return (f'<rect class="t" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4"/>'
             f'<rect class="f{kind}" x="{left + 14}" y="{y}" width="{wide}" height="8" rx="4">'
             f'<animate attributeName="width" values="0;{wide};{wide}" keyTimes="0;{share:.5f};1" dur="{whole:.2f}s" '
             'repeatCount="indefinite"/></rect>'
             f'<text class="s" x="{left + 14}" y="{y + 26}">{last["tokens"]} tokens in {last["seconds"]:.2f} s, '
-            f'{rate:.0f} tokens a second (shown {SLOWER} times slower)</text>')  # fmt: skip
+            f'{rate:.0f} tokens a second (shown {slower} times slower)</text>')  # fmt: skip
+
+
+def made_again(results: Path, prompt: int) -> dict[str, Any]:
+    """`recorded` of a folder of points."""
+    points, warnings = folder.read(results)
+    if warnings:
+        sys.exit("\n".join(warnings))
+    return recorded(points, prompt)
+
+
+def read(recording: Path) -> dict[str, Any]:
+    """A file of record.py; exits with a message where the two texts are not the same."""
+    found: dict[str, Any] = json.loads(recording.read_text(encoding="utf-8"))
+    texts = {"".join(step["text"] for step in arm["steps"]) for arm in found["arms"].values()}
+    if len(found["arms"]) != 2 or len(texts) != 1:
+        sys.exit(f"{recording}: it does not hold the same text twice")
+    found["arms"] = {name: found["arms"][name] for name in ("baseline", "early_exit")}
+    return found
 
 
 def main() -> None:
@@ -214,10 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompt", type=int, default=0, help="number of the prompt, from 0 on")
     asked = parser.parse_args()
-    points, warnings = folder.read(asked.results)
-    if warnings:
-        sys.exit("\n".join(warnings))
-    found = recorded(points, asked.prompt)
+    found = read(asked.results) if asked.results.suffix == ".json" else made_again(asked.results, asked.prompt)
     asked.out.write_text(drawn(found), encoding="utf-8")
     for name, arm in found["arms"].items():
         last = arm["steps"][-1]

@@ -1,13 +1,16 @@
 """What a gateway adds to the time to first token, and what it takes from the rate of tokens: one command, JSON out.
 
-    python experiments/gateway/overhead.py --minutes 3.8 --vllm-router R/bin/vllm-router --smg R/bin/smg --litellm L/bin/litellm \
+    python experiments/gateway/overhead.py --minutes 5 --vllm-router R/bin/vllm-router --smg R/bin/smg --litellm L/bin/litellm \
         --out results/published/gateway_overhead.json
 
 A server without a model sends tokens at a steady pace (or --url: a real one). The same clients ask it directly and through
-each gateway, in turn, so that what the machine does meanwhile meets all of them. Reported for each number of streams: p50
-and p99 of the time to first token in milliseconds, what that is over asking directly, and tokens a second as a share of
-direct. With --minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a
-quiet machine.
+each gateway, in turn, so that what the machine does meanwhile meets all of them. Each of N streams asks again as soon as its
+answer has ended. They begin `spread` over the time of one answer, as requests of different users do, or all `at once`.
+Reported for each number of streams and way to begin: p50 and p99 of the time to first token in milliseconds, what that is
+over asking directly, tokens a second as a share of direct, and the CPU time of the gateway's process for a request, which
+does not depend on what else the machine does. The row `direct` has the floor: its time to first token less the server's own
+step is what clients and server take. --checkout NAME=FOLDER measures another checkout of this repository as well. With
+--minutes, everything is measured once, and then again, round by round, until the time is over. Run it on a quiet machine.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +36,18 @@ KEY = "sk-of-this-measurement-and-nothing-else"  # LiteLLM does not start withou
 HEADERS = {"Authorization": f"Bearer {KEY}", "Accept-Encoding": "identity"}
 CHAT = "/v1/chat/completions"
 START_SECONDS = 120.0
+MOST_EVENTS = 3000  # a second, of the server without a model: clients and server in Python keep up with them
 
 
 # ---- the server without a model --------------------------------------------------------------------------------------
 
 
 def serve(port: int, step: float) -> None:
-    """Answer every completion with max_tokens tokens, one every `step` seconds, the first one after one step."""
+    """Answer every completion with max_tokens tokens, one every `step` seconds; more slowly behind the first where
+    more than MOST_EVENTS a second would come, as an engine with more requests is slower."""
     import uvicorn
+
+    running = 0
 
     head = b'data: {"id":"x","object":"text_completion","created":1,"model":"toy","choices":'
     event = head + b'[{"index":0,"text":"word ","logprobs":null,"finish_reason":%s}]}\n\n'
@@ -74,10 +82,13 @@ def serve(port: int, step: float) -> None:
             await send(answer(b"application/json"))
             return await send({"type": "http.response.body", "body": body})
         await send(answer(b"text/event-stream; charset=utf-8"))
+        nonlocal running
+        running += 1
         for place in range(tokens):
-            await asyncio.sleep(step)
+            await asyncio.sleep(max(step, running / MOST_EVENTS) if place else step)
             data = event % (b'"length"' if place + 1 == tokens else b"null")
             await send({"type": "http.response.body", "body": data, "more_body": True})
+        running -= 1
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools", backlog=4096)
@@ -92,11 +103,21 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@dataclass(frozen=True)
+class Program:
+    """What is measured: its command, the port it listens on, and the folder in which it is started."""
+
+    command: list[str]
+    port: int
+    folder: str | None = None
+
+
 @contextmanager
-def started(command: Sequence[str], port: int, log: Path, path: str, model: str) -> Iterator[str]:
-    """A process that listens on a port, once it answers a completion; ended afterwards."""
+def started(program: Program, log: Path, path: str, model: str) -> Iterator[tuple[str, int]]:
+    """(address, process id) of a program, once it answers a completion; ended afterwards."""
+    command, port = program.command, program.port
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, cwd=program.folder)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + START_SECONDS
@@ -106,13 +127,23 @@ def started(command: Sequence[str], port: int, log: Path, path: str, model: str)
             if asyncio.run(answers(url + path, model)):
                 break
             time.sleep(0.3)
-        yield url
+        yield url, process.pid
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time so far of all living processes of a session; 0.0 for session 0."""
+    taken = 0.0
+    for place in Path("/proc").glob("[0-9]*") if session else ():
+        with suppress(OSError):  # it has ended meanwhile
+            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                taken += sum(int(one.read_text().split()[0]) for one in place.glob("task/*/schedstat")) / 1e9
+    return taken
 
 
 async def answers(url: str, model: str) -> bool:
@@ -126,18 +157,20 @@ async def answers(url: str, model: str) -> bool:
         return False
 
 
-def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path) -> dict[str, tuple[list[str], int]]:
-    """Name -> (command, port) of every gateway that is to be measured."""
-    found: dict[str, tuple[list[str], int]] = {}
+def gateways(options: argparse.Namespace, backend: str, model: str, folder: Path) -> dict[str, Program]:
+    """Every gateway that is to be measured, by name."""
+    found: dict[str, Program] = {}
 
-    def add(name: str, make: Callable[[int], list[Any]]) -> None:
+    def add(name: str, make: Callable[[int], list[Any]], where: str | None = None) -> None:
         port = free_port()
-        found[name] = ([str(word) for word in make(port)], port)
+        found[name] = Program([str(word) for word in make(port)], port, where)
 
-    config = folder / "gateway.yaml"
-    config.write_text(f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\n"
-                      f"results_dir: {folder}\n")  # fmt: skip
-    add("selfspec", lambda port: [sys.executable, "-m", "selfspec_cli", "gateway", config, f"port={port}"])
+    for name, checkout in [("selfspec", None), *(one.split("=", 1) for one in options.checkout)]:
+        config = folder / f"{name}.yaml"
+        config.write_text(f"policy: fixed\nbackends:\n  - {{name: a, kind: local, url: '{backend}'}}\n"
+                          f"results_dir: {folder / name}\n")  # fmt: skip
+        command = [sys.executable, "-m", "selfspec_cli", "gateway", config]
+        add(name, lambda port, command=command: [*command, f"port={port}"], checkout)  # type: ignore[misc]
     listen = ["--worker-urls", backend, "--host", "127.0.0.1", "--prometheus-port"]
     if options.vllm_router:
         add("vllm-router", lambda port: [options.vllm_router, *listen, free_port(), "--port", port])
@@ -181,21 +214,29 @@ async def stream(session: Any, url: str, model: str, tokens: int) -> tuple[float
     return first, events, time.perf_counter() - began
 
 
-async def measured(url: str, model: str, streams: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """All streams at once, repeats times; the first time is thrown away."""
+async def measured(url: str, model: str, streams: int, tokens: int, repeats: int, spread: bool) -> dict[str, Any]:
+    """Each of `streams` clients asks once, which is thrown away, and then `repeats` times."""
     import aiohttp
 
     firsts: list[float] = []
-    events, seconds = 0, 0.0
+    events, lasted = 0, 0.0
+
+    async def client(number: int) -> None:
+        nonlocal events, lasted
+        for repeat in range(repeats + 1):
+            first, made, seconds = await stream(session, url, model, tokens)
+            if repeat:
+                firsts.append(first)
+                events, lasted = events + made, lasted + seconds
+            if not spread:
+                await together.wait()
+            elif repeat == 0:  # the first answers have begun at once, and opened the connections
+                await asyncio.sleep(seconds * number / streams)
+
+    together = asyncio.Barrier(streams)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for number in range(repeats + 1):
-            began = time.perf_counter()
-            found = await asyncio.gather(*(stream(session, url, model, tokens) for _ in range(streams)))
-            if number:
-                seconds += time.perf_counter() - began
-                firsts += [one[0] for one in found]
-                events += sum(one[1] for one in found)
-    return {"firsts": firsts, "events": events, "seconds": seconds}
+        await asyncio.gather(*(client(number) for number in range(streams)))
+    return {"firsts": firsts, "events": events, "seconds": lasted / streams}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -211,8 +252,13 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true", help="ask for chats, not for completions")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--step", type=float, default=0.01, help="seconds between tokens of the server without a model")
-    parser.add_argument("--requests", type=int, default=48, help="streams for each number of streams, in each round")
+    parser.add_argument(
+        "--step", type=float, default=0.005, help="seconds between tokens of the server without a model"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=64, help="for each number of streams, in each round; of streams twice"
+    )
+    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=FOLDER", help="measured like selfspec")
     parser.add_argument("--rounds", type=int, default=6, help="most times that all are measured in turn")
     parser.add_argument("--minutes", type=float, help="of the whole command; ends the rounds that do not fit")
     parser.add_argument("--out", type=Path, help="a file for the JSON, beside the output")
@@ -231,51 +277,67 @@ def main() -> None:
         if backend is None:
             port = free_port()
             command = [sys.executable, __file__, "--serve", str(port), "--step", str(options.step)]
-            backend = stack.enter_context(started(command, port, folder / "server.log", path, options.model))
-        urls = {"direct": backend}
-        for name, (command, port) in gateways(options, backend, options.model, folder).items():
-            urls[name] = stack.enter_context(started(command, port, folder / f"{name}.log", path, options.model))
-            print(f"{name}: {urls[name]}", file=sys.stderr)
-        found = rounds(options, {name: url + path for name, url in urls.items()}, until)
+            program = Program(command, port)
+            backend, _ = stack.enter_context(started(program, folder / "server.log", path, options.model))
+        running = {"direct": (backend, 0)}
+        for name, program in gateways(options, backend, options.model, folder).items():
+            running[name] = stack.enter_context(started(program, folder / f"{name}.log", path, options.model))
+            print(f"{name}: {running[name][0]}", file=sys.stderr)
+        found = rounds(options, {name: (url + path, pid) for name, (url, pid) in running.items()}, until)
         text = json.dumps(described(options) | {"rows": table(found)}, indent=1)
         if options.out:
             options.out.write_text(text + "\n", encoding="utf-8")
         print(text)
 
 
-Found = dict[tuple[int, str], list[dict[str, Any]]]
+Found = dict[tuple[int, bool, str], list[dict[str, Any]]]
+LITELLM_SHARE = 4  # it takes so long for a request that it gets a fourth of them, and no 256 at once
 
 
-def rounds(options: argparse.Namespace, urls: dict[str, str], until: float) -> Found:
-    """(streams, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a moment
-    of time.monotonic(), is left out from then on for all gateways."""
+def rounds(options: argparse.Namespace, running: dict[str, tuple[str, int]], until: float) -> Found:
+    """(streams, spread, gateway) -> what was measured in each round. A part that is expected to last beyond `until`, a
+    moment of time.monotonic(), is left out from then on for all gateways."""
+    import uvloop
+
     found: Found = {}
-    lasted: dict[int, float] = {}
+    lasted: dict[tuple[int, bool], float] = {}
     for number in range(options.rounds):
-        for streams in options.streams:
+        for streams, spread in [(one, spread) for one in options.streams for spread in (True, False)[: 1 + (one > 1)]]:
             began = time.monotonic()
-            if began + lasted.get(streams, 0.0) > until:
+            if began + lasted.get((streams, spread), 0.0) > until:
                 continue
-            for name in list(urls) if number % 2 == 0 else list(urls)[::-1]:
+            for name in list(running) if number % 2 == 0 else list(running)[::-1]:
+                url, pid = running[name]
                 repeats = max(2, options.requests // streams)
-                part = asyncio.run(measured(urls[name], options.model, streams, options.tokens, repeats))
-                found.setdefault((streams, name), []).append(part)
-                print(f"round {number + 1}, {streams} streams: {name}", file=sys.stderr)
-            lasted[streams] = time.monotonic() - began
+                if name == "litellm":
+                    if streams > 16:
+                        continue
+                    repeats = max(1, repeats // LITELLM_SHARE)
+                before = cpu_seconds(pid)
+                part = uvloop.run(measured(url, options.model, streams, options.tokens, repeats, spread))
+                part["cpu"] = (cpu_seconds(pid) - before) / (streams * (repeats + 1))
+                found.setdefault((streams, spread, name), []).append(part)
+                print(f"round {number + 1}, {streams} streams, spread {spread}: {name}, "
+                      f"{time.monotonic() - began:.1f} s", file=sys.stderr)  # fmt: skip
+            lasted[streams, spread] = time.monotonic() - began
     return found
 
 
 def table(found: Found) -> list[dict[str, Any]]:
-    """A row for each gateway and number of streams."""
+    """A row for each gateway, number of streams and way to begin."""
     rows = []
-    for (streams, name), parts in found.items():
-        firsts, direct = ([one for part in found[streams, who] for one in part["firsts"]] for who in (name, "direct"))
-        row: dict[str, Any] = {"gateway": name, "streams": streams, "rounds": len(parts), "requests": len(firsts)}
+    for (streams, spread, name), parts in found.items():
+        beside = found[streams, spread, "direct"]
+        firsts, direct = ([one for part in parts_of for one in part["firsts"]] for parts_of in (parts, beside))
+        row: dict[str, Any] = {"gateway": name, "streams": streams, "begin": "spread" if spread else "at once",
+                               "rounds": len(parts), "requests": len(firsts)}  # fmt: skip
         for label, share in (("p50", 0.5), ("p99", 0.99)):
             row[f"ttft_{label}_ms"] = round(1000 * quantile(firsts, share), 3)
             row[f"added_{label}_ms"] = round(1000 * (quantile(firsts, share) - quantile(direct, share)), 3)
         row["tokens_s"] = round(rate(parts), 1)
-        row["share_of_direct"] = round(rate(parts) / rate(found[streams, "direct"]), 4)
+        row["share_of_direct"] = round(rate(parts) / rate(beside), 4)
+        if name != "direct":
+            row["cpu_ms_request"] = round(1000 * sum(one["cpu"] for one in parts) / len(parts), 3)
         rows.append(row)
     return rows
 

@@ -9,7 +9,7 @@ at temperature 1: after windows of this Python's standard library, or with --cha
 measurements do not ask. Nothing of what is measured is trained on. The loss is speculators' own (KL divergence to the
 model, each step after the drafts of the steps before it).
 
-Needs `speculators` 0.9 and transformers, in an environment of their own if need be (docs/rivals.md); no network.
+Needs `speculators` 0.9 and transformers, in an environment of their own if need be (docs/measurements.md); no network.
 """
 
 from __future__ import annotations

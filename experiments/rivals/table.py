@@ -1,7 +1,7 @@
-"""The tables of docs/rivals.md, from the points of results folders: every setting of every method that was measured.
+"""Tables of docs/measurements.md, from the points of results folders: every setting of every method that was measured.
 
     python experiments/rivals/table.py results/published/rivals.jsonl.xz/cpu [FOLDER ...]    print them
-    PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/rivals.md
+    PYTHONPATH=. python docs/generate/doc_pages.py                                  put all into docs/measurements.md
 
 A table a model, workload and batch, each against the baseline of its own command. A setting that failed has no line.
 """

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def tried(kernels: bool, environment: dict[str, str], seconds: float) -> Any:
         both = [processes.get_context("spawn").Process(target=rank, args=(number, place, kernels)) for number in (0, 1)]
         for one in both:
             one.start()
+        ends = time.monotonic() + seconds
         for one in both:
-            one.join(seconds)
+            one.join(max(0.0, ends - time.monotonic()))
         late = [one for one in both if one.is_alive()]
         for one in late:
             one.kill()
@@ -71,7 +73,7 @@ def tried(kernels: bool, environment: dict[str, str], seconds: float) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=45.0, help="for each way")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each way")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found = {}

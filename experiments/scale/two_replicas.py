@@ -117,7 +117,10 @@ def main() -> None:
         print(text, flush=True)
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(90)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
     os._exit(0)
 
 

@@ -106,16 +106,16 @@ OF_THE_CLIENTS = ("server_cpu", "client_cpu", "late_p99_ms", "unlike_answers", "
 
 @dataclass(frozen=True)
 class Level:
-    """One load. share: of plain decoding's saturation, in place of a rate. length: that each request asks for. table:
-    of lengths, on the live server; None for the one that is deployed. wanted: throughput over plain decoding, 0 where
-    there is nothing to compare with."""
+    """One load. share: of plain decoding's saturation, in place of a rate. prompts: None for those of --prompts.
+    length: that each request asks for. table: of lengths, on the live server; None for the one that is deployed.
+    wanted: throughput over plain decoding, 0 where there is nothing to compare with."""
 
     group: str
     name: str
     load: LoadConfig
     wanted: float
     share: float | None = None
-    prompts: str = "heldout"
+    prompts: str | None = None
     length: int | None = None
     table: str | None = None
     sides: tuple[str, ...] = (PLAIN, DRAFTING)
@@ -144,7 +144,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, default=16.0)
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU's memory, for each server")
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
-    parser.add_argument("--wanted", type=float, help="speedup of closed loops; what issue 17 asks of the widened model")
+    parser.add_argument(
+        "--wanted",
+        help="speedup of closed loops, or one for each of --clients; what issue 17 asks of the widened model",
+    )
+    parser.add_argument("--prompts", default="heldout", help="as workload.prompts: heldout, chat, coding or edits")
     parser.add_argument("--control", action="store_true", help="a second plain server beside the first")
     parser.add_argument("--orders", type=int, default=0, help="clients up to which vLLM's order of steps is asked too")
     parser.add_argument("--turns", type=int, default=1, help="of each level")
@@ -161,6 +165,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--swap exchanges the GPUs of the two servers, so it needs --gpus 2")
     if given.api_servers > 1 and given.rust_frontend:
         parser.error("--api-servers is for those in Python, of which --rust-frontend takes the place")
+    given.wanted = [float(word) for word in given.wanted.split(",")] if given.wanted else []
+    if len(given.wanted) > 1 and len(given.wanted) != len(given.clients.split(",")):
+        parser.error("--wanted: one number, or one for each of --clients")
     for word in given.groups.split(","):
         if GROUP.fullmatch(word) is None:
             parser.error(f"--groups {word!r}: NAME, NAME:TURNS, NAME@SECONDS or NAME:TURNS@SECONDS")
@@ -177,7 +184,8 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
                           max_num_seqs=most, max_num_batched_tokens=None if given.cpu else 8192,
                           gpu_memory_utilization=given.memory_share,
                           kv_cache_gib=0.5 if given.cpu else given.kv_gib)  # fmt: skip
-    work = WorkloadConfig(input_len=32, output_len=given.output_len, num_prompts=most)
+    longest = 32 if given.prompts == "heldout" else 1024 - given.output_len
+    work = WorkloadConfig(prompts=given.prompts, input_len=longest, output_len=given.output_len, num_prompts=most)
     return RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k, warmup=1,
                     draft_weights=given.draft_weights,
                     length_table=loads.every_width(given.k) if given.every_length or not table else table,
@@ -200,9 +208,11 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
             for k in (0, *loads.lengths(given.k)):
                 yield Level("lengths", f"lengths {number} k={k}", closed(number, min(LENGTHS_SECONDS, seconds)), 0.0,
                             length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
+    said = given.wanted * len(clients) if len(given.wanted) == 1 else given.wanted
+    wanted = dict(zip(clients, said, strict=True)) if said else CLOSED
     for number in clients:
         lasting = max(seconds, given.few_seconds) if number <= FEW_CLIENTS else seconds
-        yield Level("closed", f"closed {number}", closed(number, lasting), given.wanted or CLOSED.get(number, 0.98))
+        yield Level("closed", f"closed {number}", closed(number, lasting), wanted.get(number, 0.98))
     for share in (0.3, 0.6, 0.9):
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)
@@ -318,7 +328,7 @@ class Session:
             print(f"{level.name}: left out, {self.until - time.monotonic():.0f} s are left", flush=True)
             return False
         cfg = replace(self.cfg, load=self.load_of(level),
-                      workload=replace(self.cfg.workload, name=level.name, prompts=level.prompts,
+                      workload=replace(self.cfg.workload, name=level.name, prompts=level.prompts or self.given.prompts,
                                        temperature=HOT if level.prompts == "random" else 0.0))  # fmt: skip
         if level.share is not None and cfg.load.rate is None:
             return False

@@ -66,7 +66,7 @@ def summary(parts: list[torch.Tensor], k: int) -> list[dict[str, float]]:
     return rows
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     options.add_argument("--name", help="in the rows; the folder's name")
@@ -80,7 +80,11 @@ def main() -> None:
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--out", type=Path, required=True)
-    chosen = options.parse_args()
+    return options.parse_args()
+
+
+def main() -> None:
+    chosen = arguments()
     from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 
     model, tokenizer = load(chosen.model, chosen.device, getattr(torch, chosen.dtype))

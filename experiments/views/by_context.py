@@ -1,6 +1,8 @@
 """Which view drafts best at which length of the context? Plain PyTorch for acceptance, bytes for the costs, no engine.
 
     python experiments/views/by_context.py --model smollm2 --contexts 512,2048 --views "int8;int4;int4 256" --out FILE
+    python experiments/views/by_context.py --model qwen2.5-coder-1.5b --device cuda --contexts 512,4096,16384 \
+        --views "int8;int4;int4 512;3-27" --answers 4 --out FILE
 
 A view is KIND[@LAYERS][ WINDOW], as acceptance.py has it, with the last tokens of the context that its drafts attend
 to.
@@ -73,26 +75,25 @@ def main() -> None:
     options.add_argument("--answers", type=int, default=12, help="of each length")
     options.add_argument("--length", type=int, default=32, help="tokens of an answer")
     options.add_argument("--k", type=int, default=8, help="longest draft")
+    options.add_argument("--device", default="cpu", help="cuda: in bfloat16")
     options.add_argument("--out", type=Path, required=True)
     chosen = options.parse_args()
-    model, tokenizer = load(chosen.model, "cpu", torch.float32)
+    model, tokenizer = load(chosen.model, chosen.device, torch.float32 if chosen.device == "cpu" else torch.bfloat16)
     contexts = [int(word) for word in chosen.contexts.split(",")]
     texts = {at: [answers(model, tokenizer, [prompt], chosen.length, 0.0, 0)[0]
                   for prompt in library_prompts(tokenizer, chosen.answers, 0, at)] for at in contexts}  # fmt: skip
     drafting, rows = Drafting(model), []
     for context, made in texts.items():
-        found: dict[str, list[torch.Tensor]] = {word.strip(): [] for word in chosen.views.split(";")}
-        for ids, first in made:
-            if len(ids) - first <= chosen.k:
-                continue
-            answer = Answer.of(drafting, torch.tensor(ids), first, 0.0)
-            for word, parts in found.items():
-                kind, skipped, drafting.window = parsed(word)
-                drafting.set_view(kind, skipped)
-                parts.append(accepted(drafting, answer, chosen.k)["most likely"])
+        long = [Answer.of(drafting, torch.tensor(ids, device=chosen.device), first, 0.0)
+                for ids, first in made if len(ids) - first > chosen.k]  # fmt: skip
+        found: dict[str, list[torch.Tensor]] = {}
+        for word in (word.strip() for word in chosen.views.split(";")):
+            kind, skipped, drafting.window = parsed(word)
+            drafting.set_view(kind, skipped)
+            found[word] = [accepted(drafting, answer, chosen.k)["most likely"].cpu() for answer in long]
         rows += [row(model, word, context, torch.cat(parts), len(parts)) for word, parts in found.items()]
         print(*rows[-len(found) :], sep="\n", flush=True)
-        document = {"model": Path(chosen.model).name, "length": chosen.length, "rows": rows}
+        document = {"model": Path(chosen.model).name, "device": chosen.device, "length": chosen.length, "rows": rows}
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selfspec_cli.commands.screen import warn
+from selfspec_cli.config.facts import device_of, model_facts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
 from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.stages import preflight
@@ -53,6 +54,24 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
     preflight.check_all(cfgs)
     found = preflight.for_this_machine(cfgs)
     warn([NO_COMPILER] if found[0].engine != cfgs[0].engine else [])
+    return found
+
+
+def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
+    """What an ordinary model drafts with on a GPU, where the user names neither layers nor weights: copies of all its
+    layers. None for a model that says at which layer it exits, on a CPU, which dequantises copies, and for a model of
+    which there can be none."""
+    first = several(overrides)[0]
+    named = {word.partition("=")[0] for word in overrides}
+    layers = model_facts(first).layers
+    if named & {"layer", *own_settings()} or first.model.exit_layer or device_of(first) == "cpu" or not layers:
+        return []
+    found = []
+    for kind in ("int4", "int8"):
+        try:
+            found += exits([*overrides, f"layer={layers}", f"draft_weights={kind}"], ())
+        except ConfigError:
+            continue
     return found
 
 

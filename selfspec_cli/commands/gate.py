@@ -17,7 +17,7 @@ from selfspec_cli.commands.shared import Debug, DryRun, Json, Overrides, command
     settings=False,
 )
 def gate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/gates/; docs/performance_gates.md.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="One of experiments/gates/; docs/verify.md.")],
     overrides: Overrides = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the verdict as JUnit XML, too.")] = None,
     plant: Annotated[

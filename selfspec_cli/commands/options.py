@@ -23,7 +23,7 @@ def show_options(
         str, typer.Argument(metavar="[WORD]", help="Show only what holds this word in its name or description.")
     ] = "",
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table that docs/options.md holds.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/reference.md.")] = False,
     debug: Debug = False,
 ) -> None:
     """Every setting: its key, type, unit, range, default and meaning; every gate, head and kind of draft weights."""

@@ -33,7 +33,7 @@ def tune(
         from selfspec_cli.stages.budget import Budget
 
         words, at = overrides or [], configs.numbers("--loads", loads)
-        cfgs = configs.exits(words, tune_stage.LAYER_PARTS)
+        cfgs = [*configs.copies_of_all_layers(words), *configs.exits(words, tune_stage.LAYER_PARTS)]
         heads = [] if any(re.match(r"head[.=]", word) for word in words) else configs.known_heads()
         if dry_run:
             plan = tune_stage.facts(cfgs, minutes, trials, heads, at)

@@ -1,4 +1,4 @@
-"""Every setting as a table, from the schema: `selfspec options`, the commands' `--help`, and docs/options.md."""
+"""Every setting as a table, from the schema: `selfspec options`, the commands' `--help`, and docs/reference.md."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class TrackerKind(StrEnum):
     wandb = "wandb"
 
 
-PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "random")
+PROMPTS = ("heldout", "prose", "chat", "coding", "edits", "files", "random")
 """The words of `workload.prompts` that name no file."""
 PROMPT_TABLES = (".json", ".jsonl", ".parquet")
 """Ends of the names of files whose rows are prompts; any other file is text to cut prompts from."""
@@ -132,7 +132,8 @@ class WorkloadConfig:
     prompts: str = knob(
         "heldout",
         help="heldout (library code not trained on), prose (Python's reference documentation, in English), chat, "
-        "coding or edits (questions, in the model's template), random (token ids), or a text file",
+        "coding, edits or files (questions, in the model's template; files: behind as much code of a library as "
+        "input_len allows), random (token ids), or a text file",
     )
 
 

@@ -123,11 +123,13 @@ class Matches:
         self.own = updated(self.own, stood, trials(stood, self.drafted) if self.drafted else 0, WEIGHT)
         return max(0, min(accepted - self.drafted, self.copied))
 
-    def look_up(self, text: Tensor) -> None:
-        """A round begins behind `text` [n]."""
+    def look_up(self, text: Tensor, room: int | None = None, k: int | None = None) -> None:
+        """A round begins behind `text` [n]. room, k: most of a free draft and of the model's own in this round, where
+        load, the request or its end allow less than usual; what cannot be drafted must not weigh."""
         self.length, self.start = longest_match(text)
         self.known, self.drafted, self.copied = len(text), 0, 0
-        self.trusted = trusted_from(self.rates, self.own, self.tokens, self.k, self.cost)
+        free, own = (most if now is None else min(most, now) for most, now in ((self.tokens, room), (self.k, k)))
+        self.trusted = trusted_from(self.rates, self.own, free, own, self.cost)
 
     def rest(self, text: Tensor, draft: list[int], room: int) -> list[int]:
         """What of the match follows `draft`, up to `room` tokens with it, where the match is trusted by now. Empty: the

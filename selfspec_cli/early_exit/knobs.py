@@ -1,6 +1,6 @@
 """What a setting is, written beside the dataclass field that holds it: help, unit, range, choices, keys. Free of torch.
 
-Validation, `--help`, `selfspec options` and the table of docs/options.md are loops over these; a schema is any
+Validation, `--help`, `selfspec options` and the table of docs/reference.md are loops over these; a schema is any
 dataclass whose fields are made by `knob`, or are such dataclasses themselves.
 """
 

@@ -17,6 +17,7 @@ from selfspec_cli.config.schema import EARLY_EXIT, ConfigError, Method, RunConfi
 from selfspec_cli.config.speculative import spec_of
 from selfspec_cli.early_exit.settings import SPECULATIVE_LENGTH, to_spec, vllm_keys
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.texts import chat
 from selfspec_cli.texts.corpora import Encode, standard_library_counts
 from selfspec_cli.vllm_plugin.spec_config import WORKER_EXTENSION
 
@@ -136,8 +137,7 @@ def chat_tokens(tokenizer: Any, question: str, name: str) -> list[int]:
         ConfigError: it has none.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"workload.prompts=chat: the tokenizer of {name} has no chat template; allowed: heldout, "
-                          "prose, random, or a file of text or of prompts")  # fmt: skip
+        raise ConfigError(chat.no_template(name))
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(text, add_special_tokens=False))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FROM_ENGINE = ("rate", "input_len", "failed_requests", "rss_mib", "rss_growth_mib")
 """Columns that `Point.engine` holds: reported by the server, or known from what was measured before."""
-DRIFT = 3  # whole windows that a run needs for its first and its last one to be compared
+DRIFT = 2  # whole windows that a run needs for its first and its last one to be compared
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Loads:
     ttft_limit_ms: float | None = None
     tpot_limit_ms: float | None = None
     e2e_limit_ms: float | None = None
-    tpot_p99_first_ms: float | None = None  # of the first whole minute of a run of three minutes and more
+    tpot_p99_first_ms: float | None = None  # of the first whole minute of a run of two minutes and more
     tpot_p99_last_ms: float | None = None  # of the last one
     rss_mib: float | None = None  # resident memory of the server's processes after the last run
     rss_growth_mib: float | None = None  # and by how much it grew since the end of the warm-up

@@ -49,9 +49,11 @@ def of_text(cfg: RunConfig, path: str) -> Prompts:
     work = cfg.workload
     if work.prompts == "random":
         raise ConfigError("workload.prompts=random with --url: token ids need the model; name it with model=..., or "
-                          "use heldout, chat, coding, edits or a file")  # fmt: skip
+                          "use heldout, chat, coding, edits, files or a file")  # fmt: skip
     if work.prompts in chat.KINDS:
-        texts = chat.chosen(work.num_prompts, cfg.seed, work.prompts)
+        most = CHARACTERS * work.input_len
+        asked = chat.asked(work.prompts, work.num_prompts, cfg.seed, lambda text: [*map(ord, text)], most)
+        texts = ["".join(map(chr, one)) for one in asked]
     elif prompt_files.is_prompt_file(work.prompts):
         texts = [prompt.text[: CHARACTERS * work.input_len] for prompt in file_prompts(cfg)]
     else:

@@ -1,5 +1,5 @@
-"""What is refused before an engine starts: a model that is not there, an exit it has not, a head not fitted, requests
-that do not fit, a results folder that cannot be written."""
+"""What is refused before an engine starts: a model that is not there or lacks a file, an exit it has not, a head not
+fitted, requests that do not fit, a results folder that cannot be written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ from pathlib import Path
 
 from selfspec_cli.artifacts import calibrations, head_files
 from selfspec_cli.config import speculative
-from selfspec_cli.config.facts import device_of, exit_layer, installed_device, longest_request, model_facts
+from selfspec_cli.config.facts import (
+    config_document,
+    device_of,
+    exit_layer,
+    installed_device,
+    longest_request,
+    model_facts,
+)
+from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, ConfigError, Method, RunConfig, vocab_size
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS, WeightFacts
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.flat_heads import flat_head_warning
 from selfspec_cli.early_exit.thresholds import warnings_for
 from selfspec_cli.early_exit.view import DraftView
+from selfspec_cli.texts import chat
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+TOKENIZERS = ("*token*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
+"""Patterns of file names, one of which a model's folder has if it has weights, or a tokenizer."""
 
 
 def check_all(cfgs: Iterable[RunConfig]) -> None:
@@ -38,10 +51,11 @@ def check(cfg: RunConfig) -> None:
     checks the rest.
 
     Raises:
-        ConfigError, HeadError: the model path, the exit layer, the lengths, the head or its draft vocabulary, the
-            results folder.
+        ConfigError, HeadError: the model path or its files, the exit layer, the lengths, the head or its draft
+            vocabulary, the results folder.
     """
     check_model(cfg)
+    check_files(cfg)
     check_lengths(cfg)
     check_folder(cfg.results_dir)
     if cfg.method not in EARLY_EXIT:
@@ -85,11 +99,47 @@ def check_model(cfg: RunConfig) -> None:
         raise ConfigError(f"draft_weights={cfg.draft_weights}: {reason}; use draft_weights=shared")
 
 
+def check_files(cfg: RunConfig) -> None:
+    """Refuse a model's folder without weights or tokenizer, and without a chat template where questions are asked
+    through one; raises ConfigError. A model on the Hub is not looked at."""
+    model, work = cfg.model, cfg.workload
+    weights = Path(model_path(model)).expanduser()
+    if model.load_format == "auto" and weights.is_dir() and not _has(weights, WEIGHTS):
+        raise ConfigError(f"model={model.name}: {weights} holds no weights ({', '.join(WEIGHTS)}); copy them there, or "
+                          "measure speed alone with model.load_format=dummy")  # fmt: skip
+    folder = Path(model.tokenizer or weights).expanduser()
+    needless = (model.load_format == "dummy" and model.tokenizer is None) or cfg.engine.extra.get("skip_tokenizer_init")
+    if needless or not folder.is_dir():
+        return
+    if not _has(folder, TOKENIZERS):
+        raise ConfigError(f"model={model.name}: {folder} holds no tokenizer (such as tokenizer.json); name another "
+                          "folder or a Hugging Face id: model.tokenizer=NAME")  # fmt: skip
+    if work.prompts in chat.KINDS and not _has_chat_template(folder):
+        raise ConfigError(chat.no_template(model.name))
+
+
+def _has(folder: Path, patterns: Iterable[str]) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether there is one in a file of its own or in tokenizer_config.json."""
+    return _has(folder, ("*chat_template*",)) or bool(
+        config_document(folder / "tokenizer_config.json").get("chat_template")
+    )
+
+
 def check_lengths(cfg: RunConfig) -> None:
-    """Refuse requests that are longer than the model allows, and drafts that are; raises ConfigError."""
-    limit, work = longest_request(cfg), cfg.workload
+    """Refuse a context that the model has no positions for, and requests and drafts that are longer than it; raises
+    ConfigError."""
+    limit, work, positions = longest_request(cfg), cfg.workload, model_facts(cfg).max_position
     if limit is None:
         return
+    asked = cfg.model.max_model_len or cfg.engine.extra.get("max_model_len")
+    # vLLM's own way to allow it.
+    if asked and positions and asked > positions and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        raise ConfigError(f"model.max_model_len={asked}: {cfg.model.name} has {positions} positions; must be in "
+                          f"1..{positions}, or scale them by model.hf_overrides.rope_parameters")  # fmt: skip
     if work.input_len + work.output_len > limit:
         raise ConfigError(
             f"workload.input_len={work.input_len} and workload.output_len={work.output_len}: together they must fit "
@@ -138,7 +188,18 @@ def warnings(cfgs: Iterable[RunConfig]) -> list[str]:
     gates = [warning for lines in found.values() for warning in lines]
     gated = dict.fromkeys(filter(None, map(_gate_and_head, cfgs)))  # a file is read once
     flat = [flat_head_warning(gate, file) for gate, file in gated]
-    return list(dict.fromkeys([*gates, *filter(None, flat), *filter(None, map(speculative.warning, cfgs))]))
+    by_point = [note for cfg in cfgs for note in (speculative.warning(cfg), _early_layers_of_an_ordinary_model(cfg))]
+    return list(dict.fromkeys([*gates, *filter(None, [*flat, *by_point])]))
+
+
+def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
+    """Half of the layers draft where nobody named any; a model that was trained for early exit has named its own."""
+    layer, view = exit_layer(cfg), DraftView.of(cfg)
+    if cfg.method is not Method.layer_skip or cfg.layer or cfg.model.exit_layer or view.options() or layer is None:
+        return None
+    return (f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "
+            "early exit gain; others draft with copies of all layers, such as draft_weights=int4 (selfspec tune "
+            "compares them)")  # fmt: skip
 
 
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:

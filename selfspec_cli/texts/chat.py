@@ -1,9 +1,11 @@
-"""Questions for chat models, asked through the model's own chat template: general ones, coding tasks, edits of code.
+"""Questions for chat models, asked through the model's own chat template: general ones, coding tasks, edits of code,
+questions about whole files.
 
 A draft is only as good as it agrees with what the model itself says, so acceptance is measured on a model's own answers
 to the kind of prompt that it is served with. The questions ask for answers of some length: end-of-text is ignored while
 measuring, and what a model writes after it is no answer. General questions and coding tasks are of our own writing.
 An edit asks for a function of the held-out standard library with one change, so most of the answer repeats the prompt.
+A question about files has as much of the held-out standard library before it as the prompt has room for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import ast
 import random
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from selfspec_cli.texts import library
@@ -113,6 +115,17 @@ EDITS = (
 )
 EDITED_LINES = (14, 36)  # length of an edited function: long enough to be work, short enough to be answered
 
+ABOUT_FILES = (
+    "Explain what the last class of these files is for, and how its methods work together.",
+    "Name the functions of these files that a user of the module calls, each with one sentence on what it does.",
+    "Write unit tests for one of the functions above.",
+    "Which errors can the functions above raise, and when? Name the functions.",
+    "Write a short tutorial for a user of this module, with examples of code.",
+    "Choose one of the longer functions above, and write it again so that it is easier to read.",
+    "Describe how data flows through these files, function by function.",
+    "Write the docstrings that are missing in the code above.",
+)
+
 APART = 16  # questions between the first of one seed and the first of the next
 
 
@@ -123,8 +136,49 @@ def chosen(count: int, seed: int, kind: str = "chat") -> list[str]:
     return [order[(seed * APART + number) % len(order)] for number in range(count)]
 
 
-KINDS = ("chat", "coding", "edits")
+KINDS = ("chat", "coding", "edits", "files")
 """Words of `workload.prompts` that name questions."""
+
+
+def no_template(name: str) -> str:
+    """What is said of the model `name` whose tokenizer has no chat template."""
+    return (
+        f"model={name}: its tokenizer has no chat template, through which {', '.join(KINDS)} are asked; take "
+        "workload.prompts=heldout, prose or random, or a file of text or of prompts, or name a tokenizer that has one: "
+        "model.tokenizer=NAME"
+    )
+
+
+def asked(kind: str, count: int, seed: int, chat: Callable[[str], list[int]], most: int) -> list[list[int]]:
+    """Token ids of `count` prompts of a kind of KINDS. Those about files are filled up to `most` tokens; others are as
+    long as they are.
+
+    Args:
+        chat: a question in the model's template.
+    """
+    if kind != "files":
+        return [chat(question) for question in chosen(count, seed, kind)]
+    whole = "\n".join(f"# ---- {name}\n{text}" for name, text in library.held_out_text())
+    # Each begins at another place, so that no two have a beginning in common, and the text goes round.
+    step = len(whole) // count
+    return [
+        _about_files(
+            whole, (seed * APART + number * step) % len(whole), ABOUT_FILES[number % len(ABOUT_FILES)], chat, most
+        )
+        for number in range(count)
+    ]
+
+
+def _about_files(whole: str, start: int, question: str, chat: Callable[[str], list[int]], most: int) -> list[int]:
+    """A prompt with as much of `whole` from `start` on as fits into `most` tokens, but for a hundredth of it."""
+    text, fitting, size = whole[start:] + whole[:start], chat(question), 4 * most
+    for _ in range(8):  # code has two to five characters a token, so a few corrections are enough
+        ids = chat(f"Here are files of a library:\n\n```python\n{text[:size]}\n```\n\n{question}")
+        fitting = ids if len(fitting) < len(ids) <= most else fitting
+        if 0.99 * most <= len(ids) <= most:
+            break
+        size = int(size * 0.995 * most / len(ids))
+    return fitting
 
 
 @cache

@@ -80,7 +80,7 @@ def file_prompts(cfg: RunConfig) -> list[prompt_files.Prompt]:
 
 def _chat(cfg: RunConfig, engine: Tokens) -> list[list[int]]:
     work = cfg.workload
-    found = [engine.chat(question) for question in chat.chosen(work.num_prompts, cfg.seed, work.prompts)]
+    found = chat.asked(work.prompts, work.num_prompts, cfg.seed, engine.chat, work.input_len)
     longest = max(map(len, found))
     if longest > work.input_len:
         raise ConfigError(f"workload.input_len={work.input_len}: the longest {work.prompts} prompt has {longest} "

@@ -20,6 +20,8 @@ from torch import nn
 from selfspec_cli.early_exit.errors import SettingsError
 
 HEADS = ("lm_head", "output")
+BOTH_WAYS = "PrefillPrefixLMAttention"
+"""vLLM's class of attention in which all tokens of a step see each other."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,16 @@ class Place:
 def place_of(model: nn.Module) -> Place:
     """Where the layers are inside a causal LM or a multimodal wrapper around one.
 
-    Raises SettingsError, naming the architecture, where no module's forward loops over layers that it holds.
+    Raises SettingsError, naming the architecture, where no module's forward loops over layers that it holds, and where
+    a verify pass would be wrong: tokens of a step must not see later ones.
     """
     inner = _inside(model)
+    if any(type(part).__name__ == BOTH_WAYS for part in inner.modules()):
+        raise SettingsError(
+            f"architecture {type(inner).__name__} is not supported with early exit: the tokens of a step see each "
+            f"other in both directions (vLLM's {BOTH_WAYS}), so that verified tokens would see the drafts after them, "
+            "whatever drafts; serve it without a speculative_config"
+        )
     root = inner if _takes_positions(inner) else model  # a wrapper may name a module of Hugging Face's
     spoken = {id(part) for part in inner.modules()}  # a wrapper has towers for pictures beside it
     candidates = [(path, module) for path, module in _by_depth(root) if id(module) in spoken]

@@ -1,4 +1,4 @@
-"""The table of architectures in docs/compatibility.md, from what `tests/engine/architectures.py` wrote."""
+"""The table of architectures in docs/limits.md, from what `tests/engine/architectures.py` wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RAN = ("works", "refused", "wrong", "fails")
 """Verdicts on architectures that the plain engine runs."""
 
 HEAD = """
-## Architectures
+### Architectures
 
 Each decoder-only architecture of vLLM's registry, as a tiny model of random weights on a CPU: {asked} of {known} were
 asked, {made} of them can be made with transformers, and a plain vLLM runs {ran} of these here. With {works} of the

@@ -1,4 +1,4 @@
-"""What early exit works with, as data: docs/compatibility.md is made of it, and test_compatibility.py checks each row.
+"""What early exit works with, as data: docs/limits.md is made of it, and test_compatibility.py checks each row.
 
 A row that works names the test that tries it on the CPU, in an engine of real vLLM. A row that is refused names what
 triggers the refusal, and words of the message that say what to do instead.
@@ -199,6 +199,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("draft length by load, by context and by request", YES, "",
             "engine/test_draft_lengths.py::"
             "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted"),
+        Row("drafts from a request's own text (free_drafts)", YES, "before the model's own drafts, on both runners; "
+            "greedy and sampled, with every gate", "engine/test_free_drafts.py::"
+            "test_with_a_table_adaptive_length_copies_a_window_and_preemption", CASES),
         Row("weights replaced in a live engine (reload_weights, weight transfer)", YES, "copies and a draft "
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
@@ -257,8 +260,7 @@ NOT_TRIED = (
 )
 """Nothing is known to be wrong with these, and nobody has run them."""
 
-HEAD = """# What early exit works with
-
+HEAD = """
 Each row that works has been run in an engine of vLLM 0.32.0: tiny models, whose greedy output has to be that of the
 same engine without drafts, while some drafts are accepted and some are not. [The tests](#the-tests) are named at the
 end. What is refused is refused before the engine starts, with a message that says what to do instead.
@@ -270,23 +272,23 @@ end. What is refused is refused before the engine starts, with a message that sa
 COLUMNS = "| with | works | what to know | on a CPU | on a GPU |"
 
 TESTS = """
-## The tests
+### The tests
 
-This page is made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes it), and a
-test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
+These tables are made of `tests/contract/compatibility.py` (`python tests/contract/test_compatibility.py` writes them),
+and a test compares the two. On a GPU the rows are cases of `tests/gpu/test_v2_lossless.py`. On a CPU:
 
 """
 
 
-def page() -> str:
-    """docs/compatibility.md."""
+def part() -> str:
+    """The part of docs/limits.md that says what works with what."""
     parts = [HEAD]
     for title, rows in ROWS.items():
-        parts.append(f"\n## {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
+        parts.append(f"\n### {title}\n\n{COLUMNS}\n|---|---|---|---|---|\n")
         parts += [_line(row) for row in rows]
         if title == "Models":
             parts.append(architecture_table.section(architecture_table.lines()))
-    parts.append("\n## Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
+    parts.append("\n### Not tried\n\n" + "".join(f"- {each}\n" for each in NOT_TRIED))
     shown = [f"- {row.what}: `tests/{row.cpu}`\n" for rows in ROWS.values() for row in rows if row.cpu]
     return "".join([*parts, TESTS, *shown])
 

@@ -137,7 +137,11 @@ SIGNATURES = {
     f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.all_reduce": "in_tensor out_tensor op stream",
     f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.all_gather": "output_tensor input_tensor stream",
     f"{COMMUNICATORS}.pynccl:PyNcclCommunicator.destroy": "",
+    # Models with this attention are refused (decoder.py).
+    "vllm.model_executor.layers.attention:PrefillPrefixLMAttention.get_kv_cache_spec": "vllm_config",
     # What `selfspec verify` plants faults around, and asks of an engine.
+    f"{V1_RUNNER}:GPUModelRunner.propose_draft_token_ids": "scheduler_output sampled_token_ids sampling_metadata "
+    "hidden_states sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings",
     f"{V1_RUNNER}:GPUModelRunner._update_states": "scheduler_output",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "metadata draft_probs logits sampling_metadata",
     # V1: a bonus token behind min_tokens.

@@ -1,4 +1,4 @@
-"""The patch that docs/upstream.md proposes applies to the release of vLLM that it is written for."""
+"""The patch that docs/how_it_works.md proposes applies to the release of vLLM that it is written for."""
 
 import subprocess
 from pathlib import Path

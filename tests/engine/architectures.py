@@ -6,7 +6,7 @@
         gpu_memory_utilization=0.1 [NAME ...]
 
 asks each, the second time on a GPU, in a process of its own, forked from one that has imported vLLM, and appends a line
-of JSON to FILE; an architecture that is in FILE already is left out. docs/compatibility.md has a table that is made of
+of JSON to FILE; an architecture that is in FILE already is left out. docs/limits.md has a table that is made of
 such a file (tests/contract/architecture_table.py). A line:
 
 - `name`: as in a model's config.json; `served_by`: vLLM's class for it; `layers`: where its decoder layers are.
@@ -104,6 +104,10 @@ BORROWED: dict[str, tuple[str, dict[str, Any]]] = {
 """Architectures that transformers has no class for, and whose checkpoints have the config and the names of weights of
 one that it has -> that one, and what their config says beside it."""
 
+
+ENGINES: dict[str, dict[str, Any]] = {"HrmTextForCausalLM": {"max_num_batched_tokens": MAX_LEN}}
+"""Arguments of the engine that single architectures need. Of HrmText vLLM cuts no prompts: one that is longer than a
+step takes would wait for ever."""
 
 ATTEMPTS: tuple[dict[str, Any], ...] = ({"dtype": "bfloat16"}, {"load_format": "dummy"},
                                         {"load_format": "dummy", "dtype": "bfloat16"})  # fmt: skip
@@ -250,7 +254,7 @@ def line(name: str, **changes: Any) -> dict[str, Any]:
             return {"name": name, "verdict": "no model", "reason": str(error)}
         except Exception as error:
             return {"name": name, "verdict": "no model", "reason": f"not made: {_in_a_line(error)}"}
-        found = {"name": name, **ask(Path(folder), **changes)}
+        found = {"name": name, **ask(Path(folder), **ENGINES.get(name, {}), **changes)}
         return {key: text.replace(folder, "MODEL") if isinstance(text, str) else text for key, text in found.items()}
 
 

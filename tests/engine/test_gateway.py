@@ -148,6 +148,7 @@ def test_the_gateway_knows_what_drafts_are_worth(both):
     assert re.search(r'selfspec_gateway_backend_round_tokens\{backend="early"\} [1-9]', text)
 
 
+@pytest.mark.nightly
 def test_vllms_own_benchmark_runs_against_it(both, tmp_path):
     from selfspec_cli.config import paths
 

@@ -73,14 +73,16 @@ def selfspec(*words: str) -> str:
     return done.stdout
 
 
-def test_a_sweep_over_a_gate_and_a_head_of_another_package(expected, tmp_path):
+def test_a_sweep_over_a_gate_and_a_head_of_another_package(toy, expected, tmp_path):
+    """Fitted in this process, for the test above has a fit, and swept in one that finds the package by itself."""
     model = tmp_path / "tiny"
     shutil.copytree(expected("llama").path, model)
     save_tokenizer(model)
     given = [f"model={model}", "engine.enforce_eager=true", "engine.kv_cache_gib=0.0625", f"head_dir={tmp_path}/heads"]
     given += ["workload.prompts=random", "workload.input_len=24", "workload.output_len=32", "workload.num_prompts=4"]
     grid = ["gate=ratio", f"layer={EXIT}", "k=3", "perplexity_tokens=0", "repeats=3", "warmup=0"]
-    selfspec("fit", "head=one_direction", f"layer={EXIT}", *given, "--pairs", "1000", "--corpus", "random")
+    fit.run(config(model, tmp_path / "heads"), layers=[EXIT], heads=("one_direction",), pairs=1000, ridge=1e-3,
+            corpus="random")  # fmt: skip
     results = tmp_path / "results"
     selfspec("sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}")
     with open(results / "summary.csv", newline="") as file:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exit_heads import lens_head
+from exit_heads import translator_head
 from harness import GATES, Counts, greedy, layer_skip, live, ragged_prompts, tokens
 from models import LAYERS, VOCAB, save_tiny
 
@@ -21,7 +21,7 @@ from selfspec_cli.early_exit.head_module import ExitHead
 
 pytestmark = pytest.mark.engine
 
-EXIT, K, HIDDEN = LAYERS // 2, 3, 64
+EXIT, K, HIDDEN, RANK = LAYERS // 2, 3, 64, 4
 PROMPTS = ragged_prompts(8, VOCAB, seed=4)
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Four attention heads, so that each rank's rows of every weight divide into groups of 64 for integer copies.
@@ -41,13 +41,19 @@ def model(tmp_path_factory) -> Callable[[str], Path]:
     return cache(lambda name: save_tiny(name, root / name, **SHAPE))
 
 
-def check(path: Path, *views: dict[str, Any], gate: str | None = None, **spec: Any) -> list[Counts]:
+def check(
+    path: Path, *views: dict[str, Any], gate: str | None = None, bytes_of_head: int | None = None, **spec: Any
+) -> list[Counts]:
     """Two ranks generate with drafts what they generate without: as started, with each other view, and under a gate.
 
-    Without drafts is the same engine at a draft length of 0: starting two ranks is dear.
+    Without drafts is the same engine at a draft length of 0: starting two ranks is dear. bytes_of_head: what each rank
+    keeps of a head, on the target's own weights.
     """
     found = []
     with live(path, layer_skip(EXIT, K, **spec), **RANKS) as engine:
+        if bytes_of_head is not None:
+            weights = engine.llm.collective_rpc("early_exit_weights")
+            assert [share["draft"] for share in weights] == [bytes_of_head] * 2
         engine.llm.collective_rpc("early_exit_set_draft_length", args=(0,))
         plain = tokens(engine.generate(PROMPTS, greedy(48)))
         assert engine.counts().drafted == 0
@@ -80,19 +86,18 @@ def saved(head: ExitHead, path: Path, folder: Path) -> str:
     return str(save_head(folder / "head.safetensors", head, about))
 
 
-def test_two_ranks_draft_on_their_shares(model):
+def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
     """On the target's own weights, on copies of them, and as long as a gate lets them on both ranks."""
-    *open_ones, gated = check(model("llama"), {"draft_weights": "fp8"}, gate="margin")
+    *open_ones, gated = check(model("mixtral"), {"draft_weights": "int8"}, gate="margin")
     for counts in open_ones:
         assert counts.accepted > 0.2 * counts.drafted, counts
     assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request
 
 
-def test_two_ranks_draft_on_copies_of_their_shares_of_experts(model):
-    (counts,) = check(model("mixtral"), draft_weights="int8")
-    assert counts.accepted > 0.2 * counts.drafted, counts
-
-
-def test_copies_of_a_small_vocabularys_rows_are_split_too(model, tmp_path):
-    head, path = lens_head(torch.arange(0, VOCAB, 2)), model("llama")
-    check(path, draft_weights="fp8", lsq_head_path=saved(head, path, tmp_path))
+def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_path):
+    """Behind a map of low rank, which each rank has whole."""
+    path, few = model("llama"), torch.arange(0, VOCAB, 2)
+    down, up = 0.02 * torch.randn(RANK, HIDDEN), 0.02 * torch.randn(HIDDEN, RANK)
+    head = saved(translator_head(down=down, up=up, vocab_ids=few), path, tmp_path)
+    check(path, {"draft_weights": "fp8"}, lsq_head_path=head, bytes_of_head=4 * HIDDEN * len(few) // 2
+          + 4 * 2 * HIDDEN * RANK + 8 * len(few))  # fmt: skip

@@ -29,8 +29,8 @@ SMALL = cases.Size(requests=8, tokens=(12, 20), batch=4, gates=1, samples=192, s
 LIVE = [kind for kind in verdict.KINDS if kind != arm.FOREIGN_HEAD]  # a head is loaded with its engine
 
 
-def config(path: Any, results: Any, *more: str):
-    words = [f"model={path}", f"layer={LAYERS // 2}", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=32",
+def config(path: Any, results: Any, *more: str, layer: int = LAYERS // 2):
+    words = [f"model={path}", f"layer={layer}", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=32",
              "engine.kv_cache_gib=0.06", f"results_dir={results}", *more]  # fmt: skip
     return compose_runs(None, words, sweep=False)[0]
 
@@ -51,6 +51,12 @@ def documents(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
     settings = run.engine_config(cfg, Wanted(SMALL))
     with open_engine(settings, worker_extension_cls=run.FAULTY_WORKER) as engine:
         arms = {name: arm.perform(engine, settings, one, int(name == "again")) for name, one in asked.items()}
+    # Copies that are nearly always right: a fault of acceptance has to show there too.
+    own = run.engine_config(config(folder, cfg.results_dir, "draft_weights=int8", layer=LAYERS), Wanted(SMALL))
+    asked["copies"] = Wanted(replace(SMALL, samples=0), only=("gate",))
+    asked["copies gate"] = run.telling(Wanted(SMALL), "gate_changes_output")
+    with open_engine(own, worker_extension_cls=run.FAULTY_WORKER) as engine:
+        arms |= {name: arm.perform(engine, own, asked[name], 0) for name in ("copies", "copies gate")}
     with open_engine(baseline_of(settings)) as engine:
         with pytest.raises(Exception, match="early_exit_plant"):  # no engine of another command can be made faulty
             engine.call("early_exit_plant", "kv_slot")
@@ -94,6 +100,16 @@ def test_a_planted_fault_is_named(documents, kind, report):
     wrong = [row["name"] for row in found["cases"] if row["verdict"] == verdict.FAULT]
     report(f"{kind}: {wrong} {found['own_drafts']} {[row['verdict'] for row in found['sampling']]}")
     assert (found["verdict"], found["suspect"]) == ("fault", kind), found
+
+
+def test_faults_show_where_nearly_every_draft_is_right(documents, report):
+    """Copies of all layers in 8 bits."""
+    found = documents["copies"]
+    report(f"{found['drafted']} drafted, {found['accepted']} accepted; {found['proof']}")
+    assert found["verdict"] == "lossless", found
+    assert 0.9 * found["drafted"] < found["accepted"]
+    assert found["proof"]["accept_one_more"]["differ"] == found["proof"]["accept_one_more"]["compared"]
+    assert documents["copies gate"]["suspect"] == "gate_changes_output"
 
 
 def test_a_head_of_another_model(folder, tmp_path):

@@ -102,15 +102,19 @@ def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
 
 
 def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected):
-    """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out."""
-    want, counts = expected("llama"), {}
-    for window in (None, 32):
-        spec = layer_skip(LAYERS - 1, K, **({} if window is None else {"draft_window": window}))
-        with live(want.path, spec) as engine:
-            want.check(engine)
-            counts[window] = engine.counts()
-            counts[window].require_both_verdicts()
-    assert counts[32] != counts[None]
+    """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out.
+    The same engine without the window drafts others, and with it again the same."""
+    want, counts = expected("llama"), []
+    windowed = {"layer_skip": LAYERS - 1, "draft_window": 32}
+    with live(want.path, layer_skip(LAYERS - 1, K, draft_window=32)) as engine:
+        want.check(engine)
+        for view in (windowed, {"layer_skip": LAYERS - 1}, windowed):
+            engine.call("early_exit_set_view", view)
+            before = engine.counts()
+            want.check(engine, SOME)
+            counts.append(engine.counts() - before)
+            counts[-1].require_both_verdicts()
+    assert counts[0] == counts[2] != counts[1], counts
 
 
 def test_a_window_is_refused_for_layers_that_have_one_of_their_own(expected):

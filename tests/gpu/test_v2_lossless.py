@@ -49,6 +49,7 @@ from more_models import (
     RANK,
     pictures,
     save_adapter,
+    save_awq,
     save_gptq,
     save_quantised,
     save_with_eyes,
@@ -78,10 +79,15 @@ GPU: dict[str, Any] = {
 COMPILED = {"compilation_config": {}}
 NO_PICTURES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
+FP8_KEYS = {"kv_cache_dtype": "fp8"}
+PIECES = {"long_prefill_token_threshold": 32}
+"""Two query heads share a KV head here. FlashAttention 3 reads fp8 keys in blocks of 96 while no request of a step has
+more than 64 query rows a KV head, and in longer ones otherwise. It rounds a block's probabilities to fp8 against the
+largest score so far, so a token's output depends on its neighbours (`tile_size_fwd_sm90`, `use_one_mma_wg`)."""
 ADAPTERS = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 KEPT = (
     "tensor_parallel_size", "max_num_seqs", "enable_lora", "max_loras", "max_lora_rank", "quantization", "model_impl",
-    "kv_cache_dtype", "enable_expert_parallel",
+    "kv_cache_dtype", "enable_expert_parallel", "long_prefill_token_threshold",
 )  # fmt: skip
 """Arguments that the plain engine which a case is compared with has too."""
 PROMPTS = ragged_prompts(64, VOCAB)
@@ -115,6 +121,7 @@ def save_several_positions(_: Path, folder: Path) -> Path:
 MADE = {
     "int4": save_quantised,
     "gptq": save_gptq,
+    "awq": save_awq,
     "eyes": save_with_eyes,
     "wide": save_wide,
     "positions": save_several_positions,
@@ -319,7 +326,7 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
 def reach(**engine: Any) -> Iterator[Case]:
     """Copies over checkpoints, caches, adapters and requests of other kinds."""
     copies = {"draft_weights": "int4"}
-    for model in ("llama+int4", "llama+gptq"):
+    for model in ("llama+int4", "llama+gptq", "llama+awq"):
         yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
     yield Case("llama", LAYERS, 4, engine={**engine, "quantization": "fp8"}, spec=copies)
     yield Case("llama", LAYERS, 4, "wishes", engine={**engine}, spec=copies)
@@ -335,10 +342,16 @@ def reach(**engine: Any) -> Iterator[Case]:
     for name in ("OPTForCausalLM", "FalconForCausalLM", "Starcoder2ForCausalLM"):
         yield Case(name, 1, 3, engine={**engine})
     for more in ({}, COMPILED):
-        yield Case("qwen2_vl+positions", 1, 3, "short", engine={**engine, **more, **NO_PICTURES})
+        yield Case("qwen2_vl+positions", 2, 3, "short", engine={**engine, **more, **NO_PICTURES})
     for spec in ({}, copies):
-        yield Case("llama", *MIDDLE, engine={**engine, "kv_cache_dtype": "fp8"}, spec=spec)
         yield Case("llama", *MIDDLE, engine={**engine, "model_impl": "transformers"}, spec=spec)
+    yield from fp8_keys(**engine)
+
+
+def fp8_keys(**engine: Any) -> Iterator[Case]:
+    """Keys and values in fp8, with prompts in pieces that leave FlashAttention 3 at one size of its blocks."""
+    for spec in ({}, {"draft_weights": "int4"}):
+        yield Case("llama", *MIDDLE, engine={**engine, **FP8_KEYS, **PIECES}, spec=spec)
 
 
 def ranks(**engine: Any) -> Iterator[Case]:
@@ -552,6 +565,55 @@ def first_difference(got: list[int], want: list[int]) -> str:
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
+def fp8_controls() -> Iterator[dict[str, Any]]:
+    """Under fp8 keys and values and without any part of ours, with prompts in long pieces and in short ones: outputs
+    that are not the plain engine's of the same pieces, from another batch size and with vLLM's n-gram drafts. Last the
+    kernel alone."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    for pieces in ({}, PIECES):
+        expected = tokens(baseline(Case("llama", *MIDDLE, engine={**FP8_KEYS, **pieces})))
+        for changes, spec in (({"max_num_seqs": 4}, None), ({}, ngram)):
+            with live(model_dir("llama"), spec, **{**GPU, **FP8_KEYS, **pieces, **changes}) as it:
+                got = tokens(it.generate(*plain()))
+                accepted = it.counts().accepted if spec else None
+            differ = len(differing(got, expected))
+            yield {**pieces, **changes, "spec": spec, "accepted": accepted, "differ": differ, "compared": len(got)}
+    yield {"kernel": kernel_rows()}
+
+
+def kernel_rows() -> dict[str, int]:
+    """Numbers of FlashAttention 3's output for one query row (of 512) that change when five more rows of its request
+    come with it, and when another request of 64 rows is in the batch; for each dtype of queries, keys and values."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    length, heads, kv_heads, size, block = 500, 4, 2, 128, 16
+
+    def attend(parts: list[torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The output of the first request's last row; every request has the same keys and values."""
+        rows = torch.tensor([0, *(len(part) for part in parts)], device="cuda")
+        one = torch.ones(len(parts), kv_heads, device="cuda")
+        out = torch.empty(int(rows.sum()), heads, size, dtype=torch.bfloat16, device="cuda")
+        table = torch.arange(len(keys), dtype=torch.int32, device="cuda").repeat(len(parts), 1)
+        flash_attn_varlen_func(
+            torch.cat(parts), keys, values, max_seqlen_q=int(rows.max()), cu_seqlens_q=rows.cumsum(0).int(),
+            max_seqlen_k=length, seqused_k=torch.full((len(parts),), length, dtype=torch.int32, device="cuda"),
+            softmax_scale=size**-0.5, causal=True, block_table=table, out=out, q_descale=one, k_descale=one,
+            v_descale=one, num_splits=1, fa_version=3,
+        )  # fmt: skip
+        return out[len(parts[0]) - 1]
+
+    found = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        shapes = (2 * [(length // block + 1, block, kv_heads, size)]) + [(70, heads, size)]
+        made = [torch.randn(shape, generator=draw, device="cuda").to(dtype) for shape in shapes]
+        keys, values, queries = made
+        alone = attend([queries[5:6]], keys, values)
+        for name, parts in (("of its own", [queries[:6]]), ("of another", [queries[5:6], queries[6:]])):
+            found[f"{dtype}, rows {name}"] = int((attend(parts, keys, values) != alone).sum())
+    return found
+
+
 def watched(case: Case, steps: int = 100) -> dict[str, int]:
     """Run `propose` where any wait for the device is an error; counts its calls and the allocations that it made."""
     seen = {"rounds": 0, "allocations": 0}
@@ -732,7 +794,9 @@ def main() -> int:
         help="cases whose name has one of them; with --near-ties the models, such as llama+int4",
     )
     options.add_argument(
-        "--group", default="cases", choices=("cases", "one_kernel", "reach", "ranks", "free_drafts", "views", "lengths")
+        "--group",
+        default="cases",
+        choices=("cases", "one_kernel", "reach", "fp8_keys", "ranks", "free_drafts", "views", "lengths"),
     )
     options.add_argument("--part", default="1/1", metavar="I/N", help="the Ith of N parts of the cases")
     options.add_argument("--tensor-parallel", type=int, default=1)
@@ -775,7 +839,17 @@ def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, o
     spec = {"free_drafts": 12} if group == "free_drafts" else {}
     whole = group in ("cases", "free_drafts") and not shared and not only
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
-    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits)
+    controls: list[dict[str, Any]] = []
+    if group in ("reach", "fp8_keys") and not shared and not only:
+        try:
+            for control in fp8_controls():
+                controls.append(control)
+                print(f"    fp8 keys: {control}", flush=True)
+                save(out, {"fp8_controls": controls})
+        except Exception as error:  # a control that fails takes no case with it
+            controls.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+            traceback.print_exc()
+    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits, fp8_controls=controls)
 
 
 def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:

@@ -25,3 +25,12 @@ def stand_in(monkeypatch, name, function):
     monkeypatch.setitem(sys.modules, name, module)
     package, _, leaf = name.rpartition(".")
     monkeypatch.setattr(import_module(package), leaf, module, raising=False)
+
+
+def model_folder(folder, **config):
+    """A folder that looks like a model: what its config.json says, and the names of its other files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    return folder

@@ -27,8 +27,8 @@ ASKED = [  # each with a shape of its own
 
 
 COUNTS = [2, 7, 9, 16, 19, 32]
-"""Numbers of tokens: in each room (8, 16, 32), some that fill it and some that do not. Each is tried with four shapes,
-with two of them for either width."""
+"""Numbers of tokens: in each room (8, 16, 32), some that fill it and some that do not. Each is tried with two
+shapes, once for either width."""
 
 
 def product_and_wanted(bits, shape, tokens, dtype, asked, whole):
@@ -54,7 +54,7 @@ def product_and_wanted(bits, shape, tokens, dtype, asked, whole):
 @pytest.mark.parametrize(
     ("bits", "tokens", "shape", "asked"),
     [(bits, COUNTS[(place + shift) % 6], *case)
-     for place, case in enumerate(ASKED) for bits, shift in ((4, 0), (8, 1), (4, 3), (8, 4))],
+     for place, case in enumerate(ASKED) for bits, shift in ((4, 0), (8, 1))],
 )  # fmt: skip
 def test_few_tokens_are_multiplied_as_by_the_copy_itself(bits, shape, tokens, asked):
     got, wanted = product_and_wanted(bits, shape, tokens, torch.bfloat16, asked, whole=False)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
-from commands import call, document, stand_in
+from commands import call, document, model_folder, stand_in
 from points import baseline, measured
 
 from selfspec_cli.config.schema import Method
@@ -21,9 +21,7 @@ from selfspec_cli.stages import roc, tune
 def model(tmp_path, monkeypatch):
     """A folder that looks like a model of eight layers; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    folder = model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
     (tmp_path / "noise.safetensors").write_bytes(bytes(range(256)))
     return f"model={folder}"
 
@@ -160,7 +158,7 @@ def test_a_dry_run_lists_what_it_would_skip(engines, model):
 
 
 def test_a_sweep_says_first_how_much_there_is_to_do(engines, model):
-    first = call("sweep", "k=3,5", model).stderr.splitlines()[0]
+    first = call("sweep", "k=3,5", "layer=4", model).stderr.splitlines()[0]
     assert first.startswith("3 point(s) on 3 engine(s), 0 finished before and skipped")
 
 
@@ -201,6 +199,10 @@ def test_tune_says_beforehand_what_it_will_try(model):
     plan = document(call("tune", model, "--dry-run", "--json", "--minutes", "7"))
     assert {"none", "margin", "varH"} <= set(plan["gates"])
     assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
+    assert plan["exits"] == ["E1-lens", "E2-lens", "E4-lens"]
+    on_gpu = document(call("tune", model, "engine=h100", "--dry-run", "--json"))
+    assert on_gpu["exits"] == ["E8-lens-int4", "E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
+    assert document(call("tune", model, "engine=h100", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
 
 
 @pytest.mark.slow
@@ -331,11 +333,11 @@ def test_a_sweep_in_json_ends_in_one_document(engines, model):
 
 def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
     for words, fate in ((("gate=maxp", "tau=0"), "never closes"), (("gate=entropy", "threshold=0"), "never opens")):
-        result = call("sweep", *words, model, "--json")
+        result = call("sweep", *words, "layer=4", model, "--json")
         assert result.exit_code == 0
         assert fate in result.stderr
         assert fate in document(result)["warnings"][0]
-    assert not document(call("sweep", "gate=margin", "threshold=0.2", model, "--json"))["warnings"]
+    assert not document(call("sweep", "gate=margin", "threshold=0.2", "layer=4", model, "--json"))["warnings"]
 
 
 def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):

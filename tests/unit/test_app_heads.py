@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from commands import call, document, stand_in
+from commands import call, document, model_folder, stand_in
 from exit_heads import lsq_head
 
 from selfspec_cli.early_exit.artifact import save_head
@@ -17,9 +17,7 @@ from selfspec_cli.record.head_rows import HeadRow
 def model(tmp_path, monkeypatch):
     """A folder that looks like a model of twelve layers and 64 tokens; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 12, "vocab_size": 64}')
+    folder = model_folder(tmp_path / "model", num_hidden_layers=12, vocab_size=64)
     (tmp_path / "chats.json").write_text("[]")
     return f"model={folder}"
 

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from commands import call, document
+from commands import call, document, model_folder
 
 from selfspec_cli.record import quality
 from selfspec_cli.record.quality import Finding
@@ -15,9 +15,7 @@ from selfspec_cli.stages.arms import Failure, Found
 def model(tmp_path, monkeypatch):
     """A folder that looks like a model of eight layers; the test runs beside it."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    folder = model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
     return f"model={folder}"
 
 

@@ -1,6 +1,7 @@
 """The animation of docs/blog/early_exit.md shows the run that is published, and nothing else."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,26 @@ def test_the_picture_is_that_of_the_published_run(tmp_path):
     assert streams.drawn(found) == PICTURE.read_text(encoding="utf-8")
     rounds = len(found["arms"]["early_exit"]["steps"])
     assert rounds < len(found["arms"]["baseline"]["steps"]) == 128
+
+
+def recording(tmp_path, last=" = 1"):
+    """A file of record.py, of two outputs a side."""
+    plain = [{"seconds": 0.1, "tokens": 1, "text": "x"}, {"seconds": 0.4, "tokens": 2, "text": " = 1"}]
+    early = [{"seconds": 0.1, "tokens": 1, "text": "x"}, {"seconds": 0.2, "tokens": 2, "text": last}]
+    arms = {name: {"id": name, "steps": steps} for name, steps in (("early_exit", early), ("baseline", plain))}
+    file = tmp_path / "streams.json"
+    file.write_text(json.dumps({"prompt": "def f():\n", "title": "4-bit copies", "slower": 20, "arms": arms}))
+    return file
+
+
+def test_a_recording_is_drawn_as_much_slower_as_it_says(tmp_path):
+    streams = script()
+    picture = streams.drawn(streams.read(recording(tmp_path)))
+    assert "0.40 s (plain decoding) and 0.20 s (4-bit copies)" in picture
+    assert 'dur="11.00s"' in picture and "shown 20 times slower" in picture  # 0.4 s, and a pause of 3 s
+    assert f"0;{0.1 * 20 / 11:.5f};" in picture
+
+
+def test_two_texts_that_differ_are_not_drawn(tmp_path):
+    with pytest.raises(SystemExit, match="the same text twice"):
+        script().read(recording(tmp_path, last=" = 2"))

@@ -51,7 +51,7 @@ def test_questions_are_distinct_and_another_seed_asks_others():
 
 def test_a_model_without_a_template_and_a_prompt_that_is_too_long_are_refused():
     cfg = config()
-    with pytest.raises(ConfigError, match="no chat template; allowed: heldout"):
+    with pytest.raises(ConfigError, match=r"no chat template.* take workload.prompts=heldout"):
         workload_prompts(cfg, engine(cfg, SimpleNamespace(chat_template=None)))
     cfg = config(20)
     with pytest.raises(ConfigError, match=r"workload.input_len=20: the longest chat prompt has \d+ tokens"):
@@ -80,3 +80,14 @@ def test_an_edit_names_one_change_and_shows_the_function():
         assert request.endswith("Answer with the whole function.")
         if "_renamed" in request:
             assert f"`{function.name}_renamed`" in request
+
+
+def test_questions_about_files_fill_the_prompt_with_code_and_begin_apart():
+    overrides = ["workload=files", "workload.input_len=2000", "workload.batch=8", "workload.output_len=64"]
+    cfg = compose_runs(overrides=overrides, sweep=False)[0]
+    prompts = workload_prompts(cfg, engine(cfg, Tokenizer()))
+    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    assert len(texts) == 8 and all(1900 <= len(text) <= 2000 for text in texts)
+    beginnings = {text.split("```python\n")[1][:200] for text in texts}
+    assert len(beginnings) == 8, "no two may share their keys and values"
+    assert [text.removesuffix("<assistant>").split("\n```\n\n")[-1] for text in texts] == [*chat.ABOUT_FILES]

@@ -141,6 +141,13 @@ def test_a_model_with_layers_in_two_lists_is_refused():
         decoder.place_of(around(InTwo()))
 
 
+def test_a_model_whose_tokens_see_later_ones_is_refused():
+    model = causal_lm()
+    model.model.layers.append(type(decoder.BOTH_WAYS, (nn.Module,), {})())
+    with pytest.raises(SettingsError, match="verified tokens would see the drafts after them"):
+        decoder.place_of(model)
+
+
 def test_a_model_without_such_a_loop_is_refused():
     with pytest.raises(SettingsError, match="no part of it has a forward that loops over a list of its layers"):
         decoder.place_of(around(NoLoop()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import call, document
+from commands import call, document, model_folder
 from points import against, baseline
 
 from selfspec_cli.commands import deploying
@@ -38,9 +38,8 @@ CUDA = EngineConfig(device="cuda")
 def model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    (tmp_path / "model").mkdir()
     config = {"num_hidden_layers": 8, "max_position_embeddings": 1024, "vocab_size": 64, "hidden_size": 4}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    model_folder(tmp_path / "model", **config)
     return ModelConfig(name="small", path="model", dtype="bfloat16", exit_layer=None, draft_length=None)
 
 

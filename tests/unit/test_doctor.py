@@ -12,6 +12,7 @@ from selfspec_cli.stages import doctor, preflight, pull
 def cfg(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 2**20)
+    (tmp_path / "tokenizer.json").touch()
     return RunConfig(model=ModelConfig(path=str(tmp_path)))
 
 

@@ -112,12 +112,52 @@ def test_requests_and_drafts_must_fit_the_model(model):
         preflight.check_lengths(cfg)
 
 
+def test_a_context_beyond_the_models_positions_is_refused(model, monkeypatch):
+    cfg = model(LLAMA, max_model_len=2048)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len=2048: .* has 1024 positions; must be in 1\.\.1024"):
+        preflight.check_lengths(cfg)
+    preflight.check_lengths(model(LLAMA, max_model_len=2048, hf_overrides={"max_position_embeddings": 4096}))
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    preflight.check_lengths(cfg)
+
+
+def test_what_a_models_folder_lacks_is_named(model, tmp_path):
+    cfg = model(LLAMA)
+    cfg.workload.prompts = "chat"
+    with pytest.raises(ConfigError, match=r"holds no weights .*load_format=dummy"):
+        preflight.check_files(cfg)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer .*model.tokenizer=NAME"):
+        preflight.check_files(cfg)
+    preflight.check_files(replace(cfg, engine=EngineConfig(extra={"skip_tokenizer_init": True})))
+    preflight.check_files(replace(cfg, model=replace(cfg.model, tokenizer="ORG/MODEL")))
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ConfigError, match=r"no chat template, .* take workload.prompts=heldout"):
+        preflight.check_files(cfg)
+    preflight.check_files(replace(cfg, workload=replace(cfg.workload, prompts="prose")))
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    preflight.check_files(cfg)
+    config.write_text("{}")
+    (tmp_path / "chat_template.jinja").touch()
+    preflight.check_files(cfg)
+
+
 def test_models_that_cannot_do_it_are_refused_by_their_config(model):
     with pytest.raises(ConfigError, match="recurrent state"):
         preflight.check_model(model(LLAMA | {"layers_block_type": ["mamba", "attention"]}))
     packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}, "num_local_experts": 4}
     with pytest.raises(ConfigError, match="draft_weights=fp8: the target's experts are quantised"):
         preflight.check_model(replace(model(LLAMA | packed), draft_weights="fp8", engine=EngineConfig(device="cuda")))
+
+
+def test_early_layers_of_an_ordinary_model_are_warned_of(model):
+    cfg = model(LLAMA, exit_layer=None)
+    (warning,) = preflight.warnings([cfg])
+    assert "its first 4 layers draft" in warning and "draft_weights=int4" in warning
+    plain = replace(cfg, method=Method.baseline)
+    assert preflight.warnings([plain, replace(cfg, layer=4), replace(cfg, draft_weights="int4")]) == []
+    assert preflight.warnings([model(LLAMA, exit_layer=3)]) == []
 
 
 def test_points_that_share_what_is_looked_at_are_checked_once(model, monkeypatch):

@@ -137,6 +137,21 @@ def test_a_match_that_is_too_short_grows_by_the_models_own_tokens_until_it_is_tr
     assert matches.rest(text, [1, 2, 3], 3) == []
 
 
+def test_a_match_is_weighed_by_what_may_be_drafted_in_this_round():
+    """Where load allows both 2 tokens, 16 free ones at a third each are no reason to copy."""
+    text = torch.tensor([1, 2, 3, 1, 2, 3])
+    matches = Matches(16, 12, 0.2, rates=torch.full((LONGEST,), 0.45), own=0.5)
+    matches.look_up(text)
+    usual = matches.trusted
+    matches.look_up(text, room=2, k=12)
+    assert usual == 1 and matches.trusted == 1
+    matches.cost = 0.01
+    matches.look_up(text, room=2, k=12)
+    assert matches.trusted == LONGEST + 1
+    matches.look_up(text, room=2, k=1)
+    assert matches.trusted == 1
+
+
 def test_a_draft_that_copies_teaches_nothing_of_the_models_own():
     matches = Matches(8, 4, 0.25)
     text = torch.tensor([1, 2, 3, 1, 2, 3, 1, 2, 3])

@@ -80,6 +80,8 @@ def test_what_is_wanted_of_closed_loops_is_the_widened_models_unless_it_is_said(
     assert [level.wanted for level in script.levels(script.arguments(words)) if level.group == "closed"] == [1.8, 0.98]
     said = script.arguments([*words, "--wanted", "0.97"])
     assert [level.wanted for level in script.levels(said) if level.group == "closed"] == [0.97, 0.97]
+    said = script.arguments([*words, "--wanted", "1.7,1.4"])
+    assert [level.wanted for level in script.levels(said) if level.group == "closed"] == [1.7, 1.4]
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ def test_the_choices_are_the_registries():
     assert words == {"gate.kind": tuple(GATES), "head.kind": tuple(HEADS), "draft_weights": tuple(DRAFT_WEIGHTS)}
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 
 def with_table(text: str) -> str:
-    """docs/options.md with the table between its two markers written anew."""
+    """docs/reference.md with the table between its two markers written anew."""
     return re.sub(
         "(<!-- options -->\n).*(<!-- /options -->)", lambda m: m[1] + options.markdown() + m[2], text, flags=re.S
     )

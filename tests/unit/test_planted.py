@@ -58,7 +58,7 @@ class Runner(SimpleNamespace):
 
     def _propose(self, batch, a, b, c, d, sampled, rejected, *rest, **more):
         self.seen.append((rejected.tolist(), self.block_tables.input_block_tables[0][:, 0].tolist()))
-        return "drafts"
+        return torch.tensor([[5, 6, 7], [8, 9, 0], [3, 4, 1]])
 
     def _slots(self, mapping, starts, positions, count, out):
         out[0, :count] = positions
@@ -78,11 +78,21 @@ def verdict(runner):
 def test_one_too_many_is_the_first_rejected_draft():
     runner = Runner()
     before = runner.rejection_sampler
-    (undo,) = v2.accept_one_more(runner)
+    _, undo = v2.accept_one_more(runner)
     assert verdict(runner) == ([[11, 12, -1, -1], [21, 22, 23, 24], [31, -1, -1, -1]], [2, 4, 1], [2, 0, 0])
     assert runner.rejection_sampler.kept == "attribute"
     undo()
     assert runner.rejection_sampler is before
+
+
+@pytest.mark.parametrize("fault", [v2.accept_one_more, v2.gate_changes_output])
+def test_there_is_something_to_reject_however_good_drafts_are(fault):
+    runner = Runner(lengths=(0, 0, K, 0, 2))
+    undos = fault(runner)
+    assert propose(runner).tolist() == [[5, 5, 7], [8, 9, 1], [3, 4, 1]]  # the third request drafted nothing
+    for undo in undos:
+        undo()
+    assert propose(runner).tolist() == [[5, 6, 7], [8, 9, 0], [3, 4, 1]]
 
 
 def test_what_was_never_drafted_is_not_taken():
@@ -113,7 +123,7 @@ def test_a_biased_sampler_is_too_sharp():
 def test_the_next_requests_blocks_are_read():
     runner = Runner()
     (undo,) = v2.other_request(runner)
-    assert propose(runner) == "drafts"
+    propose(runner)
     assert runner.seen[0][1] == [6, 0, 3, 9]  # the fourth row is no request
     undo()
     assert runner.speculator.propose == runner._propose

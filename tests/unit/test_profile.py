@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from commands import call, document
+from commands import call, document, model_folder
 from points import BASELINE, baseline
 from test_trace import CPU
 
@@ -144,8 +144,7 @@ def test_nsight_is_asked_for_the_range_that_the_worker_opens(tmp_path):
 
 def test_a_dry_run_names_the_arm_and_the_command_of_nsight(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
     words = ("profile", "layer=3", "model=./model", "--tokens", "32", "--nsys", "--dry-run", "--json")
     plan = document(call(*words))
     assert plan["tokens"] == 32 and "E=3" in plan["arm"]

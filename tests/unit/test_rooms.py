@@ -18,7 +18,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "ee_head" / "README.md",
     ROOT / "experiments" / "reference_model" / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "upstream.md"),  # about vLLM's own files
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 ELSEWHERE = {"config/model.py", "argparse.py", "json/decoder.py", "platforms/cpu.py", "compilation/decorators.py"} | {
     "compilation/caching.py",
@@ -27,6 +27,7 @@ ELSEWHERE = {"config/model.py", "argparse.py", "json/decoder.py", "platforms/cpu
     "speculative/save_hidden_state.py",
     "speculative/speculation_gate.py",
     "speculative/utils.py",
+    "tests/v1/spec_decode/test_custom_speculator.py",
 }  # of vLLM, of Python and of TensorRT-LLM
 
 

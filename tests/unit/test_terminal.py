@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import model_folder
 from pseudo_terminal import Terminal
 
 from selfspec_cli.commands import progress_table, working
@@ -23,8 +24,7 @@ SWEEP = ("sweep", "gate=varH", "tau_v=4,5,6", "workload.prompts=random", "perple
 
 @pytest.fixture(autouse=True)
 def model(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"num_hidden_layers": 8, "max_position_embeddings": 1024}')
+    model_folder(tmp_path / "model", num_hidden_layers=8, max_position_embeddings=1024)
 
 
 def environment(**more):

@@ -41,7 +41,7 @@ def kv_slot(runner: Any) -> list[Undo]:
 
 
 def accept_one_more(runner: Any) -> list[Undo]:
-    """The first draft that is rejected is taken all the same."""
+    """The last token of each draft is another one, and the first draft that is rejected is taken all the same."""
 
     def change(sampled: Tensor, drafts: list[list[int]]) -> None:
         for row, draft in enumerate(drafts):
@@ -49,11 +49,11 @@ def accept_one_more(runner: Any) -> list[Undo]:
             if 0 < taken <= len(draft):
                 sampled[row, taken - 1] = draft[taken - 1]
 
-    return _verdict(runner, change)
+    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
 
 
 def gate_changes_output(runner: Any) -> list[Undo]:
-    """Where a gate has ended a draft, the draft is taken without being verified."""
+    """Where a gate has ended a draft, the draft is taken without being verified; its last token is another one."""
     drafter = runner.drafter
 
     def change(sampled: Tensor, drafts: list[list[int]]) -> None:
@@ -62,7 +62,7 @@ def gate_changes_output(runner: Any) -> list[Undo]:
                 sampled[row] = -1
                 sampled[row, : len(draft)] = torch.tensor(draft, dtype=sampled.dtype)
 
-    return _verdict(runner, change)
+    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
 
 
 def biased_sampler(runner: Any) -> list[Undo]:
@@ -121,7 +121,24 @@ def stale_after_preemption(runner: Any) -> list[Undo]:
     return [wrap(runner, "_update_states", note), wrap(runner.drafter, "_start", begin)]
 
 
-def _verdict(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> list[Undo]:
+def _last_draft_is_wrong(runner: Any) -> Undo:
+    """However good drafts are, there is one in each round that should be rejected; and its keys and values are those of
+    the token that is verified."""
+
+    def make(original: Any) -> Any:
+        def propose(*args: Any, **kwargs: Any) -> Any:
+            drafts = original(*args, **kwargs)
+            if isinstance(drafts, Tensor):  # of vLLM's own drafters
+                drafts[:, -1] = abs(drafts[:, -1] - 1)
+                return drafts
+            return [[*draft[:-1], abs(draft[-1] - 1)] if draft else draft for draft in drafts]
+
+        return propose
+
+    return wrap(runner, "propose_draft_token_ids", make)
+
+
+def _after_verify(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> Undo:
     """change(sampled int32 [rows, k + 1] with -1 behind the last token, drafts of each row) after each verify pass."""
 
     def make(original: Any) -> Any:
@@ -132,7 +149,7 @@ def _verdict(runner: Any, change: Callable[[Tensor, list[list[int]]], None]) -> 
 
         return Wrapped(original, verify)
 
-    return [wrap(runner, "rejection_sampler", make)]
+    return wrap(runner, "rejection_sampler", make)
 
 
 def _ragged(flat: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

@@ -21,7 +21,7 @@ def kv_slot(runner: Any) -> list[Undo]:
     """A draft step spoils the keys and values of the token before the newest one, in the layers that draft."""
     speculator = runner.speculator
 
-    def after(batch: Any, num_sampled: Tensor, num_rejected: Tensor) -> None:
+    def after(drafts: Tensor, batch: Any, num_sampled: Tensor, num_rejected: Tensor) -> None:
         rows = batch.num_reqs
         known = batch.seq_lens[:rows] - num_rejected[:rows]
         starts = torch.arange(rows + 1, dtype=torch.int32, device=known.device)
@@ -43,7 +43,7 @@ def kv_slot(runner: Any) -> list[Undo]:
 
 
 def accept_one_more(runner: Any) -> list[Undo]:
-    """The first draft that is rejected is taken all the same."""
+    """The last token of each draft is another one, and the first draft that is rejected is taken all the same."""
 
     def change(output: Any, batch: Any) -> None:
         starts, taken, places, lengths = _verdict(runner, output, batch)
@@ -53,11 +53,11 @@ def accept_one_more(runner: Any) -> list[Undo]:
         draft = _draft(batch, starts + taken).unsqueeze(1).to(kept.dtype)
         output.sampled_token_ids.scatter_(1, last, torch.where(wrong.unsqueeze(1), draft, kept))
 
-    return [_after_verify(runner, change)]
+    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
 
 
 def gate_changes_output(runner: Any) -> list[Undo]:
-    """Where a gate has ended a draft, the draft is taken without being verified."""
+    """Where a gate has ended a draft, the draft is taken without being verified; its last token is another one."""
     state = runner.speculator.state
 
     def change(output: Any, batch: Any) -> None:
@@ -71,7 +71,7 @@ def gate_changes_output(runner: Any) -> list[Undo]:
         output.num_rejected.add_(torch.where(ended, taken - drafted, 0).to(output.num_rejected.dtype))
         output.num_sampled.copy_(torch.where(ended, drafted, taken).to(output.num_sampled.dtype))
 
-    return [_after_verify(runner, change)]
+    return [_last_draft_is_wrong(runner), _after_verify(runner, change)]
 
 
 def biased_sampler(runner: Any) -> list[Undo]:
@@ -121,10 +121,25 @@ def stale_after_preemption(runner: Any) -> list[Undo]:
     return [wrap(runner, "add_requests", note), _around_propose(runner, before=before)]
 
 
+def _last_draft_is_wrong(runner: Any) -> Undo:
+    """However good drafts are, there is one in each round that should be rejected; and its keys and values are those of
+    the token that is verified."""
+
+    def after(drafts: Tensor, batch: Any, num_sampled: Tensor, num_rejected: Tensor) -> None:
+        state = getattr(runner.speculator, "state", None)
+        rows = batch.idx_mapping[: len(drafts)]
+        count = drafts.new_full(rows.shape, drafts.shape[1]) if state is None else state.lengths[rows].long()
+        last = (count - 1).clamp_min(0).unsqueeze(1)
+        token = drafts.gather(1, last)
+        drafts.scatter_(1, last, torch.where((count > 0).unsqueeze(1), (token - 1).abs(), token))
+
+    return _around_propose(runner, after=after)
+
+
 def _around_propose(
     runner: Any,
     before: Callable[[Any, Tensor, Tensor], Tensor] = lambda batch, num_sampled, num_rejected: num_rejected,
-    after: Callable[[Any, Tensor, Tensor], None] = lambda batch, num_sampled, num_rejected: None,
+    after: Callable[[Tensor, Any, Tensor, Tensor], None] = lambda drafts, batch, num_sampled, num_rejected: None,
 ) -> Undo:
     """before: returns num_rejected as the draft loop is to see it."""
 
@@ -134,7 +149,7 @@ def _around_propose(
             if more.get("dummy_run"):
                 return original(batch, a, b, c, d, sampled, rejected, *rest, **more)
             drafts = original(batch, a, b, c, d, sampled, before(batch, sampled, rejected), *rest, **more)
-            after(batch, sampled, rejected)
+            after(drafts, batch, sampled, rejected)
             return drafts
 
         return propose

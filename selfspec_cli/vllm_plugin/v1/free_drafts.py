@@ -40,21 +40,27 @@ class FreeDrafts:
         return kept, None if verified is None else own
 
     def begin(
-        self, requests: Mapping[str, Any], names: Sequence[str], rows: Sequence[int], rooms: Sequence[int]
+        self,
+        requests: Mapping[str, Any],
+        names: Sequence[str],
+        rows: Sequence[int],
+        rooms: Sequence[int],
+        lengths: Sequence[int],
     ) -> None:
-        """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each."""
+        """A round begins for requests in `rows` of the batch. rooms: most tokens of the draft of each; lengths: most of
+        the model's own."""
         if len(self._matches) > 2 * len(requests) + 16:
             for name in self._matches.keys() - requests.keys():
                 del self._matches[name]
         self._drafting = {}
-        for name, row, room in zip(names, rows, rooms, strict=True):
+        for name, row, room, k in zip(names, rows, rooms, lengths, strict=True):
             parameters = requests[name].sampling_params
             read_from, matches = self._matches.get(name, (None, None))
             if matches is None or read_from is not parameters:  # a new request, also under an old name
                 matches = self._new()
                 self._matches[name] = parameters, matches
             text = self._text(row)
-            matches.look_up(text)
+            matches.look_up(text, room, k)
             self._drafting[row] = matches, text, room
 
     def copy(self, row: int, draft: list[int]) -> bool:

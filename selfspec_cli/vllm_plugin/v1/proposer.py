@@ -308,7 +308,8 @@ class _EarlyExit(DraftModelProposer):
         if self.free is not None:
             most = [budget.room if limit >= self.settings.k else min(budget.room, limit) for budget in allowed]
             rooms = [min(room, self._last_useful + 1 - end) for room, end in zip(most, ends, strict=True)]
-            self.free.begin(self.runner.requests, names, rows, rooms)
+            lengths = [min(budget.k, limit) for budget in allowed]
+            self.free.begin(self.runner.requests, names, rows, rooms, lengths)
             copied = {row for row in rows if self.free.copy(row, proposals[row])}
             kept = [place for place in kept if rows[place] not in copied]
             if copied and not kept:

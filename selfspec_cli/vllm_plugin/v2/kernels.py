@@ -85,6 +85,20 @@ def _go_on_or_close(row, step, token, goes_on, inputs, going, max_model_len):
 
 
 @triton.jit
+def _drafted_token(
+    row, at, tokens, indices, blocks, vocab_ids, GREEDY: tl.constexpr, MAPPED: tl.constexpr
+):  # fmt: skip
+    """A row's token as an id of the full vocabulary: the one that was drawn, or the most likely one, of block `at`."""
+    if GREEDY:
+        token = tl.load(indices + row * blocks + at).to(tl.int64)
+        if MAPPED:
+            token = tl.load(vocab_ids + token)
+    else:
+        token = tl.load(tokens + row).to(tl.int64)
+    return token
+
+
+@triton.jit
 def _end_step(
     tokens,
     parts,
@@ -128,12 +142,7 @@ def _end_step(
         )
         tl.store(row_statistics + columns, values, mask=columns < WIDTH)
         passes = _gate_is_open(row, columns, values, gate, inputs.row_limits)
-        if GREEDY:
-            token = tl.load(indices + row * blocks + at).to(tl.int64)
-            if MAPPED:
-                token = tl.load(vocab_ids + token)
-        else:
-            token = tl.load(tokens + row).to(tl.int64)
+        token = _drafted_token(row, at, tokens, indices, blocks, vocab_ids, GREEDY, MAPPED)
         if good:
             tl.store(inputs.draft_tokens + row * K + step, token)
             tl.store(lengths + request, (step + 1).to(tl.int32))

@@ -180,14 +180,16 @@ def _judge(matches, columns, slots, verdict, inputs, progress, lengths, tokens, 
         known = tl.load(verdict.seq_lens + row) - tl.load(verdict.num_rejected + row) + 1
         rates, own = _learn(row, request, known, sampled - 1, matches, text, progress.counts, tokens, by_length, PLACES)
         length, start = (found // _WIDE).to(tl.int32), (found % _WIDE).to(tl.int32)
-        trusted = _trusted_from(rates, own, tokens, k, cost, by_length)
+        room = tl.load(matches.room + row)
+        most = tl.minimum(k, tl.load(inputs.row_steps + row))  # of the model's own draft in this round
+        trusted = _trusted_from(rates, own, tl.minimum(tokens, room), most, cost, by_length)
         tl.store(matches.length + request, length)
         tl.store(matches.start + request, start)
         tl.store(matches.known + request, known)
         tl.store(matches.trusted + request, trusted)
         tl.store(matches.drafted + request, 0)
         tl.store(matches.copied + request, 0)
-        room = tl.where(length > 0, tl.load(matches.room + row), 0)
+        room = tl.where(length > 0, room, 0)
         tl.store(matches.room + row, room)
         if tl.load(inputs.requests + row) >= 0:
             if (room > 0) & (length >= trusted):

@@ -148,6 +148,29 @@ def _store_first_inputs(
         tl.store(inputs.draft_tokens + row * K + place, tl.full((ROWS,), 0, tl.int64), mask=inside)
 
 
+@triton.jit
+def _open_round(
+    row, request, real, inside, drafts, allowed, room, progress, lengths, matches, K: tl.constexpr, ROWS: tl.constexpr,
+    FREE: tl.constexpr,
+):  # fmt: skip
+    """Progress of a round in which no draft step has been made, and drafts without a token."""
+    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+    count = tl.sum(drafts.to(tl.int32), axis=0)
+    if FREE:  # the first step is counted when it is known who takes it
+        tl.store(matches.room + row, tl.where(drafts, room, 0), mask=inside)
+        tl.store(progress.step, -1)
+    else:
+        tl.store(matches.drafted + request, tl.full((ROWS,), 0, tl.int32), mask=real)
+        tl.store(progress.step, 0)
+    tl.store(progress.round_limit, tl.max(allowed, axis=0))
+    tl.store(progress.active, count)
+    tl.store(progress.going, 0)
+    if count > 0:
+        tl.store(progress.counts + ROUNDS, tl.load(progress.counts + ROUNDS) + 1)
+        if not FREE:
+            count_step(progress.counts, count, 0, K)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "k", "free"])
 def _begin_round(
     inputs,
@@ -204,21 +227,7 @@ def _begin_round(
     allowed = tl.where(drafts, allowed, 0)
     tl.store(inputs.row_steps + row, allowed, mask=inside)
     _store_first_inputs(row, request, inside, drafts, token, known, inputs, K, ROWS)
-    tl.store(lengths + request, tl.full((ROWS,), 0, tl.int32), mask=real)
-    count = tl.sum(drafts.to(tl.int32), axis=0)
-    if FREE:  # the first step is counted when it is known who takes it
-        tl.store(matches.room + row, tl.where(drafts, room, 0), mask=inside)
-        tl.store(progress.step, -1)
-    else:
-        tl.store(matches.drafted + request, tl.full((ROWS,), 0, tl.int32), mask=real)
-        tl.store(progress.step, 0)
-    tl.store(progress.round_limit, tl.max(allowed, axis=0))
-    tl.store(progress.active, count)
-    tl.store(progress.going, 0)
-    if count > 0:
-        tl.store(progress.counts + ROUNDS, tl.load(progress.counts + ROUNDS) + 1)
-        if not FREE:
-            count_step(progress.counts, count, 0, K)
+    _open_round(row, request, real, inside, drafts, allowed, room, progress, lengths, matches, K, ROWS, FREE)
 
 
 def begin_round(

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and where those are kept that can be made again."""
 
 from __future__ import annotations
 
@@ -30,3 +30,9 @@ def written(file: Path) -> Iterator[Path]:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def cache_dir() -> Path:
+    """Where files are kept that can be made again: $XDG_CACHE_HOME/selfspec, or ~/.cache/selfspec."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "selfspec"

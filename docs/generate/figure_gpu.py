@@ -107,12 +107,12 @@ These files are tables of their own, too wide for a page:
 | --- | --- | --- |
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
-| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | `python experiments/kernels/tune_kernels.py --bits 4 8 --out kernels.json` |
+| `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | (a script of that day, which `selfspec tune-kernels` has taken the place of) |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
 | `gpu/lowbit/one_token_h200.json` | one token times 4-bit copies, rounded in every program or once before | (a script of that day) |
-| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | `python experiments/kernels/tune_kernels.py --bits 4 --tokens 1 --out kernels.json` |
-| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | `python experiments/kernels/tune_kernels.py --bits 4 8 --tokens 1 --shapes small_qkv small_gate_up small_down o down --out kernels.json` |
-| `gpu/lowbit/products_h100.json` | 1 to 64 tokens times 4-bit and 8-bit copies, by our kernels in many settings, by Marlin, and by cuBLAS | `python experiments/kernels/tune_kernels.py --bits 8 4 --tokens 1 4 16 32 64 --out kernels.json`, with fewer settings; 64 tokens by a kernel that takes up to 32 now |"""
+| `gpu/lowbit/one_token_early_h200.json` | one token times 4-bit copies, the product launched while the token is rounded, and after it | (a script of that day, which `selfspec tune-kernels` has taken the place of) |
+| `gpu/lowbit/one_token_layouts_h200.json` | one token times 4-bit and 8-bit copies in our layout, in Marlin's by our kernel (`tiles`), and by Marlin; shapes of SmolLM2 widened too | (a script of that day, which `selfspec tune-kernels` has taken the place of) |
+| `gpu/lowbit/products_h100.json` | 1 to 64 tokens times 4-bit and 8-bit copies, by our kernels in many settings, by Marlin, and by cuBLAS | (a script of that day, which `selfspec tune-kernels` has taken the place of); 64 tokens by a kernel that takes up to 32 now |"""
 
 
 LONG = 8192

@@ -3,9 +3,10 @@
     python experiments/kernels/time_attention.py --out attention.json
 
 vLLM's way: `reshape_and_cache_flash`, then FlashAttention with up to 32 splits and its schedule made beforehand, as an
-engine runs it inside a CUDA graph. Calls rotate over several caches, so that keys come from memory. Figures: median
-microseconds a call; `ours_in_turn_us`: where each begins when the one before has ended. `error`: largest difference of
-the two results. `written`: whether both wrote the same to the cache.
+engine runs it inside a CUDA graph. `selfspec tune-kernels` compares settings of our kernel. Calls rotate over several
+caches, so that keys come from memory. Figures: median microseconds a call; `ours_in_turn_us`: where each begins when
+the one before has ended. `error`: largest difference of the two results. `written`: whether both wrote the same to the
+cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tune_kernels import timed
 from vllm.v1.attention.backends.fa_utils import (
     flash_attn_varlen_func,
     get_flash_attn_version,
@@ -27,17 +27,12 @@ from vllm.v1.attention.backends.fa_utils import (
 )
 
 from selfspec_cli.vllm_plugin.attention.one_query import attend
+from selfspec_cli.vllm_plugin.kernel_timing import timed
 
 SHAPES = {"8b": (32, 8, 128), "smollm2_widened": (36, 12, 64), "reference_widened": (32, 32, 128)}
 """Query heads, heads, dim."""
 POINTS = [(1, 64), (1, 256), (1, 1024), (1, 4096), (1, 32768), (8, 256), (8, 4096), (32, 256), (32, 2048), (128, 512)]
 """Requests, tokens of each."""
-SETTINGS = [
-    dict(zip(("at_once", "warps", "stages"), one, strict=True))
-    for one in ((64, 2, 2), (64, 4, 1), (64, 4, 2), (64, 8, 2), (128, 4, 1), (128, 4, 2), (128, 8, 1), (128, 8, 2),
-                (256, 8, 1))
-]  # fmt: skip
-"""What to try with a single request: keys of a step, warps, stages of its pipeline."""
 PAGE, CACHE, MOST_CALLS = 16, 120 * 2**20, 48
 
 
@@ -92,11 +87,10 @@ class Case:
 
 
 def main() -> None:
-    """Measure every shape, print the best settings, and write all as JSON after each point."""
+    """Measure every shape, and write all as JSON after each point."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("attention.json"))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=tuple(SHAPES))
-    parser.add_argument("--quick", action="store_true", help="one setting only")
     arguments = parser.parse_args()
     found = []
     for shape, (requests, tokens) in product(arguments.shapes, POINTS):
@@ -107,18 +101,9 @@ def main() -> None:
         row["vllm_us"] = timed([partial(case.vllms, cache) for cache in case.caches])
         row["ours_us"] = timed([partial(case.ours, cache) for cache in case.caches])
         row["ours_in_turn_us"] = timed([partial(case.ours, cache, early=False) for cache in case.caches])
-        tried = []
-        for setting in SETTINGS if requests == 1 and not arguments.quick else []:
-            try:
-                us = timed([partial(case.ours, cache, **setting) for cache in case.caches])
-            except Exception as failure:  # too much shared memory, say
-                tried.append({**setting, "failure": str(failure)[:200]})
-                continue
-            tried.append({**setting, "us": us})
-        found.append({**row, "tried": tried})
+        found.append(row)
         arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": found}, indent=1) + "\n")
-        best = sorted((one for one in tried if "us" in one), key=lambda one: one["us"])[:3]
-        print(json.dumps(row), *(json.dumps(one) for one in best), flush=True)
+        print(json.dumps(row), flush=True)
         del case
 
 

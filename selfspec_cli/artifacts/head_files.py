@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from selfspec_cli.config.facts import ModelFacts
 from selfspec_cli.config.model_digest import head_folder
-from selfspec_cli.config.paths import REFERENCE, cache_dir
+from selfspec_cli.config.paths import REFERENCE
 from selfspec_cli.config.schema import ConfigError, RunConfig, head_spec
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.head_metadata import HeadMetadata, find_head, head_filename, read_metadata, require_model
 from selfspec_cli.early_exit.head_spec import HeadSpec
+from selfspec_cli.whole import cache_dir
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ def draft_vocabulary(cfg: RunConfig, vocab_size: int, counts: Counts) -> Tensor 
 def head_file(cfg: RunConfig, layer: int, hidden: int, vocab_size: int, counts: Counts) -> Path | None:
     """The file to draft with at `layer`; None for the lens over the full vocabulary. A derived file is made if needed.
 
-    Derived files lie in a cache (`paths.cache_dir`), named by the content of the head and of the draft vocabulary.
+    Derived files lie in a cache (`whole.cache_dir`), named by the content of the head and of the draft vocabulary.
 
     Args:
         hidden, vocab_size: of the model.

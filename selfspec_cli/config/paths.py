@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -63,12 +62,6 @@ def model_path(model: ModelConfig) -> str:
     if path.is_dir() or _HUB_ID.fullmatch(model.path) is None:
         return str(_folder(path, f"model.path={model.path}"))
     return model.path
-
-
-def cache_dir() -> Path:
-    """Where files are kept that can be made again: $XDG_CACHE_HOME/selfspec, or ~/.cache/selfspec."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "selfspec"
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import __version__
-from selfspec_cli.config import paths
 from selfspec_cli.report import details
 from selfspec_cli.report.figures.base import Figure
 from selfspec_cli.report.rows import groups, latest, overview
 from selfspec_cli.report.sources import Sources
 from selfspec_cli.report.table import wish
-from selfspec_cli.whole import written
+from selfspec_cli.whole import cache_dir, written
 
 LIMIT = 3_000_000  # bytes of a page
 MOST_SENTENCES = 60
@@ -166,7 +165,7 @@ def _vega() -> str:
     """Vega's code, packed. To bundle it takes seconds, so it is kept for the next page."""
     from importlib.metadata import version
 
-    file = paths.cache_dir() / f"vega-{version('vl-convert-python')}.gz.b64"
+    file = cache_dir() / f"vega-{version('vl-convert-python')}.gz.b64"
     if file.is_file():
         return file.read_text(encoding="ascii")
     import vl_convert

@@ -69,7 +69,6 @@ def test_a_round_as_it_should_be_counts_nothing():
         ("eager_steps", 1, {"steps": CUDAGraphMode.NONE}),
         ("unrolled_rounds", 1, {"change": lambda runner: setattr(runner.speculator, "_loop", None)}),
         ("closed_rows", 1, {"change": lambda runner: runner.speculator.input_buffers.seq_lens[:1].fill_(50)}),
-        ("unchosen_products", 2, {"unchosen_products": lambda: ["qkv at 4", "lm_head at 1"]}),
     ],
 )
 def test_each_is_counted_by_itself(name, count, more):

@@ -185,6 +185,7 @@ def attend(
     at_once: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
+    splits: int | None = None,
     early: bool | None = None,
 ) -> None:
     """Attention of one token a request, into out [n or more, query heads * dim]; its key and value go to the cache.
@@ -193,8 +194,9 @@ def attend(
     tokens of a block, 2 * dim]: each token's key, then its value (`fits`). table int32 [n or more, blocks a request].
     seq_lens int32 [n or more]: tokens of each request, with the new one; 0 for a closed request, whose result is 0.
     slots int64 [n or more]: where the new token belongs, counted in tokens; -1: nowhere. scale: of the scores. at_once:
-    keys of a step. at_once, warps, stages: None for what was fastest. early: launch it, and what comes next, before the
-    kernel in front has ended; None: where the device can.
+    keys of a step. splits: programs that a head of a request may have, a power of two up to `MOST_SPLITS`. at_once,
+    warps, stages, splits: None for what is usual. early: launch it, and what comes next, before the kernel in front has
+    ended; None: where the device can.
     """
     early = launches_early(query.device) if early is None else early
     n, query_heads, dim = query.shape
@@ -202,7 +204,7 @@ def attend(
     usual = usual_settings(n, table.shape[1] * page, query.device)
     at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
-    splits = min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (n * heads) + 1) // 2))
+    splits = splits or usual_splits(n, heads)
     parts = n * heads * splits * rows
     partial = torch.empty(parts * dim, dtype=torch.float32, device=query.device)
     found = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
@@ -221,6 +223,11 @@ def usual_settings(requests: int, context: int, device: torch.device) -> tuple[i
     if requests > 1 or not has_room(device):
         return SEVERAL
     return ONE if context <= LONG else ONE_LONG
+
+
+def usual_splits(requests: int, heads: int) -> int:
+    """Programs that a head of a request may have."""
+    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (requests * heads) + 1) // 2))
 
 
 @lru_cache

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.v2 import device_loop, ranks
 from selfspec_cli.vllm_plugin.v2.sizes import widths
 from selfspec_cli.vllm_plugin.vllm_names import (
@@ -92,6 +93,9 @@ class DraftLoop(TargetDependentARSpeculator):
         graphs = len(self.decode_cudagraph_manager.graphs)
         seconds = time.perf_counter() - began
         logger.info("early exit: the draft loop is captured after %.2f s, graphs: %d", seconds, graphs)
+        choice = kernel_choice.current()
+        if choice is not None and not choice.stale:
+            logger.info("draft kernels: %s", choice)
 
     def _capture_all(self) -> None:
         manager = self.decode_cudagraph_manager

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, integers
+from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_one_token, marlin, rounding
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
@@ -91,9 +92,11 @@ def _linear_integers(
         return F.linear(x, weight, bias)
     if rounded is None or factors is None:
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
+    chosen = kernel_choice.current()
+    setting = {} if chosen is None else chosen.of_product(words.shape[0], x.shape[1], bits, tokens)
     if tokens == 1:
-        return lowbit_one_token.product(rounded, factors, words, scales, bias, x.dtype)
-    return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype)
+        return lowbit_one_token.product(rounded, factors, words, scales, bias, x.dtype, **setting)
+    return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype, **setting)
 
 
 @_linear_integers.register_fake

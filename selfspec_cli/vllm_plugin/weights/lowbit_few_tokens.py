@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.logit_parts import parts_of, store_parts
+from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launches_early, none_arrived
 from selfspec_cli.vllm_plugin.weights.rounding import padded
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
@@ -203,12 +204,14 @@ def _some_rows(
     rounded, factors, words, scales, bias, out, partial, arrived, tokens, groups_of_row, rows,
     BITS: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     WARPS: tl.constexpr, ACROSS: tl.constexpr, AT_ONCE: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr,
-    ASM: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
     """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
 
     partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
     the program is launched with `_round_tokens`, and asks for its first weights before it waits for the tokens.
+    REDUCED: the rows are logits, and what a tile of them says is stored in their place, in partial and out
+    (logit_parts.py).
     """
     ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -251,11 +254,15 @@ def _some_rows(
             tl.store(arrived + tile, 0)
         if BIASED:
             sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + output, sums.to(out.dtype.element_ty), mask=inside)
+        if REDUCED:
+            found = parts_of(tl.where(inside, sums, -float("inf")), tl.arange(0, ACROSS * ROWS)[:, None])
+            store_parts(found, partial, out, token, tile, tl.num_programs(0), first_row, token < tokens)
+        else:
+            tl.store(out + output, sums.to(out.dtype.element_ty), mask=inside)
 
 
 class Settings(NamedTuple):
-    """How a product is cut up; `product` lowers what a matrix or the registers have no room for."""
+    """How a product is cut up; `possible` lowers what a matrix or the registers have no room for."""
 
     rows_at_once: int
     """Rows of a program; a power of two from 16 on."""
@@ -263,9 +270,11 @@ class Settings(NamedTuple):
     """That the inputs are cut into, each for a program."""
     stages: int
     """Groups of its rows that a warp asks memory for at once."""
+    warps: int = 4
+    """Of a program; a power of two. Those beyond one for each `ROWS_OF_WARP` rows share the rows' groups."""
 
 
-WARPS = 4  # of a program; those beyond one for each `ROWS_OF_WARP` rows share the rows' groups
+FEWEST = 2  # tokens that the kernel has room for
 ROWS_OF_WARP = 32  # at most
 REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
@@ -282,6 +291,21 @@ def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
     if tokens <= 16:
         return Settings(32, 1, 3)
     return Settings(128 if rows >= 2**15 else 32, 1, 2)
+
+
+def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
+    """`wanted` for weights [rows, groups * 64] of so many bits, and 2 to 32 tokens, as far as there is room for it."""
+    of_warp = min(wanted.rows_at_once, ROWS_OF_WARP)
+    warps = max(wanted.warps, wanted.rows_at_once // of_warp)
+    parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
+    stages = min(wanted.stages, _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
+                 _most_stages(of_warp, padded(max(tokens, FEWEST)), bits))  # fmt: skip
+    return Settings(wanted.rows_at_once, parts, stages, warps)
+
+
+def _steps(groups: int, parts: int, along: int) -> int:
+    """Of a warp through its groups of a part, which `along` warps share."""
+    return triton.cdiv(triton.cdiv(groups, parts), along)
 
 
 def _most_stages(of_warp: int, room: int, bits: int) -> int:
@@ -303,6 +327,7 @@ def product(
     rows_at_once: int | None = None,
     parts: int | None = None,
     stages: int | None = None,
+    warps: int | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
@@ -310,35 +335,78 @@ def product(
 
     rounded, factors: the tokens as `rounding.round_tokens` gives them. words, scales: int32 [out, in / 4] or [out, in /
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
-    out the same every time. rows_at_once, parts, stages: see `Settings`; None: what `usual_settings` says. asm: False
-    where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None: where the
-    device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures a CUDA
-    graph, call `one_token.none_arrived` first.
+    out the same every time. rows_at_once, parts, stages, warps: see `Settings`; None: what `usual_settings` says. asm:
+    False where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None:
+    where the device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures
+    a CUDA graph, call `one_token.none_arrived` first.
     """
-    rows, groups = scales.shape
+    if tokens == 1:
+        raise ValueError("1 token: that is a product of lowbit_one_token.py")
+    (rows, groups), bits = scales.shape, _width(words, scales)
+    usual = usual_settings(rows, groups, tokens)
+    wanted = Settings(
+        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
+    )
+    settings = possible(wanted, rows, groups, bits, tokens)
+    out = torch.empty(tokens, rows, dtype=dtype, device=words.device)
+    partial = out
+    if settings.parts > 1:
+        partial = torch.empty(settings.parts, tokens, rows, dtype=torch.float32, device=words.device)
+    _launch(rounded, factors, tokens, words, scales, bias, out, partial, settings, False, asm, early)
+    return out
+
+
+LOGITS = Settings(32, 1, 3)
+"""What `logit_parts` takes. It was not measured when it was written."""
+
+
+def logit_parts(
+    rounded: Tensor,
+    factors: Tensor,
+    tokens: int,
+    words: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    settings: Settings = LOGITS,
+    asm: bool = True,
+    early: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the logits of 1 to 32 tokens say, which are themselves not written: float32 [tokens, 5, blocks] and int32
+    [tokens, blocks], as `logit_parts.store_parts` has them.
+
+    As `product` otherwise, but the logits are float32 where `product` rounds them. rounded, factors: by `round_tokens`
+    with room for `FEWEST` tokens. settings: with one part.
+    """
+    (rows, groups), bits = scales.shape, _width(words, scales)
+    settings = possible(settings._replace(parts=1), rows, groups, bits, tokens)
+    blocks = triton.cdiv(rows, settings.rows_at_once)
+    parts = torch.empty(tokens, 5, blocks, dtype=torch.float32, device=words.device)
+    indices = torch.empty(tokens, blocks, dtype=torch.int32, device=words.device)
+    _launch(rounded, factors, tokens, words, scales, bias, indices, parts, settings, True, asm, early)
+    return parts, indices
+
+
+def _width(words: Tensor, scales: Tensor) -> int:
+    groups = scales.shape[1]
     bits = words.shape[1] // 2 // groups
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
-    if tokens == 1:
-        raise ValueError("1 token: that is a product of lowbit_one_token.py")
-    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, tokens)
-    rows_at_once = rows_at_once or usual.rows_at_once
+    return bits
+
+
+def _launch(
+    rounded: Tensor, factors: Tensor, tokens: int, words: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
+    partial: Tensor, settings: Settings, reduced: bool, asm: bool, early: bool | None,
+) -> None:  # fmt: skip
+    rows_at_once, parts, stages, warps = settings
+    (rows, groups), device = scales.shape, words.device
     of_warp = min(rows_at_once, ROWS_OF_WARP)
-    across = rows_at_once // of_warp
-    warps = max(WARPS, across)
-    along, tiles = warps // across, triton.cdiv(rows, rows_at_once)
-    arrived = none_arrived(device)
-    parts = min(parts or usual.parts, groups) if tiles <= len(arrived) else 1
-    steps = triton.cdiv(triton.cdiv(groups, parts), along)
-    stages = min(stages or usual.stages, steps, _most_stages(of_warp, room, bits))
-    early = launches_early(device) if early is None else early
-    out = torch.empty(tokens, rows, dtype=dtype, device=device)
-    partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
-    _some_rows[(tiles, parts)](
+    across, early = rows_at_once // of_warp, launches_early(device) if early is None else early
+    _some_rows[(triton.cdiv(rows, rows_at_once), parts)](
         rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
-        arrived, tokens, groups, rows,
-        BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,
-        ACROSS=across, AT_ONCE=stages, LOOPS=stages < steps, PARTS=parts, ASM=asm, EARLY=early,
+        none_arrived(device), tokens, groups, rows,
+        BITS=_width(words, scales), BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp,
+        TOKENS=padded(max(tokens, FEWEST)), WARPS=warps, ACROSS=across, AT_ONCE=stages,
+        LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm, EARLY=early, REDUCED=reduced,
         num_warps=warps, num_stages=1, launch_pdl=early,
     )  # fmt: skip
-    return out

@@ -44,11 +44,14 @@ def launches_early(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+MOST_TILES = 2**14  # of a result that several programs share
+
+
 @lru_cache
 def none_arrived(device: torch.device) -> Tensor:
-    """Zeros by which programs that share a result count who has arrived: as many as the tiles of 2^20 outputs.
+    """Zeros by which programs that share a tile of a result count who has arrived, one for each of `MOST_TILES`.
 
     Each kernel leaves them as it finds them, and has waited for the one before it. Call it once before a CUDA graph is
     captured.
     """
-    return torch.zeros(2**14, dtype=torch.int32, device=device)
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,143 @@
+"""Every setting that `selfspec tune-kernels` tries, in Triton's interpreter, and which one it chooses by a clock that
+stands in for the GPU's. Run as kernels_interpreted.py is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.draft_weights.integers import GROUP
+from selfspec_cli.vllm_plugin import kernel_choice, kernel_timing
+from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
+from selfspec_cli.vllm_plugin.kernel_timing import Attention, Logits, Product
+from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, rounding
+
+CPU = torch.device("cpu")
+
+
+def clock(cost):
+    """A clock by the arguments of the first call."""
+    return lambda calls: lambda: float(cost(dict(calls[0].keywords)) if calls[0].keywords else 0)
+
+
+def no_difference(setting):
+    return 5.0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Product("o", 5, 1088, 4, 1),
+        Product("o", 20, 448, 4, 3),
+        Product("down", 20, 192, 8, 19),
+        Logits("logits", 150, 128, 4, 1),
+        Logits("logits", 150, 128, 4, 3),
+        Attention(3, 1, 64, 1, 150, (150,)),
+    ],
+)
+def test_every_setting_gives_what_the_usual_one_gives(case):
+    (row,) = kernel_timing.tuned([case], CPU, clock(no_difference), room=0)
+    assert row["failed"] == [] and row["tried"] == len(case.settings) > 5
+    assert row["setting"] == row["usual"]  # no other is faster
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(4, 1), (4, 5), (8, 9)])
+def test_the_most_likely_tokens_come_from_a_product_that_writes_no_logits(bits, tokens):
+    """And the sums of every gate's statistics; a bias counts, and what sticks out of the last tile does not."""
+    kind, vocabulary = DRAFT_WEIGHTS[f"int{bits}"], 150
+    copy = kind.quantise(torch.randn(vocabulary, 192))
+    x, bias = torch.randn(tokens, 192).bfloat16(), torch.randn(vocabulary)
+    parts, indices = lowbit_few_tokens.logit_parts(
+        *rounding.round_tokens(x, bits, 2), tokens, copy["words"], copy["scales"], bias, asm=False
+    )
+    logits = x.double() @ kind.dequantise(copy, torch.float64).T + bias
+    blocks = logits.split(lowbit_few_tokens.LOGITS.rows_at_once, dim=1)
+    assert parts.shape == (tokens, 5, len(blocks))
+    for number, some in enumerate(blocks):
+        best, second = some.topk(2, dim=1).values.T
+        clear = best - second > 0.3  # tokens are rounded to 8 bits
+        at = some.argmax(1) + number * lowbit_few_tokens.LOGITS.rows_at_once
+        assert indices[clear, number].tolist() == at[clear].tolist() and clear.any()
+        torch.testing.assert_close(parts[:, 0, number].double(), best, atol=0.3, rtol=0)
+        torch.testing.assert_close(parts[:, 1, number].double(), second, atol=0.3, rtol=0)
+        found = parts[:, 2, number].log().double() + parts[:, 0, number]
+        torch.testing.assert_close(found, some.logsumexp(1), atol=0.3, rtol=0)
+
+
+def test_the_usual_setting_is_that_of_the_kernel_itself():
+    """A product without a setting has the same sums, in the same order."""
+    for tokens in (1, 5):
+        case = Product("o", 20, 448, 4, tokens)
+        (call,) = case.calls(CPU, 0)
+        assert call().equal(call(**dict(case.usual)))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A grid of a few settings, for what does not depend on how many there are."""
+    monkeypatch.setattr(kernel_timing, "ONE_TOKEN", [{"rows_at_once": rows, "at_once": 16} for rows in (2, 8)])
+    monkeypatch.setattr(kernel_timing, "FEW_TOKENS", [(16, 1, 1, 4), (64, 2, 1, 4)])
+    monkeypatch.setattr(kernel_timing, "ATTENTION", [(64, 4, 2), (128, 4, 2)])
+
+
+def test_a_wrong_result_is_left_out_and_named(few, monkeypatch):
+    run = Product._run
+    monkeypatch.setattr(
+        Product, "_run", lambda *given, **more: run(*given, **more) * (1 + (more.get("rows_at_once") == 8))
+    )
+    slow_with_few_rows = clock(lambda setting: 9 - setting["rows_at_once"])
+    (row,) = kernel_timing.tuned([Product("o", 16, 128, 4, 1)], CPU, slow_with_few_rows, 0)
+    assert row["setting"]["rows_at_once"] == 4 and row["failed"] == ["its result differs by 1.000"]
+
+
+def test_what_is_chosen_runs_in_the_draft_and_what_is_not_is_named(few, tmp_path, monkeypatch):
+    """From times to a file to an operator of the draft."""
+    fastest = {"rows_at_once": 64, "parts": 2, "stages": 1, "warps": 4}
+    shape = DraftShape(4, {"o": (20, 128)}, 4, 2, 64)
+    cases = [Product("o", 20, 128, 4, tokens) for tokens in (1, 4)]
+    rows = list(kernel_timing.tuned(cases, CPU, clock(lambda setting: 1 + (setting != fastest)), 0))
+    assert rows[1]["setting"] == fastest and rows[1]["usual_over_best"] == 2 and rows[1]["us"] < rows[1]["usual_us"]
+    kernel_choice.write(tmp_path / "file.json", "a GPU", shape, rows)
+    choice = kernel_choice.read(tmp_path / "file.json")
+    monkeypatch.setattr(kernel_choice, "_current", choice)
+    asked = []
+    for module in (lowbit.lowbit_one_token, lowbit.lowbit_few_tokens):
+        product = module.product
+        monkeypatch.setattr(module, "product", lambda *given, run=product, **setting: (
+            asked.append(setting), run(*given, **setting, asm=False))[1])  # fmt: skip
+    kind = DRAFT_WEIGHTS["int4"]
+    weight = torch.randn(20, 128)
+    copy = kind.quantise(weight)
+    for tokens in (1, 3, 5):
+        x = torch.randn(tokens, 128).bfloat16()
+        got = lowbit.linear(x, copy, None, weight.bfloat16())
+        wanted = x.double() @ kind.dequantise(copy, torch.float64).T
+        assert (got.double() - wanted).norm() / wanted.norm() < 0.015
+    assert asked == [rows[0]["setting"], fastest, {}]
+    assert choice.unchosen() == ["o at 5"] and str(choice).startswith("2 of 3 are chosen by")
+
+
+def test_attention_is_chosen_for_all_contexts_that_a_block_table_has_room_for(few):
+    """The best at the longest is very slow at the shortest, and a third is good at both."""
+    times = {(64, 40): 10.0, (64, 150): 1.0, (128, 40): 1.1, (128, 150): 1.1, (256, 40): 1.0, (256, 150): 9.0}
+
+    def stand_in(calls):
+        (keys,), context = [calls[0].keywords["at_once"]], int(calls[0].args[5].max())
+        return lambda: times[keys, context]
+
+    cases = kernel_timing.cases_of(DraftShape(4, {}, 2, 1, 64), [1], [40, 150])
+    short, long = kernel_timing.tuned(cases, CPU, stand_in, room=0)
+    assert (short["context"], short["setting"]["at_once"]) == (40, 256)
+    assert (long["context"], long["setting"]["at_once"], long["us"]) == (150, 128, 1.1)
+
+
+def test_a_draft_step_has_each_product_and_attention_at_each_size():
+    shape = DraftShape.of({"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+                           "num_key_value_heads": 2, "vocab_size": 151936}, 4)  # fmt: skip
+    cases = kernel_timing.cases_of(shape, [1, 32], [1024, 4096])
+    assert [(case.kind, case.tokens) for case in cases[:4]] == [("qkv", 1), ("qkv", 32), ("o", 1), ("o", 32)]
+    assert len(cases) == 5 * 2 + 2 * 2
+    for case in cases:
+        assert case.settings[0] == case.usual and len(set(case.settings)) == len(case.settings)
+    assert all(case.columns % GROUP == 0 for case in cases if isinstance(case, Product))

@@ -59,6 +59,20 @@ def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
     assert simulate("least_time", early_exit_and_plain(), requests).routes["plain"] == FEW
 
 
+@pytest.mark.parametrize(("there", "chosen"), [(7, "early"), (12, "plain")])
+def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chosen):
+    """With seven there, it and what it takes from them are more than its time at the slow one, yet it ends here first."""
+    early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
+    asked = asked_of(Request(0.0, "x", 10, 50))
+    for _ in range(there):
+        early.first_token(early.begin(asked), 0.002)
+    slow = plain_one.predict(asked).e2e
+    assert early.predict(asked).e2e + early.slows(asked) > slow
+    assert (early.predict(asked).e2e < slow) == (chosen == "early")
+    choice = POLICIES["least_time"].chooser({}, SloSettings()).choose(asked, [early, plain_one])
+    assert choice.order[0].name == chosen
+
+
 def test_a_burst_at_the_start_does_not_fill_the_backend_that_is_fastest_alone():
     """What one more request costs is known from the warm-up, before the first answers have ended."""
     for seed in range(1, 5):

@@ -61,7 +61,7 @@ def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
 
 @pytest.mark.parametrize(("there", "chosen"), [(7, "early"), (12, "plain")])
 def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chosen):
-    """With seven there, it and what it takes from them are more than its time at the slow one, yet it ends here first."""
+    """With seven there, what it takes from them makes up for the slow one, yet it ends here first."""
     early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
     asked = asked_of(Request(0.0, "x", 10, 50))
     for _ in range(there):

@@ -28,6 +28,7 @@ from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.2
 
+
 def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
     requests than a prediction needs are on their way there."""

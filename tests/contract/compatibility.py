@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
             "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
             "NVLink",
-            TWO + "test_two_ranks_draft_on_their_shares",
+            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
             f"{CASES} (two H200, two H100; gates, lengths by acceptance, 4- and 8-bit copies, experts)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
@@ -233,7 +233,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
             f"{CASES} (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares"),
+            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts"),
         Row("copies of experts", YES, "router and shared experts stay the target's own",
             COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
@@ -243,7 +243,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("copies with expert parallelism", REFUSED, "", gpu="-",
             refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
         Row("copies of quantised weights", YES, "made of what the target's quantised layers multiply by, a layer at a "
-            "time", WORKS_WITH + "test_copies_of_quantised_weights", CASES),
+            "time", WORKS_WITH + "test_quantised_targets", CASES),
         Row("copies of quantised experts", REFUSED, "", gpu="-",
             refusal=weights("fp8", quantization="awq", is_moe=True), instead="allowed: shared"),
         Row("integer copies where a rank's rows do not divide into groups of 64", REFUSED, "", gpu="-",

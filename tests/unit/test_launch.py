@@ -158,7 +158,7 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["joblib", "ray"])
+@pytest.mark.parametrize("kind", ["joblib", "ray", pytest.param("submitit", marks=pytest.mark.nightly)])
 def test_a_worker_that_dies_loses_the_point_in_hand_alone(lab, kind):
     results, place = lab
     (place / "die-4").touch()

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import BinaryIO
 
 # The kernel sends SIGTERM to a process that has asked for it when its parent is gone, and `exec` keeps the wish. A
-# process of its own asks, because Python cannot safely run between fork and exec. SIGINT, by which servers are ended, is
-# ignored in what a script starts behind `&`, and by what that starts, unless it is asked for again.
+# process of its own asks, because Python cannot safely run between fork and exec. SIGINT, by which servers are ended,
+# is ignored in what a script starts behind `&`, and by what that starts, unless it is asked for again.
 _WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
     "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"

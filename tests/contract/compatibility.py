@@ -124,8 +124,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
-            "dimensions; Qwen2-VL on prompts of text", WORKS_WITH + "test_positions_of_several_dimensions",
-            CASES),
+            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL on prompts of text",
+            WORKS_WITH + "test_positions_of_several_dimensions", CASES),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",

@@ -9,6 +9,7 @@ from pathlib import Path
 from selfspec_cli.commands.screen import warn
 from selfspec_cli.config.facts import device_of, model_facts
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.stages import preflight
 
@@ -66,10 +67,10 @@ def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
     layers = model_facts(first).layers
     if named & {"layer", *own_settings()} or first.model.exit_layer or device_of(first) == "cpu" or not layers:
         return []
-    found = []
-    for kind in ("int4", "int8"):
+    found, kinds = [], sorted((kind.bits or 0, name) for name, kind in DRAFT_WEIGHTS.items() if kind.kernels)
+    for _, name in (kinds[0], kinds[-1]):  # the one that reads least, and the one that is closest to the model
         try:
-            found += exits([*overrides, f"layer={layers}", f"draft_weights={kind}"], ())
+            found += exits([*overrides, f"layer={layers}", f"draft_weights={name}"], ())
         except ConfigError:
             continue
     return found

@@ -137,7 +137,7 @@ def test_a_draft_step_has_each_product_and_attention_at_each_size():
                            "num_key_value_heads": 2, "vocab_size": 151936}, 4)  # fmt: skip
     cases = kernel_timing.cases_of(shape, [1, 32], [1024, 4096])
     assert [(case.kind, case.tokens) for case in cases[:4]] == [("qkv", 1), ("qkv", 32), ("o", 1), ("o", 32)]
-    assert len(cases) == 5 * 2 + 2 * 2
+    assert len(cases) == (5 + 1) * 2 + 2 * 2  # and the logits' two ways
     for case in cases:
         assert case.settings[0] == case.usual and len(set(case.settings)) == len(case.settings)
     assert all(case.columns % GROUP == 0 for case in cases if isinstance(case, Product))

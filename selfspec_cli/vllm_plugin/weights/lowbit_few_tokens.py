@@ -299,7 +299,7 @@ def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -
     warps = max(wanted.warps, wanted.rows_at_once // of_warp)
     parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
     stages = min(wanted.stages, _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
-                 _most_stages(of_warp, padded(max(tokens, FEWEST)), bits))  # fmt: skip
+                 _most_stages(of_warp, padded(tokens if tokens != 1 else FEWEST), bits))  # fmt: skip
     return Settings(wanted.rows_at_once, parts, stages, warps)
 
 
@@ -406,7 +406,7 @@ def _launch(
         rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
         none_arrived(device), tokens, groups, rows,
         BITS=_width(words, scales), BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp,
-        TOKENS=padded(max(tokens, FEWEST)), WARPS=warps, ACROSS=across, AT_ONCE=stages,
+        TOKENS=padded(tokens if tokens != 1 else FEWEST), WARPS=warps, ACROSS=across, AT_ONCE=stages,
         LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm, EARLY=early, REDUCED=reduced,
         num_warps=warps, num_stages=1, launch_pdl=early,
     )  # fmt: skip

@@ -184,7 +184,7 @@ def round_tokens(x: Tensor, bits: int, room: int = 1) -> tuple[Tensor, Tensor]:
     room: tokens to lay them out for, at least.
     """
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
-    room = max(tokens, room)
+    room = max(padded(tokens), room)
     rounded, factors = room_for(groups, padded(room), x.device)
     _round[(triton.cdiv(groups, AT_ONCE), tokens)](
         x,

@@ -20,8 +20,8 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz` and `gpu/lossless_h100.json` of
-results/published."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz`, `gpu/lossless_h100.json` and
+`gpu/lossless_h200.json` of results/published."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
             "NVLink",
             TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
-            f"{CASES} (two H200, two H100; a gate, 4-bit copies)"),
+            f"{CASES} (two H200, two H100; gates, lengths by acceptance, 4- and 8-bit copies, experts)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -121,7 +121,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
             WORKS_WITH + "test_multimodal_models"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
-            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
+            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
+            f"{CASES} (Llama, Falcon)"),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "

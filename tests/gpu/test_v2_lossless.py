@@ -439,7 +439,8 @@ def model_dir(model: str) -> Path:
     if model.endswith(("ForCausalLM", "LMHeadModel")):
         import architectures
 
-        architectures.SHAPE.update(architectures.HEADS_OF_128)
+        # With a sliding window FlashAttention 3 is not batch-invariant.
+        architectures.SHAPE.update({**architectures.HEADS_OF_128, "sliding_window": None})
         architectures.save(model, folder := Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")))
         return folder
     folder = save_tiny(model, Path(tempfile.mkdtemp(prefix=f"selfspec-{model}-")), **shape(model))

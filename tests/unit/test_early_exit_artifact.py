@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
@@ -105,6 +106,14 @@ def test_every_truncation_is_refused(saved):
         saved.write_bytes(whole[:length])
         with pytest.raises(HeadError, match="truncated"):
             load_head(saved)
+
+
+def test_a_file_whose_tensors_were_exchanged_is_named(saved):
+    with safe_open(saved, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({"weight": W[:2]}, saved, metadata=metadata)
+    with pytest.raises(HeadError, match=str(saved)):
+        load_head(saved)
 
 
 def test_foreign_and_missing_files(tmp_path):

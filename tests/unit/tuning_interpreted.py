@@ -10,8 +10,8 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
 from selfspec_cli.vllm_plugin import kernel_choice, kernel_timing
 from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
-from selfspec_cli.vllm_plugin.kernel_timing import Attention, Logits, Product
-from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, rounding
+from selfspec_cli.vllm_plugin.kernel_timing import Attention, Product
+from selfspec_cli.vllm_plugin.weights import lowbit
 
 CPU = torch.device("cpu")
 
@@ -30,39 +30,14 @@ def no_difference(setting):
     [
         Product("o", 5, 1088, 4, 1),
         Product("o", 20, 448, 4, 3),
-        Product("down", 20, 192, 8, 19),
-        Logits("logits", 150, 128, 4, 1),
-        Logits("logits", 150, 128, 4, 3),
+        Product("down", 20, 320, 8, 19),
         Attention(3, 1, 64, 1, 150, (150,)),
     ],
 )
 def test_every_setting_gives_what_the_usual_one_gives(case):
     (row,) = kernel_timing.tuned([case], CPU, clock(no_difference), room=0)
-    assert row["failed"] == [] and row["tried"] == len(case.settings) > 5
+    assert row["failed"] == [] and row["tried"] == len(case.settings) > 10
     assert row["setting"] == row["usual"]  # no other is faster
-
-
-@pytest.mark.parametrize(("bits", "tokens"), [(4, 1), (4, 5), (8, 9)])
-def test_the_most_likely_tokens_come_from_a_product_that_writes_no_logits(bits, tokens):
-    """And the sums of every gate's statistics; a bias counts, and what sticks out of the last tile does not."""
-    kind, vocabulary = DRAFT_WEIGHTS[f"int{bits}"], 150
-    copy = kind.quantise(torch.randn(vocabulary, 192))
-    x, bias = torch.randn(tokens, 192).bfloat16(), torch.randn(vocabulary)
-    parts, indices = lowbit_few_tokens.logit_parts(
-        *rounding.round_tokens(x, bits, 2), tokens, copy["words"], copy["scales"], bias, asm=False
-    )
-    logits = x.double() @ kind.dequantise(copy, torch.float64).T + bias
-    blocks = logits.split(lowbit_few_tokens.LOGITS.rows_at_once, dim=1)
-    assert parts.shape == (tokens, 5, len(blocks))
-    for number, some in enumerate(blocks):
-        best, second = some.topk(2, dim=1).values.T
-        clear = best - second > 0.3  # tokens are rounded to 8 bits
-        at = some.argmax(1) + number * lowbit_few_tokens.LOGITS.rows_at_once
-        assert indices[clear, number].tolist() == at[clear].tolist() and clear.any()
-        torch.testing.assert_close(parts[:, 0, number].double(), best, atol=0.3, rtol=0)
-        torch.testing.assert_close(parts[:, 1, number].double(), second, atol=0.3, rtol=0)
-        found = parts[:, 2, number].log().double() + parts[:, 0, number]
-        torch.testing.assert_close(found, some.logsumexp(1), atol=0.3, rtol=0)
 
 
 def test_the_usual_setting_is_that_of_the_kernel_itself():
@@ -137,7 +112,7 @@ def test_a_draft_step_has_each_product_and_attention_at_each_size():
                            "num_key_value_heads": 2, "vocab_size": 151936}, 4)  # fmt: skip
     cases = kernel_timing.cases_of(shape, [1, 32], [1024, 4096])
     assert [(case.kind, case.tokens) for case in cases[:4]] == [("qkv", 1), ("qkv", 32), ("o", 1), ("o", 32)]
-    assert len(cases) == (5 + 1) * 2 + 2 * 2  # and the logits' two ways
+    assert len(cases) == 5 * 2 + 2 * 2
     for case in cases:
         assert case.settings[0] == case.usual and len(set(case.settings)) == len(case.settings)
     assert all(case.columns % GROUP == 0 for case in cases if isinstance(case, Product))

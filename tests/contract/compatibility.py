@@ -114,8 +114,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("latent attention (MLA)", YES, "DeepSeek-V2", None, f"{CASES} (DeepSeek-V2)", on_cpu="refused, next row"),
         Row("latent attention on a CPU", REFUSED, "in vLLM 0.32.0 a verify pass is not right there: its own n-gram "
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
-        Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
-            "(compressed-tensors W4A16) in float16 and with AVX-512, because vLLM's product with them needs both",
+        Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: "
+            "compressed-tensors W4A16 and W8A8, GPTQ (also in bfloat16) and AWQ, in float16 and with AVX-512, because "
+            "vLLM's product with 4-bit weights needs 16 bits and that",
             WORKS_WITH + "test_quantised_targets", CASES),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
@@ -126,8 +127,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
-            "dimensions; Qwen2-VL on prompts of text", WORKS_WITH + "test_positions_of_several_dimensions",
-            CASES),
+            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL on prompts of text",
+            WORKS_WITH + "test_positions_of_several_dimensions", CASES),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",

@@ -113,9 +113,9 @@ class Product:
     @property
     def usual(self) -> Setting:
         if self.tokens == 1:
-            rows = lowbit_one_token.rows_of_program(self.rows, self.groups, self.bits)
-            return _setting({"rows_at_once": rows, "at_once": lowbit_one_token.AT_ONCE})
-        return self._possible(lowbit_few_tokens.usual_settings(self.rows, self.groups, self.tokens))
+            rows, at_once = lowbit_one_token.usual_settings(self.rows, self.groups, self.bits)
+            return _setting({"rows_at_once": rows, "at_once": at_once})
+        return self._possible(lowbit_few_tokens.usual_settings(self.rows, self.groups, self.bits, self.tokens))
 
     @property
     def settings(self) -> list[Setting]:
@@ -177,8 +177,8 @@ class Attention:
 
     @property
     def usual(self) -> Setting:
-        some = one_query.usual_settings(self.tokens, self.context, torch.device(_device()))
-        return self._setting(*some, one_query.usual_splits(self.tokens, self.heads))
+        device = torch.device(_device())
+        return self._setting(*one_query.usual_settings(self.tokens, self.heads, self.context, device))
 
     @property
     def settings(self) -> list[Setting]:

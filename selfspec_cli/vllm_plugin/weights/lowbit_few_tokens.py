@@ -271,18 +271,52 @@ ROWS_OF_WARP = 32  # at most
 REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
 
-def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64] and a number of tokens, found on an H100
-    (gpu/lowbit.jsonl.xz/products_h100.json).
+def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
+    """What `product` takes for weights [rows, groups * 64] of so many bits and a number of tokens.
+
+    Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
+    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
+    the sizes that were measured follows the nearer one.
 
     Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
     each program reads all tokens.
     """
+    if bits == 4 and rows >= LARGE:
+        return _of_large(rows, groups, tokens)
+    if bits == 4 and rows < 8192:
+        return _of_small(rows, groups, tokens)
     if rows < 8192:
         return Settings(16, 1, 4) if groups <= 64 else Settings(16, 4, 2)
     if tokens <= 16:
         return Settings(32, 1, 3)
     return Settings(128 if rows >= 2**15 else 32, 1, 2)
+
+
+LARGE, VOCABULARY = 2**14, 2**16  # rows from which a matrix is as gate and up together, and as an lm_head
+SHORT = 32  # groups of a row
+
+
+def _of_large(rows: int, groups: int, tokens: int) -> Settings:
+    short = groups <= SHORT
+    if rows >= VOCABULARY:
+        if tokens > 16:
+            return Settings(128, 1, 2 if short else 4)
+        return Settings(128 if short and tokens > 8 else 64, 1, 4)
+    if tokens > 16:
+        return Settings(128, 2, 2) if short else Settings(128, 1, 4)
+    if short:
+        return Settings(64, 1, 4) if tokens > 8 else Settings(32, 1, 3)
+    return Settings(32, 1, 1 if tokens > 8 else 2)
+
+
+def _of_small(rows: int, groups: int, tokens: int) -> Settings:
+    if groups <= 64:  # as q, k and v, or the product behind attention
+        return Settings(128, 4, 4) if rows > 4096 and groups > SHORT and tokens > 16 else Settings(16, 1, 4)
+    if rows <= 2048:  # as down of a small model; two stages at 5 to 8 tokens were within 3 % of the best
+        return Settings(16, 4, 4 if tokens <= 4 or 8 < tokens <= 16 else 2)
+    if tokens <= 4:
+        return Settings(16, 4, 2)
+    return Settings(32, 4, 2) if tokens <= 16 else Settings(32, 2, 4)
 
 
 def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
@@ -338,7 +372,7 @@ def product(
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
     if tokens == 1:
         raise ValueError("1 token: that is a product of lowbit_one_token.py")
-    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, tokens)
+    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, bits, tokens)
     wanted = Settings(
         rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
     )

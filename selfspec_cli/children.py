@@ -11,9 +11,11 @@ from contextlib import suppress
 from typing import BinaryIO
 
 # The kernel sends SIGTERM to a process that has asked for it when its parent is gone, and `exec` keeps the wish. A
-# process of its own asks, because Python cannot safely run between fork and exec.
+# process of its own asks, because Python cannot safely run between fork and exec. SIGINT, by which servers are ended,
+# is ignored in what a script starts behind `&`, and by what that starts, unless it is asked for again.
 _WITH_PARENT = (
-    "import ctypes, os, sys\n"
+    "import ctypes, os, signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
     "try: ctypes.CDLL(None).prctl(1, 15)\n"  # PR_SET_PDEATHSIG, SIGTERM
     "except (OSError, AttributeError): pass\n"
     "if os.getppid() != int(sys.argv[1]): sys.exit('the command that started this is gone')\n"

@@ -235,6 +235,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
         kernels,
         (
             "gpu/kernels_h200.txt",
+            "gpu/tune_kernels_h200.json",
             "gpu/fp8/*",
             "gpu/lowbit/kernels_h100.json",
             "gpu/lowbit/few_tokens_h200.json",

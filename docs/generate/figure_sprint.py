@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
-from figure_cells import ROOT, at, data_of, number, percent, points_of, ratio, table
+from figure_cells import at, data_of, number, percent, points_of, ratio, table
 from figure_quality import cells
 
 from selfspec_cli.record import tables
@@ -17,19 +17,22 @@ from selfspec_cli.report.table import wish
 POINTS, TEXTS = "sprint/milestones", "sprint/conversations"
 
 
-def milestones() -> str:
-    """Every point by its milestone, beside the target of its experiment."""
-    points = [point for point in points_of(POINTS) if point.ok]
+def milestones(place: str = POINTS) -> str:
+    """Every point of a folder by its milestone, beside the target of its experiment."""
+    points = [point for point in points_of(place) if point.ok]
     targets = targets_of(points)
+    read, layer = next(
+        (point.engine["step_bytes"], point.arm["E"]) for point in points if point.engine.get("step_bytes")
+    )
     rows: list[tuple[Any, ...]] = []
     for point in points:
         row = tables.row(point)
         (name,) = experiments_of(point)
         delta = None if row.delta_ppl is None or row.arm != "skip" else f"{row.delta_ppl:+.2f}"
         same = None if row.arm != "layer_skip" else f"{row.identical} of {row.outputs}"
-        rows.append((name.partition("_")[0], label(row), _wanted(name, row, targets), ratio(_by_layers(row)),
+        rows.append((_milestone(name, row), label(row), _wanted(name, row, targets), ratio(_by_bytes(row, read, layer)),
                      ratio(row.speedup), percent(row.accept_rate), number(row.mean_accepted_len), delta, same))  # fmt: skip
-    header = ("milestone", "arm", "expected", "by layers run", "measured", "accept rate", "tokens a verify step", "ΔPPL of library code",
+    header = ("milestone", "arm", "expected", "by bytes read", "measured", "accept rate", "tokens a verify step", "ΔPPL of library code",
               "identical outputs")  # fmt: skip
     return table(header, sorted(rows, key=lambda row: row[0]))
 
@@ -82,18 +85,29 @@ def by_context(file: str = "sprint/by_context_reference.json") -> str:
     return table(header, lines)
 
 
-def _by_layers(row: Record) -> float:
-    """A speedup by counts alone: tokens a pass, over the layers that a round runs, the head as one layer more."""
-    layers = json.loads((ROOT / "experiments" / "reference_model" / "model" / "config.json").read_text())[
-        "num_hidden_layers"
-    ]
+def _milestone(experiment: str, row: Record) -> str:
+    """m0 to m5: as the experiment is called, or by the arm where one experiment has all of them (m_qwen)."""
+    number = experiment.partition("_")[0]
+    return (
+        number
+        if number != "m"
+        else {"baseline": "m0", "skip": "m1"}.get(row.arm) or {"maxp": "m3"}.get(row.gate or "", "m4")
+    )
+
+
+def _by_bytes(row: Record, read: Mapping[str, float], layer: int) -> float | None:
+    """A speedup by counts alone: the cost model's of an arm that verifies, and of skip the bytes of a step that it reads.
+
+    read, layer: bytes of a step, and the exit, of an arm of that model that drafts with its own first layers. The cache
+    of keys and values tells how many layers there are: the draft reads `layer` of them.
+    """
+    if row.arm == "layer_skip":
+        return row.predicted
     if row.E is None:
         return 1.0
-    share = (row.E + 1) / layers
-    if row.arm == "skip":
-        return 1 / share
-    assert row.mean_accepted_len is not None and row.drafted_per_round is not None
-    return row.mean_accepted_len / (1 + share * row.drafted_per_round)
+    layers = layer * read["full_kv_token"] / read["draft_kv_token"]
+    one_layer = (read["full"] - read["draft"]) / (layers - layer)
+    return read["full"] / (read["full"] - (layers - row.E) * one_layer)
 
 
 def _wanted(experiment: str, row: Record, targets: list[Target]) -> str:

@@ -5,17 +5,20 @@
 
 The Llama-3-8B shape with random weights, drafting with its first 8 layers at an acceptance that is set; each replica
 runs 32 requests at once. Both are started by one command. Then clients, each of which asks again at once, ask one
-replica directly, and both through the router; a request is 32 tokens in and 128 out. Nothing is downloaded.
+replica directly, and both through the router, for `--window` seconds at a time; a request is 32 tokens in and 128 out.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -25,6 +28,7 @@ from typing import Any
 import aiohttp
 
 ROOT = Path(__file__).resolve().parents[2]
+SETTLE = 1.0
 REFERENCE = ROOT / "experiments" / "reference_model" / "model"
 # Without what takes most of a start: compilation, and a warm-up of kernels.
 QUICK = "{compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}, kernel_config: {enable_jit_warmup: false}}"
@@ -35,24 +39,28 @@ CPU = ["layer=3", "k=4", "engine.enforce_eager=true", "engine.max_num_seqs=4", "
        "model.max_model_len=512"]  # fmt: skip
 
 
-async def asked(url: str, model: str, clients: int, each: int, tokens: int) -> float:
-    """Output tokens a second of clients that ask `each` times, one request after the other."""
-    made = 0
+async def asked(url: str, model: str, clients: int, window: float, tokens: int) -> float:
+    """Output tokens a second of clients that ask one request after the other, of answers that end within `window`
+    seconds. The window begins SETTLE seconds after the clients do, and they go on until it is over: a run that ends
+    with its last answer would count the time in which only a few clients are left, the more so the faster it is."""
+    made, opens = 0, time.perf_counter() + SETTLE
 
     async def client(session: aiohttp.ClientSession, number: int) -> None:
         nonlocal made
-        for turn in range(each):
+        for turn in itertools.count():
             prompt = [(7 * number + 31 * turn + place) % 997 + 3 for place in range(32)]
             body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
-                made += (await answer.json())["usage"]["completion_tokens"]
+                came, now = (await answer.json())["usage"]["completion_tokens"], time.perf_counter() - opens
+            if now > window:
+                return
+            made += came if now > 0 else 0
 
     limit = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit) as session:
-        began = time.perf_counter()
         await asyncio.gather(*(client(session, number) for number in range(clients)))
-        return made / (time.perf_counter() - began)
+    return made / window
 
 
 async def name_of(url: str) -> str:
@@ -84,25 +92,27 @@ def measured(one: str, both: str, given: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of each arm, alternating."""
     model, most = asyncio.run(name_of(one)), given.clients
     arms = {f"one replica, {most // 2} clients": (one, most // 2), f"one replica, {most} clients": (one, most),
-            f"two replicas, {most} clients": (both, most)}  # fmt: skip
-    asyncio.run(asked(both, model, most, 1, given.tokens))
+            f"two replicas, {most} clients": (both, most),
+            f"two replicas, {2 * most} clients": (both, 2 * most)}  # fmt: skip
+    asyncio.run(asked(both, model, most, 0.5, given.tokens))
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(given.repeats):
         for name, (url, clients) in arms.items():
-            found[name].append(round(asyncio.run(asked(url, model, clients, given.each, given.tokens)), 1))
+            found[name].append(round(asyncio.run(asked(url, model, clients, given.window, given.tokens)), 1))
             print(f"{name}: {found[name][-1]} tok/s", flush=True)
-    half, single, two = (sorted(values)[len(values) // 2] for values in found.values())
+    half, single, two, full = (statistics.median(values) for values in found.values())
     return {"tokens_per_second": found, "two over one": round(two / single, 3),
-            "two over one with half the clients": round(two / half, 3)}  # fmt: skip
+            "two over one with half the clients": round(two / half, 3),
+            "two with twice the clients over one": round(full / single, 3)}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--router", help="as for selfspec serve")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--each", type=int, default=6, help="requests of each client")
+    parser.add_argument("--window", type=float, default=10.0, help="seconds of each run in which tokens are counted")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=200.0, help="to wait for the replicas")
     parser.add_argument("--port", type=int, default=8190)
     parser.add_argument("--cpu", action="store_true", help="try it on a CPU: the reference model, eager")

@@ -111,10 +111,11 @@ class Replica:
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
-    def predict(self, asked: Asked) -> Prediction | None:
-        """The times of a request if it were sent there now; None where too little was measured."""
-        first = self.timing.first(self.uncached(asked), self.ahead())
-        step = self.timing.step(self.running() + 1)
+    def predict(self, asked: Asked, alone: bool = False) -> Prediction | None:
+        """The times of a request if it were sent there now; None where too little was measured. alone: as if nothing
+        else were there."""
+        first = self.timing.first(self.uncached(asked), 0.0 if alone else self.ahead())
+        step = self.timing.step(1.0 if alone else self.running() + 1)
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens

@@ -35,6 +35,7 @@ SHOWN = (
     "delta_ppl",
     "identical",
     "verdict",
+    "cost",
     "batch",
     "model",
     "device",

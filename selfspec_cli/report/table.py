@@ -103,6 +103,12 @@ COLUMNS: list[Column] = [
     ("goodput", "requests a second that keep the limits that were stated", lambda row: _number(2)(row.goodput)),
     ("failed", "requests that failed", lambda row: str(row.failed_requests) if row.failed_requests else ""),
     (
+        "cost",
+        "money for measuring the point and for the start of its engine, which points may share; `launcher.price_hour` "
+        "is the price of an hour",
+        lambda row: _number(4)(row.cost),
+    ),
+    (
         "PPL",
         "perplexity of a held-out text under the arm's own predictions, with the 95 % interval (bootstrap over "
         "documents) where `selfspec ppl` found it; an arm that verifies its drafts has none of its own",

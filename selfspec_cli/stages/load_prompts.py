@@ -68,11 +68,13 @@ def _windows(cfg: RunConfig) -> list[str]:
     work = cfg.workload
     named, length = named_texts(work.prompts), CHARACTERS * work.input_len
     try:
-        windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed)
+        windows = library.token_windows(lambda text: [*map(ord, text)], named, length, work.num_prompts, cfg.seed,
+                                        "characters")  # fmt: skip
     except ValueError as error:
         raise ConfigError(
-            f"workload.prompts={work.prompts}: {error} (characters, here); a .jsonl file holds prompts one by "
-            'one, such as {"prompt": "..."} on each line'
+            f"workload.prompts={work.prompts}: {error} (num_prompts={work.num_prompts}; {CHARACTERS} for each token of "
+            f"input_len={work.input_len}); a .jsonl file holds prompts one by one, such as "
+            '{"prompt": "..."} on each line'
         ) from error
     return ["".join(map(chr, window)) for window in windows]
 

@@ -20,8 +20,8 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz` and `gpu/lossless_h100.json` of
-results/published."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz`, `gpu/lossless_h100.json` and
+`gpu/lossless_h200.json` of results/published."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("tensor parallelism", YES, "layers, exit head and copies of weights are split as vLLM splits them; gates "
             "end the draft loop of all ranks after the same step where the GPUs reach each other's memory, as over "
             "NVLink",
-            TWO + "test_two_ranks_draft_on_their_shares", f"{CASES} (two H200, two H100; a gate, 4-bit copies)"),
+            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
+            f"{CASES} (two H200, two H100; gates, lengths by acceptance, 4- and 8-bit copies, experts)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -113,19 +114,21 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("latent attention (MLA)", YES, "DeepSeek-V2", None, f"{CASES} (DeepSeek-V2)", on_cpu="refused, next row"),
         Row("latent attention on a CPU", REFUSED, "in vLLM 0.32.0 a verify pass is not right there: its own n-gram "
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
-        Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: 4-bit weights "
-            "(compressed-tensors W4A16) in float16 and with AVX-512, because vLLM's product with them needs both",
+        Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: "
+            "compressed-tensors W4A16 and W8A8, GPTQ (also in bfloat16) and AWQ, in float16 and with AVX-512, because "
+            "vLLM's product with 4-bit weights needs 16 bits and that",
             WORKS_WITH + "test_quantised_targets", CASES),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
             WORKS_WITH + "test_multimodal_models"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
-            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES),
+            "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
+            f"{CASES} (Llama, Falcon)"),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
-            "dimensions; Qwen2-VL on prompts of text", WORKS_WITH + "test_positions_of_several_dimensions",
-            CASES),
+            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL on prompts of text",
+            WORKS_WITH + "test_positions_of_several_dimensions", CASES),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),
         Row("models that only have a recurrent state", REFUSED, "rejected drafts would stay in the state",
@@ -231,7 +234,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
             f"{CASES} (Llama, 8 and 4 bits)"),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares"),
+            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts"),
         Row("copies of experts", YES, "router and shared experts stay the target's own",
             COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
@@ -241,7 +244,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("copies with expert parallelism", REFUSED, "", gpu="-",
             refusal=weights("fp8", is_moe=True, expert_parallel=True), instead="allowed: shared"),
         Row("copies of quantised weights", YES, "made of what the target's quantised layers multiply by, a layer at a "
-            "time", WORKS_WITH + "test_copies_of_quantised_weights", CASES),
+            "time", WORKS_WITH + "test_quantised_targets", CASES),
         Row("copies of quantised experts", REFUSED, "", gpu="-",
             refusal=weights("fp8", quantization="awq", is_moe=True), instead="allowed: shared"),
         Row("integer copies where a rank's rows do not divide into groups of 64", REFUSED, "", gpu="-",

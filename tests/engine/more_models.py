@@ -163,30 +163,60 @@ def save_with_eyes(model: Path, folder: Path) -> Path:
     return folder
 
 
-def save_with_several_positions(folder: Path, **changes: Any) -> Path:
-    """Qwen2-VL of random weights, whose positions have three dimensions. changes: to the config of its decoder."""
+SEES = (252, 250, 253)  # a picture in a prompt of `save_with_several_positions`: its start, itself, its end
+SEVERAL_POSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2VL": ({"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": _PATCH},
+                {"mrope_section": [4, 6, 6]}),
+    "Qwen2_5_VL": ({"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
+                    "patch_size": _PATCH, "fullatt_block_indexes": [0], "window_size": 4 * _PATCH},
+                   {"mrope_section": [4, 6, 6]}),
+    "Qwen3VL": ({"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
+                 "patch_size": _PATCH, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+                {"mrope_section": [6, 5, 5], "mrope_interleaved": True}),
+}  # fmt: skip
+"""Vision tower and rotary embedding of models whose positions have three dimensions (M-RoPE)."""
+
+
+def save_with_several_positions(folder: Path, kind: str = "Qwen2VL", **changes: Any) -> Path:
+    """A model of SEVERAL_POSITIONS, of random weights. changes: to the config of its decoder."""
     import transformers
     from architectures import EXIT, SHAPE, _randomise
 
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads", "max_position_embeddings")  # fmt: skip
-    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    text = {**{name: SHAPE[name] for name in names}, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14}
-    special = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
-    config = transformers.Qwen2VLConfig(
-        text_config={**text, **changes}, vision_config=vision, tie_word_embeddings=False, **special
+    vision, rope = SEVERAL_POSITIONS[kind]
+    text = {**{name: SHAPE[name] for name in names}, "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}, "bos_token_id": 1,
+            "eos_token_id": 2}  # fmt: skip
+    special = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), SEES, strict=True))
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**text, **changes}, vision_config=vision, tie_word_embeddings=False, video_token_id=251, **special
     )
     torch.manual_seed(0)
-    model: Any = transformers.Qwen2VLForConditionalGeneration(config).float()
+    model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             _randomise(name, weight, False)
     assert len(model.model.language_model.layers) > EXIT
     model.save_pretrained(folder)
-    save_tokenizer(folder)
-    transformers.Qwen2VLImageProcessorPil().save_pretrained(folder)
+    save_tokenizer(folder, "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|a|>", "<|b|>")
+    least = (2 * _PATCH) ** 2  # pixels of what becomes one token
+    transformers.Qwen2VLImageProcessorPil(min_pixels=least, max_pixels=16 * least).save_pretrained(folder)
     return folder
+
+
+def without_video_processor(monkeypatch: Any, kind: str) -> None:
+    """Let `kind` read pictures where torchvision, which its processor of videos needs, is not installed."""
+    import transformers
+
+    def from_pretrained(cls: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        images = transformers.Qwen2VLImageProcessorPil.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        return cls(image_processor=images, tokenizer=tokenizer, video_processor=images)
+
+    processor = getattr(transformers, f"{kind}Processor")
+    monkeypatch.setattr(processor, "check_argument_for_proper_class", lambda *_: None)
+    monkeypatch.setattr(processor, "from_pretrained", classmethod(from_pretrained))
 
 
 def without_torchvision(monkeypatch: Any) -> None:
@@ -210,8 +240,8 @@ def without_torchvision(monkeypatch: Any) -> None:
         parent = module
 
 
-def pictures(count: int) -> list[Any]:
+def pictures(count: int, width: int = _SIDE, height: int = _SIDE) -> list[Any]:
     """Images of one colour each."""
     from PIL import Image
 
-    return [Image.new("RGB", (_SIDE, _SIDE), (37 * n % 256, 91 * n % 256, 17 * n % 256)) for n in range(count)]
+    return [Image.new("RGB", (width, height), (37 * n % 256, 91 * n % 256, 17 * n % 256)) for n in range(count)]

@@ -1,5 +1,6 @@
 """Each policy on a workload made for it, where it beats round robin, and on one where it loses."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,20 @@ def test_no_request_of_a_client_finds_out_that_a_backend_is_slow():
     assert simulate("least_time", early_exit_and_plain(), requests).routes["plain"] == FEW
 
 
+@pytest.mark.parametrize(("there", "chosen"), [(7, "early"), (12, "plain")])
+def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chosen):
+    """With seven there, what it takes from them makes up for the slow one, yet it ends here first."""
+    early, plain_one = (one.replica for one in warmed(early_exit_and_plain()))
+    asked = asked_of(Request(0.0, "x", 10, 50))
+    for _ in range(there):
+        early.first_token(early.begin(asked), 0.002)
+    slow = plain_one.predict(asked).e2e
+    assert early.predict(asked).e2e + early.slows(asked) > slow
+    assert (early.predict(asked).e2e < slow) == (chosen == "early")
+    choice = POLICIES["least_time"].chooser({}, SloSettings()).choose(asked, [early, plain_one])
+    assert choice.order[0].name == chosen
+
+
 def test_a_burst_at_the_start_does_not_fill_the_backend_that_is_fastest_alone():
     """What one more request costs is known from the warm-up, before the first answers have ended."""
     for seed in range(1, 5):
@@ -79,6 +94,35 @@ def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better
     alone = [simulate("fixed", early_exit_and_plain(), requests, backend=name).p99() for name in ("early", "plain")]
     assert ours.p99() <= min(alone)
     assert ours.p99() < 0.8 * turn.p99()
+
+
+class Measured(Server):
+    """A token's milliseconds by the requests that run, as on an H200 (gateway_gpu.json); between them log-log."""
+
+    early = ((1, 0.92), (3.3, 1.47), (14.7, 2.15), (35, 2.54))
+    plain = ((1, 1.9), (4.9, 2.28), (18.9, 2.84), (61, 4.11))
+
+    def token_seconds(self, at):
+        points, running = getattr(self, self.name), max(1, sum(job.prefill <= 0 for job in self.jobs))
+        place = min(sum(running >= level for level, _ in points), len(points) - 1)
+        (low, less), (high, more) = points[place - 1 : place + 1]
+        return less * (more / less) ** (math.log(running / low) / math.log(high / low)) / 1000
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_where_one_backend_is_faster_at_every_rate_its_p99_is_kept(seed):
+    def servers():
+        found = [Measured(name, rate=6000.0) for name in ("early", "plain")]
+        for one in found:  # what the warm-up teaches
+            for running in (1,) * FEW + (WARM_TOGETHER,) * WARM_TOGETHER:
+                one.replica.timing.learn_ttft(20, 0, 0.012)
+                milliseconds = {"early": {1: 0.92, 4: 1.54}, "plain": {1: 1.9, 4: 2.2}}[one.name][running]
+                one.replica.timing.learn_tpot(running, 1.0, 1.0, milliseconds / 1000)
+        return found
+
+    requests = plain(rate=16.0, count=100, seed=seed, prompt=60, answer=128)
+    ours = simulate("least_time", servers(), requests)
+    assert ours.p99() <= simulate("fixed", servers(), requests, backend="early").p99()
 
 
 def test_least_time_follows_acceptance_at_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from points import measured
 
+from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
 from selfspec_cli.record import folder
 from selfspec_cli.stages import plan as planning
@@ -156,7 +158,7 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["joblib", "ray"])
+@pytest.mark.parametrize("kind", ["joblib", "ray", pytest.param("submitit", marks=pytest.mark.nightly)])
 def test_a_worker_that_dies_loses_the_point_in_hand_alone(lab, kind):
     results, place = lab
     (place / "die-4").touch()
@@ -192,7 +194,7 @@ def test_where_the_baseline_cannot_be_measured_nothing_is_compared(lab):
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_is_gone_on_with_and_its_workers_end(lab, monkeypatch):
+def test_a_killed_drivers_sweep_goes_on_in_a_copy_of_its_folder_with_the_same_rows(lab, monkeypatch):
     results, place = lab
     monkeypatch.setenv("FAKE_SECONDS", "0.7")
     words = ["sweep", "layer=2,3,4,6", "launcher=joblib", f"results_dir={results}"]
@@ -204,19 +206,24 @@ def test_a_driver_that_is_killed_is_gone_on_with_and_its_workers_end(lab, monkey
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    kept = {point.key for point in folder.read(results)[0]}
-    assert kept
-    moved = results.with_name("moved")  # as if the folder had been copied to another machine
-    results.rename(moved)
+    copied = results.with_name("copied")  # to another machine
+    shutil.copytree(results, copied)
+    kept = {point.key: point for point in folder.read(copied)[0]}
+    finished = [point.config["layer"] for point in kept.values() if point.config["layer"]]
+    assert finished
     (pid,) = [int(file.name.removeprefix("pid-")) for file in place.glob("pid-*")]
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until
         time.sleep(0.1)
-    finished = subprocess.run([*command[:-1], f"results_dir={moved}"], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    points = folder.read(moved)[0]
-    assert sorted(point.config["layer"] for point in points if point.config["layer"]) == [2, 3, 4, 6]
-    assert kept <= {point.key for point in points}
+    before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+    resumed = subprocess.run([*command[:-1], f"results_dir={copied}"], capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    points = folder.read(copied)[0]
+    undisturbed = planning.plan(compose_runs(overrides=words[1:-1])).points
+    assert {point.key for point in points} == {planned.key for planned in undisturbed}
+    assert {point.id for point in kept.values()} <= {point.id for point in points}
+    assert [done(place)[f"layer_skip {layer}"] for layer in finished] == [1] * len(finished)
+    assert before == {path: path.stat().st_mtime_ns for path in results.rglob("*")}  # the first machine's is left alone
 
 
 @pytest.mark.slow

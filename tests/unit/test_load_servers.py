@@ -134,14 +134,21 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path):
         time.sleep(0.05)
 
 
-def test_a_process_that_does_not_want_to_end_is_ended(tmp_path):
-    stubborn = ("import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); "
-                "time.sleep(600)")  # fmt: skip
-    with open(tmp_path / "out", "wb") as out:
-        process = children.start([sys.executable, "-c", stubborn], out, os.environ)
+@pytest.mark.parametrize(("first", "seconds", "by"), [
+    ("signal.signal(signal.SIGINT, signal.SIG_IGN)", 0.2, signal.SIGKILL),  # it does not want to end
+    ("pass", 60, signal.SIGINT),
+])  # fmt: skip
+def test_a_process_is_asked_to_end_also_behind_an_ampersand_and_then_it_is_ended(tmp_path, first, seconds, by):
+    sleeper = f"import signal, time; {first}; print('up', flush=True); time.sleep(600)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell leaves it for what runs behind `&`
+    try:
+        with open(tmp_path / "out", "wb") as out:
+            process = children.start([sys.executable, "-c", sleeper], out, os.environ)
+    finally:
+        signal.signal(signal.SIGINT, before)
     until = time.monotonic() + 60
     while b"up" not in (tmp_path / "out").read_bytes():
         assert time.monotonic() < until
         time.sleep(0.05)
-    children.end(process, signal.SIGINT, 0.2)
-    assert process.returncode == -signal.SIGKILL
+    children.end(process, signal.SIGINT, seconds)
+    assert process.returncode == -by

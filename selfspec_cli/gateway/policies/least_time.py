@@ -9,6 +9,10 @@ A request that looked at its own time alone would fill the fast backend until it
 that are there. So what it slows the others down is added: the requests there, times what one more costs a token, for
 the half of their answers that they have before them on average.
 
+Nobody is sent to a slower backend for the good of the others alone, since a few such requests are the whole p99. The
+backend that is fastest when idle is left only for one where the request itself is expected to end sooner, by MARGIN of
+the share by which that one is slower when idle: predictions are not exact, and a mistake costs as much as that.
+
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
 """
@@ -21,6 +25,8 @@ from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy, fewest_first
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.timing import FEW
+
+MARGIN = 0.2
 
 
 def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
@@ -35,12 +41,20 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
     if not estimated:
         return Choice(tuple(fewest_first(replicas)), "fewest")
 
-    def seconds(replica: Replica) -> float:
-        expected, slower = known[replica.name], replica.slows(asked)
-        return float("inf") if expected is None else expected.e2e + slower
+    idle = {one.name: alone.e2e for one in estimated if (alone := one.predict(asked, alone=True))}
+    fastest = min(estimated, key=lambda one: idle[one.name])
 
-    order = sorted(replicas, key=seconds)
-    return Choice(tuple(order), "least_time", known[order[0].name])
+    def order(replica: Replica) -> tuple[bool, float]:
+        own, best = known[replica.name], known[fastest.name]
+        if own is None or best is None:
+            return True, float("inf")
+        slower = 1.0 - idle[fastest.name] / idle[replica.name] if idle[replica.name] else 0.0
+        if own.e2e > best.e2e * (1.0 - MARGIN * slower):
+            return replica is not fastest, own.e2e
+        return False, own.e2e + replica.slows(asked)
+
+    ordered = sorted(replicas, key=order)
+    return Choice(tuple(ordered), "least_time", known[ordered[0].name])
 
 
 class _LeastTime(Chooser):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from figure_cells import ROOT, at, data_of, names, table
 from figure_grid import by_arm, by_load
+from figure_hosts import hosts
+from figure_hosts import served as served_coder
 from figure_parts import NO_FIGURES, PARTS
 from figure_points import point_folders, points_section
 from figure_profiles import profile_tables
@@ -108,9 +110,15 @@ WRITTEN = (
     ("docs/measurements.md", "gpu_8b", lambda: by_load("gpu/gpu_8b")),
     ("docs/measurements.md", "gpu_8b_drafts", lambda: by_load("gpu/gpu_8b_drafts")),
     ("docs/measurements.md", "widened", lambda: by_arm("gpu/widened")),
+    ("docs/measurements.md", "hosts", hosts),
+    ("docs/measurements.md", "edits", lambda: by_load("gpu/qwen_1.5b_h200/edits")),
+    ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
+    ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
+    ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/measurements.md", "conversations", conversations),
     ("docs/limits.md", "by_context", by_context),
+    ("docs/limits.md", "by_context_coder", lambda: by_context("gpu/qwen_1.5b_h200/by_context.json")),
     ("docs/blog/early_exit.md", "in_short", in_short),
     ("docs/which_models.md", "first_drafts", first_drafts),
     ("docs/reference.md", "columns", columns),

@@ -106,6 +106,7 @@ These files are tables of their own, too wide for a page:
 | file | what | command |
 | --- | --- | --- |
 | `gpu/kernels_h200.txt` | one to four tokens times bf16 and 8-bit weights, by our kernels and by cuBLAS; the search for tiles | (a script of that day; the file says what was tried) |
+| `gpu/tune_kernels_h200.json` | settings of each product with 4-bit copies and of the draft's attention, the usual one of that day beside the best, at 1 to 32 tokens and 1,024 to 32,768 of context; lm_head with what its logits say, by two kernels and by one | `selfspec tune-kernels model=ORG/NAME draft_weights=int4 --tokens 1,4,8,16,32 --out FILE` on the shapes of Qwen2.5-Coder-1.5B and Llama 3 8B, both in one file; `python experiments/kernels/usual_settings.py` counts |
 | `gpu/fp8/linear_h200.txt` | 8-bit products by four libraries | (a script of that day) |
 | `gpu/lowbit/kernels_h100.json` | one token times 4-bit copies | (a script of that day, which `selfspec tune-kernels` has taken the place of) |
 | `gpu/lowbit/few_tokens_h200.json` | 1 to 32 tokens times 4-bit and 8-bit copies: two kernels of ours, Marlin, cuBLAS | (a script of that day; the file names it) |
@@ -116,14 +117,14 @@ These files are tables of their own, too wide for a page:
 
 
 LONG = 8192
-"""Tokens of context up to which one request has the first of two settings (`attention.one_query.LONG`)."""
+"""Tokens of context up to which one request had the first of two settings."""
 
 
 def attention() -> str:
     """The draft's attention beside vLLM's."""
     rows = []
     for row in data_of("gpu/attention/attention_h200.json")["rows"]:
-        at_once = 256 if row["tokens"] <= LONG else 128  # what one request has, with 8 warps
+        at_once = 256 if row["tokens"] <= LONG else 128  # what one request had, with 8 warps
         usual = [one["us"] for one in row["tried"] if (one["at_once"], one["warps"]) == (at_once, 8)]
         ours = usual[-1] if usual else row["ours_us"]
         rows.append((row["shape"], row["requests"], f"{row['tokens']:,}", f"{row['vllm_us']:.1f}", f"{ours:.1f}",
@@ -131,7 +132,7 @@ def attention() -> str:
     text = """### attention of one new token a request
 
 Microseconds a layer, medians inside a CUDA graph: vLLM's write to the cache and FlashAttention 3, and the kernel that drafts
-have (`vllm_plugin/attention/`), with its setting for the context that the engine was started for. One H200, bf16.
+have (`vllm_plugin/attention/`), with the setting that it had then for the context that the engine was started for. One H200, bf16.
 `gpu/attention/attention_h200.json` has other settings too.
 
 ```

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from figure_cells import at, data_of, names, number, percent, ratio, rows_of, table
 from figure_gpu import attention, fits, kernels, lossless, low_bits, trace
+from figure_hosts import SERVED, served_section
 from figure_quality import COLUMNS, cells
 from figure_serving import (
     RUNS,
@@ -218,6 +219,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (views, ("views/*",)),
     (quality, ("quality/*",)),
     (served, tuple(f"serving/{name}.json" for name in RUNS)),
+    (served_section, (SERVED,)),
     (adaptive_verification, ()),
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
     (api_server, ("serving/api_server_cpu.json",)),
@@ -233,6 +235,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
         kernels,
         (
             "gpu/kernels_h200.txt",
+            "gpu/tune_kernels_h200.json",
             "gpu/fp8/*",
             "gpu/lowbit/kernels_h100.json",
             "gpu/lowbit/few_tokens_h200.json",
@@ -245,5 +248,5 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
 )
 """What writes a part of the page, and the files that it is about."""
 
-NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md")
+NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md", "gpu/qwen_1.5b_h200/by_context.json")
 """Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -12,6 +12,7 @@ from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.point import Point
 from selfspec_cli.report.rows import label
 
+TOGETHER = "All engines of the experiment were started at once on one card by a private script (`together.py` in the command), which calls what `selfspec sweep` calls; one was measured while the others sat idle, so rows have no start times."
 ABOUT = {
     "blog": "The run that the animation of [two streams](blog/early_exit.md) is drawn from: `make demo` in a fresh checkout. Other programs used the machine, so its ratio is one of a busy machine.",
     "cpu": "The embedded reference model in vLLM on a CPU: real acceptance, greedy decoding. This is what `make demo` measures.",
@@ -47,6 +48,16 @@ ABOUT = {
     "gpu/lowbit/int4_E8": "Eight layers in 4 bits with 32,768 tokens of the vocabulary.",
     "gpu/lowbit/int4_E8_one": "The same at one request, another run. Its engine runs up to eight, so its products are Marlin's.",
     "gpu/lowbit/one_request_8b": "Both, full depth (0.95 a position) and eight layers (3.0 tokens a round), in an engine for one request, with the draft's attention in one kernel.",
+    "gpu/qwen_1.5b_h100": "Qwen2.5-Coder-1.5B-Instruct, a pretrained chat coder, with its own acceptance: six drafts at every load, in two starts over one baseline.",
+    "gpu/qwen_1.5b_table_h100": "The same with a table of lengths, on another host, whose plain decoding is slow ([both hosts](measurements.md#a-pretrained-coder-on-two-hosts)).",
+    "gpu/qwen_1.5b_h200/code": "The same table of lengths on a host with H200s, and drawn drafts for sampled requests. "
+    + TOGETHER,
+    "gpu/qwen_1.5b_h200/edits": "Edits of given code, by drafts from a request's own text in front of copies, by copies alone, and by n-grams. Only the copies alone have a table of lengths (12 drafts at one request, 6 from 8). "
+    + TOGETHER,
+    "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "
+    + TOGETHER,
+    "gpu/fp8_8b_h200": "4-bit copies as drafts of a model in fp8: Llama-3-8B shape, random weights, synthetic acceptance of 0.95 a position. "
+    + TOGETHER,
     "sprint/milestones": "The milestones of the first sprint by their own experiment files ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). One core, on which other programs ran too: accept rates, tokens and perplexities count, and speeds do not.",
     "drawn_drafts": "Sampled requests (temperature 0.8): drafts that are the likeliest tokens, and drafts that are drawn. Other programs used the machine, so the accept rates count and the speeds do not.",
     "rivals/cpu": "What vLLM can do instead, on the embedded model: Python like what it was trained on, and prose that it does not know. [The fastest of each method](measurements.md#what-vllm-can-do-instead).",
@@ -115,7 +126,8 @@ def command(point: Point) -> str | None:
     if not point.command:
         return None
     words = [word for word in point.command[1:] if not word.startswith("results_dir=") and word != "--debug"]
-    return " ".join(["selfspec", *words])
+    program = point.command[0]
+    return " ".join(["selfspec" if program in ("selfspec", "__main__.py") else program, *words])
 
 
 def where(points: Sequence[Point]) -> str:

@@ -21,6 +21,7 @@ REAL, SET = (
     "**Synthetic acceptance: cost alone.** vLLM accepts two of three drafts, whatever they are",
 )
 SAME = "the same"
+CODER, EDITS, FILES = (f"gpu/qwen_1.5b_h200/{part}" for part in ("code", "edits", "long"))
 RUNS = {"load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
         "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)"}  # fmt: skip
 """Load runs that have a row of their own, each on one server with one setting."""
@@ -40,12 +41,30 @@ class Line:
 
 LINES: tuple[Line | str, ...] = (
     REAL,
-    Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H100",
+    Line("Qwen2.5-Coder-1.5B-Instruct, an ordinary chat coder, on coding tasks; H200",
          "all 28 layers on 4-bit integers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8, 5 from 24)",
-         ("gpu/qwen_1.5b_table_h100",), {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}, True),
-    Line("the same, on chat questions", SAME, ("gpu/qwen_1.5b_table_h100",), {1: "c946744582ac", 4: "f4602921af1f"}, True),
-    Line("the same, on coding tasks; another host", "the same layers, 6 drafts", ("gpu/qwen_1.5b_h100",),
+         (CODER,), {1: "0e23e75e1497", 4: "c5ecb9ac2813", 16: "188c16dab3fb", 32: "fd2b7ef9389e"}, True),
+    Line("the same; H100, a host on which plain decoding is slower", SAME, ("gpu/qwen_1.5b_table_h100",),
+         {1: "275cb7545740", 4: "62d09714abb8", 16: "e49476287ed1", 32: "bd0ab5381265"}, True),
+    Line("the same, on chat questions; H200", SAME, (CODER,), {1: "e4cfdba9a519", 4: "eed149b4b8fc"}, True),
+    Line("the same, on chat questions; H100, that host", SAME, ("gpu/qwen_1.5b_table_h100",),
+         {1: "c946744582ac", 4: "f4602921af1f"}),
+    Line("the same, on coding tasks; another host with an H100", "the same layers, 6 drafts", ("gpu/qwen_1.5b_h100",),
          {1: "865f798cde6e", 4: "75fd8c782455", 16: "d783ab0fdadb", 32: "0c54ecd32b06"}),
+    Line("the same, on coding tasks; H200", "the same layers, up to 12 drafts that end by a gate (survival at 0.2)", (CODER,),
+         {1: "180222da98d0"}),
+    Line("the same, sampled at temperature 0.8", "the same with drawn drafts, no gate", (CODER,), {1: "5a582214ce24"}),
+    Line("the same, on edits of given code", "the same layers, 12 drafts, and up to 16 from the text itself in front",
+         (EDITS,), {1: "cefc50b7467a", 8: "a34bc40114bf"}, True),
+    Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "9bcd4b92655e", 8: "98feadb71b0d"}),
+    Line(SAME, "the copies alone, table of lengths (12 drafts at 1 request, 6 from 8)", (EDITS,),
+         {1: "759b5ee7438e", 8: "331b5cdeafa7"}),
+    Line("the same, questions behind 16,384 tokens of files", "the same layers over the whole context, 8 drafts", (FILES,),
+         {32: "29460d760d6c"}),
+    Line(SAME, "over a window of 1,024 tokens", (FILES,), {32: "aba8b2595db0"}),
+    Line("the same behind 32,512 tokens", "over the whole context, 8 drafts", (FILES,),
+         {1: "edba54f6d087", 8: "f65c89f32691"}),
+    Line(SAME, "over a window of 1,024 tokens", (FILES,), {1: "9d49a95856b9", 8: "591eba14d59d"}),
     Line("15 M parameters, trained for early exit, widened to the cost of 5 B; H200", "first 3 of 24 layers, 4 drafts",
          ("gpu/widened",), {1: "e4209e624b23"}, True),
     Line(SAME, "the same on 8-bit integers", ("rivals/gpu",),

@@ -66,24 +66,22 @@ def in_short() -> str:
     return table(header, lines)
 
 
-def by_context() -> str:
+VIEWS = {"3-23": "first 3 of 24 layers", "6-23": "first 6 layers", "int8": "all layers in 8 bits", "int4": "in 4 bits"}
+"""Views of experiments/views/by_context.py, as its files call them."""
+
+
+def by_context(file: str = "sprint/by_context_reference.json") -> str:
     """Estimated speedups of views at each length of the context."""
-    rows = data_of("sprint/by_context_reference.json")["rows"]
+    rows = data_of(file)["rows"]
     lengths = sorted({row["context"] for row in rows})
     found = {(row["view"], row["context"]): row for row in rows}
-    names = {
-        "3-23": "first 3 of 24 layers",
-        "6-23": "first 6 layers",
-        "int8": "all layers in 8 bits",
-        "int4": "in 4 bits",
-    }
     lines = []
     for view in dict.fromkeys(row["view"] for row in rows):
         kind, _, window = view.partition(" ")
         cells = (found[view, at] for at in lengths)
         shown = [f"{ratio(one['speedup'])} ({percent(one['given_before'][0])})" for one in cells]
-        lines.append((names[kind] + (f", window {window}" if window else ""), *shown))
-    header = ("view (first drafts accepted)", *(f"{at} tokens" for at in lengths))
+        lines.append((VIEWS[kind] + (f", window {int(window):,}" if window else ""), *shown))
+    header = ("view (first drafts accepted)", *(f"{at:,} tokens" for at in lengths))
     return table(header, lines)
 
 

@@ -55,6 +55,6 @@ def _show(row: dict[str, Any]) -> None:
     if "skipped" in row:
         return say(f"{what} {row['skipped']}")
     rate = row["bytes"] / row["us"] / 1e6
-    setting = " ".join(f"{name}={value}" for name, value in row["setting"].items()) or "as it is"
+    setting = " ".join(f"{name}={value}" for name, value in row["setting"].items())
     say(f"{what} usual {row['usual_us']:8.1f} us, best {row['us']:8.1f} us ({row['usual_over_best']:.2f}), "
         f"{rate:.2f} TB/s  {setting}")  # fmt: skip

@@ -61,11 +61,6 @@ class Known:
                   for stood, failed in zip(self.stood, self.failed, strict=True))  # fmt: skip
         return _sums(1.0, shares)
 
-    def tokens(self) -> list[float]:
-        """The same in the mean."""
-        return _sums(1.0, ((1 + stood) / (2 + stood + failed)
-                           for stood, failed in zip(self.stood, self.failed, strict=True)))  # fmt: skip
-
     def steps(self) -> list[float]:
         """Draft steps of a round of each length, in the mean. Before any round all of them are taken."""
         return _sums(0.0, ((1 + went) / (1 + went + ended)
@@ -111,10 +106,6 @@ class Bandit:
         for accepted, steps in requests:
             self._known[arm.threshold].add(accepted, steps, arm.k)
 
-    def speed(self, arm: Arm) -> float:
-        """Tokens of a request in the time of a plain step, by what is known of an arm."""
-        known = self._known[arm.threshold]
-        return self._speed(known.tokens(), known.steps(), arm.k)
-
     def _speed(self, tokens: list[float], steps: list[float], k: int) -> float:
+        """Tokens of a request in the time of a plain step, where drafts have k tokens."""
         return tokens[k] / (1 + self._cost * steps[k])  # exactly 1 without drafts

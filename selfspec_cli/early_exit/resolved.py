@@ -30,6 +30,10 @@ from selfspec_cli.early_exit.settings import (
 from selfspec_cli.early_exit.thresholds import calibration_from_dict, check_threshold, number
 from selfspec_cli.early_exit.view import DraftView, canonical
 
+PLACES_AT_HAND = 136
+"""Tokens of a verify pass up to which a place more costs hardly anything: 17 places of 8 requests, the most that was
+measured ("Do free drafts pay in an engine?" in results/LOG.md)."""
+
 
 class ResolvedSettings(DraftSettings):
     """Draft settings as an engine works with them: E, k and the threshold are filled in.
@@ -69,6 +73,12 @@ class ResolvedSettings(DraftSettings):
     def width(self) -> int:
         """Most tokens of any draft, which is what a verify pass has places for."""
         return max(self.k, self.free_drafts)
+
+    @property
+    def free_requests(self) -> int:
+        """Up to so many running requests a table of lengths does not bound free drafts, which cost no draft step: a
+        verify pass has room for them. 0 without free drafts."""
+        return PLACES_AT_HAND // (self.free_drafts + 1) if self.free_drafts else 0
 
     @property
     def calibration(self) -> Calibration | None:

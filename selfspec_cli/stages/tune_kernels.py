@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,22 +107,15 @@ def run(
     for row in kernel_timing.tuned(cases, on, clock or kernel_timing.captured):
         rows.append(row)
         say(row)
-        kernel_choice.write(path, name, shape, list(_chosen(rows)))
+        kernel_choice.write(path, name, shape, [one for one in rows if "setting" in one])
     return {"device": name, "file": str(path), "read_by_engines": out is None, "rows": rows} | summary(rows)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many usual settings are within 3 % of the best, and how far the worst is."""
-    shares = [row["usual_over_best"] for row in _chosen(rows)]
+    shares = [row["usual_over_best"] for row in rows if "setting" in row]
     return {
         "within": sum(share <= WITHIN for share in shares),
         "measured": len(shares),
         "worst": max(shares, default=None),
     }
-
-
-def _chosen(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What an engine has a use for."""
-    from selfspec_cli.vllm_plugin.kernel_timing import LOGITS
-
-    return (row for row in rows if "setting" in row and row["kind"] != LOGITS)

@@ -25,7 +25,6 @@ SOURCES = (
     "weights/rounding.py",
     "weights/lowbit_one_token.py",
     "weights/lowbit_few_tokens.py",
-    "weights/logit_parts.py",
     "attention/one_query.py",
 )
 """Whose kernels are chosen."""

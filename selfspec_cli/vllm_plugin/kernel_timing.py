@@ -6,8 +6,6 @@ every weight from memory. A product is timed behind the kernel that rounds its t
 alone. A setting whose result is not that of the usual one, or that a device has no room for, is left out.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import itertools
@@ -20,14 +18,11 @@ from multiprocessing import get_context
 from typing import Any, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
 from selfspec_cli.vllm_plugin.attention import one_query
 from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
-from selfspec_cli.vllm_plugin.v2.kernels import _join_blocks, _reduce_block
 from selfspec_cli.vllm_plugin.weights import lowbit_few_tokens, lowbit_one_token, rounding
 
 Setting = tuple[tuple[str, int], ...]
@@ -118,9 +113,9 @@ class Product:
     @property
     def usual(self) -> Setting:
         if self.tokens == 1:
-            rows = lowbit_one_token.rows_of_program(self.rows, self.groups, self.bits)
-            return _setting({"rows_at_once": rows, "at_once": lowbit_one_token.AT_ONCE})
-        return self._possible(lowbit_few_tokens.usual_settings(self.rows, self.groups, self.tokens))
+            rows, at_once = lowbit_one_token.usual_settings(self.rows, self.groups, self.bits)
+            return _setting({"rows_at_once": rows, "at_once": at_once})
+        return self._possible(lowbit_few_tokens.usual_settings(self.rows, self.groups, self.bits, self.tokens))
 
     @property
     def settings(self) -> list[Setting]:
@@ -161,53 +156,6 @@ class Product:
         return lowbit_few_tokens.product(*rounded, self.tokens, *copy, None, x.dtype, **setting, asm=asm)
 
 
-# ---- logits ---------------------------------------------------------------------------------------------------------
-
-LOGITS = "logits"
-"""Kind of the rows that compare two ways to the most likely tokens; no engine reads them."""
-BLOCK = 2048  # logits a program, as at the end of a draft step (v2/kernels.py)
-
-
-@dataclass(frozen=True)
-class Logits(Product):
-    """From hidden states to what their logits say: by a product that writes the logits, and a kernel that reads them;
-    or by one that keeps them to itself (`lowbit_few_tokens.logit_parts`), which has settings. Then all blocks of a row
-    are joined, of which the latter has more."""
-
-    @property
-    def usual(self) -> Setting:
-        return ()
-
-    @property
-    def settings(self) -> list[Setting]:
-        wanted = itertools.product((32, 64, 128), (1,), (1, 2, 3, 4), (4, 8))
-        return _once([self.usual, *(self._possible(lowbit_few_tokens.Settings(*one)) for one in wanted)])
-
-    def _run(self, x: Tensor, copy: tuple[Tensor, Tensor], **setting: Any) -> Tensor:
-        if setting:
-            rounded, settings = rounding.round_tokens(x, self.bits, 2), lowbit_few_tokens.Settings(**setting)
-            found = lowbit_few_tokens.logit_parts(*rounded, self.tokens, *copy, None, settings, asm=x.is_cuda)
-        else:
-            logits, blocks = super()._run(x, copy), triton.cdiv(self.rows, BLOCK)
-            found = (torch.empty(self.tokens, 5, blocks, device=x.device),
-                     torch.empty(self.tokens, blocks, dtype=torch.int32, device=x.device))  # fmt: skip
-            _reduce_block[(self.tokens, blocks)](logits, logits.stride(0), self.rows, *found, BLOCK=BLOCK)
-        blocks, said = found[1].shape[1], torch.empty(self.tokens, 4, device=x.device)
-        _join[(self.tokens,)](*found, said, blocks, BLOCKS=triton.next_power_of_2(blocks))
-        return said[:, :3]
-
-
-@triton.jit
-def _join(parts, indices, said, blocks, BLOCKS: tl.constexpr):
-    """Of a row: its greatest and second greatest logit, the logarithm of the sum of all e^logit, and the best token."""
-    row = tl.program_id(0)
-    best, at, second, total, _, _ = _join_blocks(parts, row, blocks, BLOCKS)
-    tl.store(said + row * 4, best)
-    tl.store(said + row * 4 + 1, second)
-    tl.store(said + row * 4 + 2, best + tl.log(total))
-    tl.store(said + row * 4 + 3, tl.load(indices + row * blocks + at).to(tl.float32))  # exact up to 2^24 tokens
-
-
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -229,8 +177,8 @@ class Attention:
 
     @property
     def usual(self) -> Setting:
-        some = one_query.usual_settings(self.tokens, self.context, torch.device(_device()))
-        return self._setting(*some, one_query.usual_splits(self.tokens, self.heads))
+        device = torch.device(_device())
+        return self._setting(*one_query.usual_settings(self.tokens, self.heads, self.context, device))
 
     @property
     def settings(self) -> list[Setting]:
@@ -305,8 +253,6 @@ def cases_of(shape: DraftShape, tokens: Sequence[int], contexts: Sequence[int]) 
     products: list[Case] = [
         Product(name, *size, shape.bits, count) for name, size in shape.products.items() for count in tokens
     ]
-    if "lm_head" in shape.products:
-        products += [Logits(LOGITS, *shape.products["lm_head"], shape.bits, count) for count in tokens]
     heads, rooms = (shape.query_heads, shape.heads, shape.dim), range(1, len(contexts) + 1)
     return products + [
         Attention(*heads, count, contexts[room - 1], tuple(contexts[:room])) for count in tokens for room in rooms

@@ -48,6 +48,20 @@ def test_the_width_is_the_tables_at_the_number_of_requests():
         assert plan.width(step(requests), requests) == width
 
 
+def test_free_drafts_have_their_places_while_few_requests_run_and_graphs_for_them():
+    from selfspec_cli.vllm_plugin.v2.sizes import most_requests
+
+    for free, wide, widths in ((67, 67, (67, 2, 0)), (33, 33, (33, 2, 0)), (3, 4, (4, 2, 0))):
+        plan = planner(length_table="2:2 40:0", free_drafts=free)
+        few = plan.settings.free_requests
+        assert (plan.widths, few) == (widths, 136 // (free + 1))
+        for load in (1, 2, few, few + 1, 41):
+            requests = running(**{f"r{number}": 10 for number in range(load)})
+            wanted = 0 if load > 39 else wide if load <= max(few, 1) else 2
+            assert plan.width(step(requests), requests) == wanted, (free, load)
+        assert [most_requests(plan.settings, width, 64) for width in widths] == [few, 39, 64]
+
+
 def test_it_is_that_of_the_longest_draft_that_a_request_may_make():
     plan = planner(length_table="1:2 1@100:0 1@200:4")
     for contexts, width in (((10, 150), 2), ((150, 150), 0), ((150, 250), 4), ((98, 99), 2)):

@@ -73,13 +73,18 @@ def test_one_token_attends_to_its_whole_context(monkeypatch, lengths, heads, sha
     assert not none_arrived(cache.device).any()  # as it was found
 
 
-def test_settings_go_by_requests_context_and_room(monkeypatch):
+def test_settings_follow_requests_heads_and_room(monkeypatch):
     cpu = torch.device("cpu")
-    assert one_query.usual_settings(1, one_query.LONG, cpu) == one_query.ONE
-    assert one_query.usual_settings(1, one_query.LONG + 1, cpu) == one_query.ONE_LONG
-    assert one_query.usual_settings(2, 64, cpu) == one_query.SEVERAL
+
+    def usual(requests, heads, room):
+        return one_query.usual_settings(requests, heads, room, cpu)
+
+    long, brief = one_query.LONG, one_query.BRIEF
+    assert [usual(1, 8, room) for room in (brief, long, long + 1)] == list(one_query.USUAL[8])
+    assert usual(3, 2, brief) == usual(1, 8, brief) != usual(1, 8, brief + 1)
+    assert usual(33, 2, 64) == (*one_query.SEVERAL, 2)  # more than was measured
     monkeypatch.setattr(one_query, "has_room", lambda device: False)
-    assert one_query.usual_settings(1, 64, cpu) == one_query.SEVERAL
+    assert usual(1, 8, 64) == (*one_query.SEVERAL, 32)
 
 
 def test_one_request_in_the_setting_that_it_has():

@@ -74,8 +74,9 @@ def test_tokens_that_8_bits_hold_are_multiplied_exactly(bits, shape, tokens, ask
 
 @pytest.mark.parametrize("tokens", [2, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(("rows", "groups"), [(2304, 36), (12288, 36), (2304, 96), (128256, 64), (100, 1)])
-def test_usual_settings_are_possible(rows, groups, tokens):
-    usual = few_tokens.usual_settings(rows, groups, tokens)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_usual_settings_are_possible(bits, rows, groups, tokens):
+    usual = few_tokens.usual_settings(rows, groups, bits, tokens)
     assert usual.rows_at_once.bit_count() == 1 and usual.rows_at_once >= 16
     assert 1 <= usual.parts <= groups and usual.stages >= 1
 
@@ -124,10 +125,11 @@ def test_one_token_times_several_rows(name, columns, at_once, rows_at_once):
 
 @pytest.mark.parametrize(
     ("rows", "groups", "bits", "wanted"),
-    [(2304, 96, 8, 1), (4096, 64, 8, 4), (4096, 224, 8, 4), (4096, 224, 4, 1), (4096, 64, 4, 4), (2304, 36, 4, 4)],
+    [(2304, 96, 8, (1, 32)), (4096, 64, 8, (4, 32)), (4096, 224, 8, (4, 32)), (2304, 36, 4, (4, 32))],
 )
-def test_rows_of_a_program_are_those_that_were_the_fastest(rows, groups, bits, wanted):
-    assert one_token.rows_of_program(rows, groups, bits) == wanted
+def test_one_token_has_the_settings_that_were_fastest_on_an_h100(rows, groups, bits, wanted):
+    """Those of 4 bits on an H200: tuning_interpreted.py."""
+    assert one_token.usual_settings(rows, groups, bits) == wanted
 
 
 # ---- the operator ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,14 @@ ROWS, FREE, K, COST, VOCAB, MAX_LEN = 4, 7, 3, 0.05, 5, 1400  # two blocks of hi
 class Device:
     """Requests 3, 2, 1 in rows 0, 1, 2, as the V2 runner keeps them."""
 
-    def __init__(self, table: LengthTable | None = None, ladder: Ladder | None = None, free: int = FREE, k: int = K):
+    def __init__(
+        self,
+        table: LengthTable | None = None,
+        ladder: Ladder | None = None,
+        free: int = FREE,
+        k: int = K,
+        requests: int = 0,
+    ):
         buffers = SimpleNamespace(
             input_ids=torch.zeros(ROWS, dtype=torch.int32), positions=torch.zeros(ROWS, dtype=torch.int64),
             seq_lens=torch.zeros(ROWS, dtype=torch.int32), query_start_loc=torch.zeros(ROWS + 1, dtype=torch.int32),
@@ -35,7 +42,7 @@ class Device:
         self.state = DraftState.around(
             buffers, torch.full((ROWS,), -1), torch.zeros(ROWS, dtype=torch.int64),
             torch.zeros(ROWS, max(free, k), dtype=torch.int64), torch.tensor(0), MAX_LEN, table or LengthTable.fixed(k),
-            ladder, Free(free, k, COST), self.text,
+            ladder, Free(free, k, COST, requests), self.text,
         )  # fmt: skip
         self.end = end_step(VOCAB, rows=ROWS)
 
@@ -159,6 +166,15 @@ def test_a_table_bounds_them_and_a_gate_is_not_asked():
     DeviceGate(device.state, "maxp", 1.0, None)
     assert [len(draft) for draft in device.draft([REPEATED], [1], [[]])] == [FREE]
     assert [len(draft) for draft in device.draft([REPEATED] * 2, [1, 1], [[]] * 2)] == [1, 1]
+
+
+def test_while_few_requests_run_a_free_draft_is_longer_than_the_tables_entry():
+    device, new = Device(LengthTable.parse("1:3 2:1 3:0", K), requests=2), [5, 4, 3]
+    assert [len(draft) for draft in device.draft([REPEATED, new], [1, 1], [[], [0]])] == [FREE, 1]
+    take_in(device.state, [3], [RequestSettings(2)], [math.nan], [Ending()])
+    assert [len(draft) for draft in device.draft([REPEATED] * 2, [1, 1], [[]] * 2)] == [2, FREE]
+    assert device.draft([REPEATED] * 3, [1] * 3, [[]] * 3) == [[]] * 3
+    assert [len(draft) for draft in device.draft([REPEATED], [1], [[]], steps=5)] == [2]
 
 
 def test_inside_a_prefill_in_a_dummy_run_and_in_another_request_nothing_is_drafted_or_learnt():

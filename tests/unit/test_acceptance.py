@@ -76,6 +76,12 @@ def test_between_the_two_thresholds_a_request_stays_where_it_is():
         assert ladder.level(rate, level - 1) == level - 1
 
 
+@pytest.mark.parametrize("cost", [0.05, COST, 0.6, 0.9])
+def test_a_request_whose_drafts_are_all_accepted_climbs_to_the_longest(cost):
+    ladder = Ladder.of(12, cost)
+    assert ladder.level(1.0, 0) == len(ladder.lengths)
+
+
 def test_a_draft_that_costs_a_plain_step_never_pays():
     ladder = Ladder.of(4, 1.0)
     assert ladder.rises == (NEVER,) * 3
@@ -220,6 +226,16 @@ def test_a_request_of_the_batch_counts_by_its_own_drafts():
         switch.verdict("a", 4)
     assert switch.open(["a"], 10, None)
     assert not BatchSwitch(0.87).open(["a"], 10, None)
+
+
+def test_a_request_that_was_never_seen_counts_as_what_is_usual_beside_others():
+    assert not BatchSwitch(0.7).open(["new"], 10, None)
+    switch = BatchSwitch(0.7)
+    for _ in range(30):
+        switch.verdict("a", 4)
+    switch.verdict("b", 0)
+    switch.forget(["a"])
+    assert switch.open(["new"], 10, None)
 
 
 def test_a_trial_that_pays_is_followed_by_another():

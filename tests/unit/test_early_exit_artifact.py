@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 from exit_heads import lens_head, lsq_head, translator_head
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from selfspec_cli.early_exit import artifact
@@ -107,6 +108,14 @@ def test_every_truncation_is_refused(saved):
             load_head(saved)
 
 
+def test_a_file_whose_tensors_were_exchanged_is_named(saved):
+    with safe_open(saved, framework="pt") as file:
+        metadata = file.metadata()
+    save_file({"weight": W[:2]}, saved, metadata=metadata)
+    with pytest.raises(HeadError, match=str(saved)):
+        load_head(saved)
+
+
 def test_foreign_and_missing_files(tmp_path):
     path = tmp_path / "x.safetensors"
     with pytest.raises(HeadError, match="does not exist"):
@@ -114,8 +123,8 @@ def test_foreign_and_missing_files(tmp_path):
     path.write_bytes(b"\xff" * 64)
     with pytest.raises(HeadError, match="truncated or no safetensors"):
         load_head(path)
-    save_file({"weight": W}, path)
-    with pytest.raises(HeadError, match="no exit head"):
+    save_file({"weight": W}, path, metadata={"format": "pt"})
+    with pytest.raises(HeadError, match="no exit head; its format is 'pt'"):
         load_head(path)
     save_file({"weight": W}, path, metadata={"format": artifact.FORMAT, "format_version": "99"})
     with pytest.raises(HeadError, match="version 99"):
@@ -135,6 +144,12 @@ def test_metadata_must_match_the_tensors(change, tmp_path):
     with pytest.raises(HeadError):
         save_head(tmp_path / "x.safetensors", lsq_head(W), dataclasses.replace(META, **change))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_not_the_tensors_is_refused(tmp_path):
+    head, metadata = HEADS["low rank"]
+    with pytest.raises(HeadError, match="rank"):
+        save_head(tmp_path / "x.safetensors", head, dataclasses.replace(metadata, rank=3))
 
 
 def test_a_draft_vocabulary_outside_the_model_is_refused(tmp_path):

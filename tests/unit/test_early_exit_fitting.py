@@ -7,7 +7,7 @@ import pytest
 import torch
 from exit_heads import lens_head
 
-from selfspec_cli.early_exit.evaluation import agreement, choose_ridge
+from selfspec_cli.early_exit.evaluation import agreement, choose_ridge, draft_ids
 from selfspec_cli.early_exit.fitting import FitError, NormalEquations, fit_head, translator_target
 from selfspec_cli.early_exit.head_module import with_draft_vocabulary
 from selfspec_cli.early_exit.head_spec import HeadSpec
@@ -230,6 +230,11 @@ def test_too_few_pairs_need_a_ridge(pairs, bias):
         assert torch.isfinite(sums.solve(1e-6)[0]).all()
 
 
+def test_as_many_pairs_as_unknowns_are_enough():
+    weight, _ = equations(Z[:HIDDEN], x=X[:HIDDEN]).solve()[:2]
+    torch.testing.assert_close(X[:HIDDEN] @ weight.T, Z[:HIDDEN], rtol=1e-5, atol=1e-5)
+
+
 def test_states_that_do_not_span_need_a_ridge():
     flat = X.clone()
     flat[:, 1] = flat[:, 0]
@@ -284,3 +289,9 @@ def test_agreement_counts_full_ids():
     small = with_draft_vocabulary(lens_head(), ids)
     target = ids[lm_head(X)[:, ids].argmax(-1)]
     assert agreement([small], [(X, target)], lm_head) == [1.0]
+
+
+def test_states_come_to_a_heads_own_precision():
+    """Models collect them in 16 bits, and what is fitted is not."""
+    head = fit_head(LSQ, equations(IDS), 1e-3)[0].double()
+    assert torch.equal(draft_ids(head, X.half(), lm_head), draft_ids(head, X.half().double(), lm_head))

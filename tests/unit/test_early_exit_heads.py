@@ -132,6 +132,8 @@ def test_most_frequent_ids():
 def test_bad_draft_vocabularies(ids, word):
     with pytest.raises(HeadError, match=word):
         check_vocab_ids(ids, VOCAB)
+    with pytest.raises(HeadError, match=word):
+        with_draft_vocabulary(lsq_head(torch.zeros(VOCAB, 2)), ids)
 
 
 @pytest.mark.parametrize(

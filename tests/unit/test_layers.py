@@ -48,7 +48,7 @@ def test_sets_of_layers_are_read_and_written(value, layers, text):
     ],
 )
 def test_what_names_no_layers_is_refused(value, message):
-    with pytest.raises(SettingsError, match=message):
+    with pytest.raises(SettingsError, match=f"^skip_layers.*{message}"):
         skipped_layers(value)
 
 

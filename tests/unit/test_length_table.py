@@ -23,6 +23,13 @@ def test_the_last_entry_that_is_reached_is_in_force():
     assert table.by_context
 
 
+def test_the_entries_of_a_load_are_those_of_the_last_that_it_reaches():
+    table = LengthTable.parse("33:3 129:0 129@8192:2", 5)
+    assert table.row(32) == (Cell(1, 0, 5),)
+    assert table.row(128) == (Cell(33, 0, 3),)
+    assert table.row(4000) == (Cell(129, 0, 0), Cell(129, 8192, 2))
+
+
 def test_the_order_of_writing_does_not_matter_and_its_own_spelling_reads_back_equal():
     table = LengthTable.parse(" 129@8192:2/0.40 129:0*0.5\n33:3", 5)
     assert str(table) == "1:5 33:3 129:0*0.5 129@8192:2/0.4"
@@ -42,7 +49,7 @@ def test_a_context_alone_switches_off():
     ("text", "message"),
     [
         ("", "has no entry"),
-        ("33", "'33' is no entry; it is written REQUESTS"),
+        ("33 64:0", "'33 64:0': '33' is no entry; it is written REQUESTS"),
         ("33:3,64:0", "'33:3,64:0' is no entry"),
         ("a:3", "is no entry"),
         ("33:-1", "is no entry"),

@@ -3,6 +3,11 @@ stands in for the GPU's. Run as kernels_interpreted.py is."""
 
 from __future__ import annotations
 
+import json
+import runpy
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,10 +15,11 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
 from selfspec_cli.vllm_plugin import kernel_choice, kernel_timing
 from selfspec_cli.vllm_plugin.kernel_choice import DraftShape
-from selfspec_cli.vllm_plugin.kernel_timing import Attention, Logits, Product
-from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, rounding
+from selfspec_cli.vllm_plugin.kernel_timing import Attention, Product
+from selfspec_cli.vllm_plugin.weights import lowbit, lowbit_few_tokens, lowbit_one_token
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 def clock(cost):
@@ -30,39 +36,14 @@ def no_difference(setting):
     [
         Product("o", 5, 1088, 4, 1),
         Product("o", 20, 448, 4, 3),
-        Product("down", 20, 192, 8, 19),
-        Logits("logits", 150, 128, 4, 1),
-        Logits("logits", 150, 128, 4, 3),
+        Product("down", 20, 320, 8, 19),
         Attention(3, 1, 64, 1, 150, (150,)),
     ],
 )
 def test_every_setting_gives_what_the_usual_one_gives(case):
     (row,) = kernel_timing.tuned([case], CPU, clock(no_difference), room=0)
-    assert row["failed"] == [] and row["tried"] == len(case.settings) > 5
+    assert row["failed"] == [] and row["tried"] == len(case.settings) > 10
     assert row["setting"] == row["usual"]  # no other is faster
-
-
-@pytest.mark.parametrize(("bits", "tokens"), [(4, 1), (4, 5), (8, 9)])
-def test_the_most_likely_tokens_come_from_a_product_that_writes_no_logits(bits, tokens):
-    """And the sums of every gate's statistics; a bias counts, and what sticks out of the last tile does not."""
-    kind, vocabulary = DRAFT_WEIGHTS[f"int{bits}"], 150
-    copy = kind.quantise(torch.randn(vocabulary, 192))
-    x, bias = torch.randn(tokens, 192).bfloat16(), torch.randn(vocabulary)
-    parts, indices = lowbit_few_tokens.logit_parts(
-        *rounding.round_tokens(x, bits, 2), tokens, copy["words"], copy["scales"], bias, asm=False
-    )
-    logits = x.double() @ kind.dequantise(copy, torch.float64).T + bias
-    blocks = logits.split(lowbit_few_tokens.LOGITS.rows_at_once, dim=1)
-    assert parts.shape == (tokens, 5, len(blocks))
-    for number, some in enumerate(blocks):
-        best, second = some.topk(2, dim=1).values.T
-        clear = best - second > 0.3  # tokens are rounded to 8 bits
-        at = some.argmax(1) + number * lowbit_few_tokens.LOGITS.rows_at_once
-        assert indices[clear, number].tolist() == at[clear].tolist() and clear.any()
-        torch.testing.assert_close(parts[:, 0, number].double(), best, atol=0.3, rtol=0)
-        torch.testing.assert_close(parts[:, 1, number].double(), second, atol=0.3, rtol=0)
-        found = parts[:, 2, number].log().double() + parts[:, 0, number]
-        torch.testing.assert_close(found, some.logsumexp(1), atol=0.3, rtol=0)
 
 
 def test_the_usual_setting_is_that_of_the_kernel_itself():
@@ -71,6 +52,24 @@ def test_the_usual_setting_is_that_of_the_kernel_itself():
         case = Product("o", 20, 448, 4, tokens)
         (call,) = case.calls(CPU, 0)
         assert call().equal(call(**dict(case.usual)))
+
+
+def test_usual_settings_are_the_best_that_an_h200_measured():
+    """Or within 3 % of it, at every size of both shapes but one, whose setting of today was not measured."""
+    script = runpy.run_path(str(ROOT / "experiments/kernels/usual_settings.py"))
+    shapes = json.loads(script["PUBLISHED"].read_text())["shapes"]
+    found = [one for measured in shapes.values() for one in script["verdicts"](measured)]
+    assert Counter(then for _, then, _ in found) == {"within 3 %": 36, "slower": 44}
+    assert [what for what, _, now in found if now in ("slower", "not measured")] == ["attention 16 1024"]
+
+
+def test_what_was_not_measured_has_the_settings_that_it_had():
+    """8 bits, and matrices between those of a small layer and those of gate and up."""
+    few_tokens, one_token = lowbit_few_tokens.usual_settings, lowbit_one_token.usual_settings
+    for rows, bits in ((28672, 8), (8192, 4)):
+        assert [few_tokens(rows, 64, bits, tokens) for tokens in (4, 16, 32)] == [(32, 1, 3, 4)] * 2 + [(32, 1, 2, 4)]
+    assert [few_tokens(4096, 224, 8, tokens) for tokens in (4, 32)] == [(16, 4, 2, 4)] * 2
+    assert one_token(151936, 24, 8) == one_token(8192, 24, 4) == (4, 32)
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_what_is_chosen_runs_in_the_draft_and_what_is_not_is_named(few, tmp_path
     assert choice.unchosen() == ["o at 5"] and str(choice).startswith("2 of 3 are chosen by")
 
 
-def test_attention_is_chosen_for_all_contexts_that_a_block_table_has_room_for(few):
+def test_attention_is_chosen_for_all_contexts_that_a_block_table_has_room_for(monkeypatch):
     """The best at the longest is very slow at the shortest, and a third is good at both."""
     times = {(64, 40): 10.0, (64, 150): 1.0, (128, 40): 1.1, (128, 150): 1.1, (256, 40): 1.0, (256, 150): 9.0}
 
@@ -126,6 +125,7 @@ def test_attention_is_chosen_for_all_contexts_that_a_block_table_has_room_for(fe
         (keys,), context = [calls[0].keywords["at_once"]], int(calls[0].args[5].max())
         return lambda: times[keys, context]
 
+    monkeypatch.setattr(kernel_timing, "ATTENTION", [(64, 4, 2), (128, 4, 2), (256, 4, 2)])
     cases = kernel_timing.cases_of(DraftShape(4, {}, 2, 1, 64), [1], [40, 150])
     short, long = kernel_timing.tuned(cases, CPU, stand_in, room=0)
     assert (short["context"], short["setting"]["at_once"]) == (40, 256)
@@ -137,7 +137,7 @@ def test_a_draft_step_has_each_product_and_attention_at_each_size():
                            "num_key_value_heads": 2, "vocab_size": 151936}, 4)  # fmt: skip
     cases = kernel_timing.cases_of(shape, [1, 32], [1024, 4096])
     assert [(case.kind, case.tokens) for case in cases[:4]] == [("qkv", 1), ("qkv", 32), ("o", 1), ("o", 32)]
-    assert len(cases) == (5 + 1) * 2 + 2 * 2  # and the logits' two ways
+    assert len(cases) == 5 * 2 + 2 * 2
     for case in cases:
         assert case.settings[0] == case.usual and len(set(case.settings)) == len(case.settings)
     assert all(case.columns % GROUP == 0 for case in cases if isinstance(case, Product))

@@ -26,9 +26,17 @@ LOG2_E = 1.4426950408889634
 LEAST_ROWS = 16  # query heads of a product on tensor cores; fewer are padded
 PROGRAMS = 256  # to aim at: about two for each multiprocessor of an H100
 MOST_SPLITS = 32
-ONE, ONE_LONG, SEVERAL, LONG = (256, 8, 1), (128, 8, 2), (128, 4, 2), 8192
-"""Keys of a step, warps and stages for one request whose block table has room for up to LONG tokens, for one with room
-for more, and for several requests; found on an H200 (experiments/kernels)."""
+BRIEF, LONG = 2048, 8192  # tokens that a request's block table has room for: up to the first, the second, or more
+USUAL = {
+    2: ((128, 8, 2, 32), (128, 8, 2, 16), (128, 8, 2, 32)),
+    8: ((128, 8, 1, 16), (256, 8, 1, 16), (128, 8, 2, 16)),
+    16: ((256, 8, 1, 8), (256, 8, 1, 8), (128, 4, 2, 16)),
+    32: ((256, 8, 1, 8), (128, 8, 2, 8), (128, 8, 2, 8)),
+    64: ((128, 8, 2, 4), (128, 8, 2, 4), (128, 8, 2, 4)),
+}
+"""Up to so many requests times KV heads: keys of a step, warps, stages and splits for each room. Measured on an NVIDIA
+H200 at 1,024, 4,096 and 32,768 tokens, 128 dimensions, 2 and 8 heads (gpu/tune_kernels_h200.json)."""
+SEVERAL = (128, 4, 2)  # keys of a step, warps and stages for more; and where `has_room` says no
 
 
 @triton.jit
@@ -201,10 +209,9 @@ def attend(
     early = launches_early(query.device) if early is None else early
     n, query_heads, dim = query.shape
     heads, page = cache.shape[1], cache.shape[2]
-    usual = usual_settings(n, table.shape[1] * page, query.device)
-    at_once, warps, stages = at_once or usual[0], warps or usual[1], stages or usual[2]
+    usual = usual_settings(n, heads, table.shape[1] * page, query.device)
+    at_once, warps, stages, splits = at_once or usual[0], warps or usual[1], stages or usual[2], splits or usual[3]
     rows = max(LEAST_ROWS, triton.next_power_of_2(query_heads // heads))
-    splits = splits or usual_splits(n, heads)
     parts = n * heads * splits * rows
     partial = torch.empty(parts * dim, dtype=torch.float32, device=query.device)
     found = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
@@ -218,21 +225,24 @@ def attend(
     )  # fmt: skip
 
 
-def usual_settings(requests: int, context: int, device: torch.device) -> tuple[int, int, int]:
-    """Keys of a step, warps and stages. context: tokens that a request's block table has room for."""
-    if requests > 1 or not has_room(device):
-        return SEVERAL
-    return ONE if context <= LONG else ONE_LONG
+def usual_settings(requests: int, heads: int, context: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Keys of a step, warps, stages and splits. context: tokens that a request's block table has room for."""
+    pairs = requests * heads
+    known = next((settings for most, settings in USUAL.items() if pairs <= most), None)
+    if known is None or not has_room(device):
+        return (*SEVERAL, usual_splits(requests, heads))
+    return known[0 if context <= BRIEF else 1 if context <= LONG else 2]
 
 
 def usual_splits(requests: int, heads: int) -> int:
-    """Programs that a head of a request may have."""
+    """Programs that a head of a request may have, where nothing was measured."""
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // (requests * heads) + 1) // 2))
 
 
 @lru_cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program of `ONE` finds the shared memory it needs: 132 KiB at 128 dimensions; some cards have 99."""
+    """Whether a program that takes 256 keys at a step finds the shared memory that it needs: 132 KiB at 128 dimensions;
+    some cards have 99."""
     if device.type != "cuda":
         return True
     properties = torch.cuda.get_device_properties(device)

@@ -88,7 +88,8 @@ class DraftLengths:
             self._estimates.pop(name, None)
         k = cell.k if own.k is None else min(cell.k, own.k)
         free = self._settings.free_drafts
-        room = free if k >= self._settings.k else min(k, free)
+        bound = own.k if k and load <= self._settings.free_requests else k
+        room = free if bound is None or bound >= self._settings.k else min(bound, free)
         if k and self._ladder is not None:
             if name not in self._estimates:
                 # A seed gives the same sample again, whatever other requests had accepted before.

@@ -19,7 +19,6 @@ from torch import Tensor
 from selfspec_cli.vllm_plugin.v2.counting import NAN_LOGITS, turn
 from selfspec_cli.vllm_plugin.v2.matches import take_over
 from selfspec_cli.vllm_plugin.v2.statistics import PADDED, WIDTH, statistics
-from selfspec_cli.vllm_plugin.weights.logit_parts import parts_of, store_parts
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -27,13 +26,29 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _reduce_block(logits, logits_stride, vocab_size, parts, indices, BLOCK: tl.constexpr):
-    """What one block of a row's logits says; see `store_parts`."""
+    """What one block of a row's logits says: its best token, and sums from which all statistics follow.
+
+    parts: [rows, 5, blocks]: greatest logit m and second greatest, the sum of e^(x - m), the mean of x - m under these
+    weights, and the weighted sum of its squared deviations (E[x^2] - E[x]^2 would cancel in float32).
+    """
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits + row * logits_stride + columns, mask=columns < vocab_size, other=-float("inf"))
     scores = scores.to(tl.float32)
-    found = parts_of(scores, tl.arange(0, BLOCK))
-    store_parts(found, parts, indices, row, block, blocks, block * BLOCK, block < blocks)
+    best, at = tl.max(scores, axis=0), tl.argmax(scores, axis=0)
+    second = tl.max(tl.where(tl.arange(0, BLOCK) == at, -float("inf"), scores), axis=0)
+    shifted = scores - tl.where(best == -float("inf"), 0.0, best)
+    weight = tl.exp(shifted)  # NaN where a logit is NaN or +inf, and so is the sum
+    total = tl.sum(weight, axis=0)
+    mean = tl.sum(tl.where(weight > 0, weight * shifted, 0.0), axis=0) / tl.where(total > 0, total, 1.0)
+    spread = tl.sum(tl.where(weight > 0, weight * (shifted - mean) * (shifted - mean), 0.0), axis=0)
+    place = parts + row * 5 * blocks + block
+    tl.store(place, best)
+    tl.store(place + blocks, second)
+    tl.store(place + 2 * blocks, total)
+    tl.store(place + 3 * blocks, mean)
+    tl.store(place + 4 * blocks, spread)
+    tl.store(indices + row * blocks + block, block * BLOCK + at)
 
 
 @triton.jit

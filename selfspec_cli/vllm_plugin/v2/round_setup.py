@@ -117,7 +117,8 @@ def _by_table(
     row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS: tl.constexpr,
     LIMITS: tl.constexpr,
 ):  # fmt: skip
-    """The length that the table and the request itself allow each row; stores what the row's gate compares with."""
+    """The lengths that the table, and that the request itself allows each row; stores what the row's gate compares
+    with."""
     allowed, own = tl.full((ROWS,), 0, tl.int32), tl.full((ROWS,), float("nan"), tl.float32)
     for cell in range(number_of_cells):  # the last one that is reached is in force
         there = (tl.load(budget.cells + 3 * cell) <= num_reqs) & (known >= tl.load(budget.cells + 3 * cell + 1))
@@ -128,7 +129,7 @@ def _by_table(
         tl.store(inputs.row_limits + row, tl.where(asked == asked, asked, own), mask=inside)
     else:
         tl.store(inputs.row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
-    return tl.minimum(allowed, tl.load(budget.own_lengths + request, mask=real, other=0))
+    return allowed, tl.load(budget.own_lengths + request, mask=real, other=0)
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def _open_round(
             count_step(progress.counts, count, 0, K)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "k", "free"])
+@triton.jit(do_not_specialize=["num_reqs", "steps", "number_of_cells", "k", "free", "free_requests"])
 def _begin_round(
     inputs,
     progress,
@@ -189,6 +190,7 @@ def _begin_round(
     usual_weight,
     k,
     free,
+    free_requests,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -206,12 +208,14 @@ def _begin_round(
     known = tl.load(verdict.seq_lens + row, mask=real, other=0)
     known -= tl.load(verdict.num_rejected + row, mask=real, other=0)
     # ---- how much each row may draft
-    allowed = _by_table(
+    by_table, own = _by_table(
         row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
     )  # fmt: skip
-    allowed = tl.minimum(allowed, tl.minimum(tl.load(progress.limit), steps))
-    # What allows a request less than k allows it no longer a free draft.
-    room = tl.where(allowed >= k, tl.minimum(free, steps), tl.minimum(free, allowed))
+    own = tl.minimum(own, tl.load(progress.limit))
+    allowed = tl.minimum(by_table, tl.minimum(own, steps))
+    # What allows a request less than k allows it no longer a free draft; but the table does while few requests run.
+    bound = tl.where((by_table > 0) & (num_reqs <= free_requests), own, tl.minimum(by_table, own))
+    room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
     if LEVELS > 0:
         drafted = tl.load(matches.drafted + request, mask=real, other=0)
         by_acceptance = _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS)
@@ -266,6 +270,7 @@ def begin_round(
         usual_weight=acceptance.USUAL_WEIGHT,
         k=places if free is None else free.k,
         free=0 if free is None else free.tokens,
+        free_requests=0 if free is None else free.requests,
         K=places,
         ROWS=triton.next_power_of_2(rows + 1),
         LEVELS=len(budget.acceptance.ladder),

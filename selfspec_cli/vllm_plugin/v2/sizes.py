@@ -25,6 +25,11 @@ def widths(settings: ResolvedSettings) -> tuple[int, ...]:
     return tuple(sorted({settings.width, *(k for k in settings.table.lengths if k < settings.k), 0}, reverse=True))
 
 
+def free_width(settings: ResolvedSettings) -> int:
+    """Places of a step in which the table does not bound free drafts; 0 without these."""
+    return min(width for width in widths(settings) if width >= settings.free_drafts)
+
+
 def request_counts(most: int) -> tuple[int, ...]:
     """Numbers of requests that vLLM captures plain decode steps for, up to `most`; others are padded to the next."""
     grid = {1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)}
@@ -33,16 +38,16 @@ def request_counts(most: int) -> tuple[int, ...]:
 
 def most_requests(settings: ResolvedSettings, width: int, limit: int) -> int:
     """The most requests of a step of `width` places, on an engine that runs `limit` of them; 0 where there is no such
-    step. The table says so, and a request may want less than it, but not more."""
+    step. The table says so, and a request may want less than it, but not more; free drafts may be longer."""
     below = max((other for other in widths(settings) if other < width), default=-1)
     if below < 0:
         return limit
     starts = sorted({cell.requests for cell in settings.table.cells})
-    most = 0
+    most = min(limit, settings.free_requests) if width == free_width(settings) else 0
     for start, following in zip(starts, [*starts[1:], limit + 1], strict=True):
         longest = max(cell.k for cell in settings.table.cells if cell.requests == start)
         if longest > below and start <= limit:
-            most = min(following - 1, limit)
+            most = max(most, min(following - 1, limit))
     return most
 
 

@@ -124,7 +124,8 @@ class EarlyExitSpeculator(DraftLoop):
         if text.device.type == "cuda":  # vLLM keeps them in memory of the host, but for its own n-gram drafts
             requests.all_token_ids = StagedWriteTensor(tuple(text.shape), dtype=text.dtype, device=self.device)
             text = requests.all_token_ids.gpu
-        return Free(self.settings.free_drafts, self.settings.k, self.settings.draft_cost), text
+        wanted = self.settings
+        return Free(wanted.free_drafts, wanted.k, self.settings.draft_cost, wanted.free_requests), text
 
     # ---- loading ----------------------------------------------------------------------------------------------
 

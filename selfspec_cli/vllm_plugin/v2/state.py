@@ -62,12 +62,13 @@ class GateRule(NamedTuple):
 
 
 class Free(NamedTuple):
-    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, and what one of these
-    costs, in plain steps."""
+    """What bounds drafts where there are free ones: tokens of a free one, k of the model's own, what one of these
+    costs, in plain steps, and the number of requests up to which the table bounds the model's own drafts alone."""
 
     tokens: int
     k: int
     cost: float
+    requests: int = 0
 
 
 @dataclass

@@ -3,8 +3,8 @@
 The scheduler plans a step before the drafts of the last one exist, and all requests of a step get as many places, for
 the decode graphs are captured for steps of one shape. What each request drafts within that width is decided on the
 device (round_setup.py). Here it is decided how wide: as wide as the longest that any request may draft by the table and
-by its own wish, and not at all where nobody may, or where what was accepted recently does not pay for drafting. Steps
-without places are vLLM's plain decode steps.
+by its own wish, wide enough for free drafts where few requests run, and not at all where nobody may, or where what was
+accepted recently does not pay for drafting. Steps without places are vLLM's plain decode steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings, s
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.v2.sizes import widths
+from selfspec_cli.vllm_plugin.v2.sizes import free_width, widths
 
 Method = Callable[..., Any]
 
@@ -33,6 +33,7 @@ class WidthPlanner:
     def __init__(self, settings: ResolvedSettings) -> None:
         self.k, self.widest, self.widths = settings.k, settings.width, widths(settings)
         self._width_for = {k: min(width for width in self.widths if width >= k) for k in range(self.k + 1)}
+        self._free_width, self._free_requests = free_width(settings), settings.free_requests
         self.switch = BatchSwitch(settings.draft_cost or 0.0) if settings.adaptive_length else None
         self.off = dict.fromkeys(REASONS, 0)  # steps of a request without places for drafts, by reason
         self.in_force = settings.width  # places of the step planned last
@@ -54,6 +55,8 @@ class WidthPlanner:
         scheduled = output.num_scheduled_tokens
         wanted, off = self._longest(scheduled, requests)
         width = self._width_for[wanted]
+        if width and len(scheduled) <= self._free_requests:
+            width = max(width, self._free_width)
         if self.switch is not None:
             self.switch.forget(output.finished_req_ids)
             if width and not self.switch.open(scheduled.keys(), min(width, self.k), self._at(len(scheduled)).cost):

@@ -29,7 +29,6 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.logit_parts import parts_of, store_parts
 from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launches_early, none_arrived
 from selfspec_cli.vllm_plugin.weights.rounding import padded
 
@@ -204,14 +203,12 @@ def _some_rows(
     rounded, factors, words, scales, bias, out, partial, arrived, tokens, groups_of_row, rows,
     BITS: tl.constexpr, BIASED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     WARPS: tl.constexpr, ACROSS: tl.constexpr, AT_ONCE: tl.constexpr, LOOPS: tl.constexpr, PARTS: tl.constexpr,
-    ASM: tl.constexpr, EARLY: tl.constexpr, REDUCED: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ACROSS * ROWS rows of one of PARTS parts of the inputs; the last part to arrive adds them up.
 
     partial: float32 [PARTS, tokens, rows]. arrived: int32, 0 for each tile of rows, which is what it is left at. EARLY:
     the program is launched with `_round_tokens`, and asks for its first weights before it waits for the tokens.
-    REDUCED: the rows are logits, and what a tile of them says is stored in their place, in partial and out
-    (logit_parts.py).
     """
     ALONG: tl.constexpr = WARPS // ACROSS  # groups that the warps multiply together
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -254,11 +251,7 @@ def _some_rows(
             tl.store(arrived + tile, 0)
         if BIASED:
             sums += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        if REDUCED:
-            found = parts_of(tl.where(inside, sums, -float("inf")), tl.arange(0, ACROSS * ROWS)[:, None])
-            store_parts(found, partial, out, token, tile, tl.num_programs(0), first_row, token < tokens)
-        else:
-            tl.store(out + output, sums.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + output, sums.to(out.dtype.element_ty), mask=inside)
 
 
 class Settings(NamedTuple):
@@ -274,23 +267,56 @@ class Settings(NamedTuple):
     """Of a program; a power of two. Those beyond one for each `ROWS_OF_WARP` rows share the rows' groups."""
 
 
-FEWEST = 2  # tokens that the kernel has room for
 ROWS_OF_WARP = 32  # at most
 REGISTERS = 192  # of a thread, to hold what is asked for at once and the sums; beyond, values would be moved to memory
 
 
-def usual_settings(rows: int, groups: int, tokens: int) -> Settings:
-    """What `product` takes for weights [rows, groups * 64] and a number of tokens, found on an H100
-    (gpu/lowbit.jsonl.xz/products_h100.json).
+def usual_settings(rows: int, groups: int, bits: int, tokens: int) -> Settings:
+    """What `product` takes for weights [rows, groups * 64] of so many bits and a number of tokens.
+
+    Found on an H100 (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits, where an NVIDIA H200 had others that were 5 %
+    faster, those (gpu/tune_kernels_h200.json: rows of 24 to 224 groups, 1,536 to 151,936 of them); what lies between
+    the sizes that were measured follows the nearer one.
 
     Small matrices need many programs that each ask for much at once. In large ones a program takes more rows, because
     each program reads all tokens.
     """
+    if bits == 4 and rows >= LARGE:
+        return _of_large(rows, groups, tokens)
+    if bits == 4 and rows < 8192:
+        return _of_small(rows, groups, tokens)
     if rows < 8192:
         return Settings(16, 1, 4) if groups <= 64 else Settings(16, 4, 2)
     if tokens <= 16:
         return Settings(32, 1, 3)
     return Settings(128 if rows >= 2**15 else 32, 1, 2)
+
+
+LARGE, VOCABULARY = 2**14, 2**16  # rows from which a matrix is as gate and up together, and as an lm_head
+SHORT = 32  # groups of a row
+
+
+def _of_large(rows: int, groups: int, tokens: int) -> Settings:
+    short = groups <= SHORT
+    if rows >= VOCABULARY:
+        if tokens > 16:
+            return Settings(128, 1, 2 if short else 4)
+        return Settings(128 if short and tokens > 8 else 64, 1, 4)
+    if tokens > 16:
+        return Settings(128, 2, 2) if short else Settings(128, 1, 4)
+    if short:
+        return Settings(64, 1, 4) if tokens > 8 else Settings(32, 1, 3)
+    return Settings(32, 1, 1 if tokens > 8 else 2)
+
+
+def _of_small(rows: int, groups: int, tokens: int) -> Settings:
+    if groups <= 64:  # as q, k and v, or the product behind attention
+        return Settings(128, 4, 4) if rows > 4096 and groups > SHORT and tokens > 16 else Settings(16, 1, 4)
+    if rows <= 2048:  # as down of a small model; two stages at 5 to 8 tokens were within 3 % of the best
+        return Settings(16, 4, 4 if tokens <= 4 or 8 < tokens <= 16 else 2)
+    if tokens <= 4:
+        return Settings(16, 4, 2)
+    return Settings(32, 4, 2) if tokens <= 16 else Settings(32, 2, 4)
 
 
 def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -> Settings:
@@ -299,7 +325,7 @@ def possible(wanted: Settings, rows: int, groups: int, bits: int, tokens: int) -
     warps = max(wanted.warps, wanted.rows_at_once // of_warp)
     parts = min(wanted.parts, groups) if triton.cdiv(rows, wanted.rows_at_once) <= MOST_TILES else 1
     stages = min(wanted.stages, _steps(groups, parts, warps * of_warp // wanted.rows_at_once),
-                 _most_stages(of_warp, padded(tokens if tokens != 1 else FEWEST), bits))  # fmt: skip
+                 _most_stages(of_warp, padded(tokens), bits))  # fmt: skip
     return Settings(wanted.rows_at_once, parts, stages, warps)
 
 
@@ -340,73 +366,27 @@ def product(
     where the device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures
     a CUDA graph, call `one_token.none_arrived` first.
     """
-    if tokens == 1:
-        raise ValueError("1 token: that is a product of lowbit_one_token.py")
-    (rows, groups), bits = scales.shape, _width(words, scales)
-    usual = usual_settings(rows, groups, tokens)
-    wanted = Settings(
-        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
-    )
-    settings = possible(wanted, rows, groups, bits, tokens)
-    out = torch.empty(tokens, rows, dtype=dtype, device=words.device)
-    partial = out
-    if settings.parts > 1:
-        partial = torch.empty(settings.parts, tokens, rows, dtype=torch.float32, device=words.device)
-    _launch(rounded, factors, tokens, words, scales, bias, out, partial, settings, False, asm, early)
-    return out
-
-
-LOGITS = Settings(32, 1, 3)
-"""What `logit_parts` takes. It was not measured when it was written."""
-
-
-def logit_parts(
-    rounded: Tensor,
-    factors: Tensor,
-    tokens: int,
-    words: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    settings: Settings = LOGITS,
-    asm: bool = True,
-    early: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the logits of 1 to 32 tokens say, which are themselves not written: float32 [tokens, 5, blocks] and int32
-    [tokens, blocks], as `logit_parts.store_parts` has them.
-
-    As `product` otherwise, but the logits are float32 where `product` rounds them. rounded, factors: by `round_tokens`
-    with room for `FEWEST` tokens. settings: with one part.
-    """
-    (rows, groups), bits = scales.shape, _width(words, scales)
-    settings = possible(settings._replace(parts=1), rows, groups, bits, tokens)
-    blocks = triton.cdiv(rows, settings.rows_at_once)
-    parts = torch.empty(tokens, 5, blocks, dtype=torch.float32, device=words.device)
-    indices = torch.empty(tokens, blocks, dtype=torch.int32, device=words.device)
-    _launch(rounded, factors, tokens, words, scales, bias, indices, parts, settings, True, asm, early)
-    return parts, indices
-
-
-def _width(words: Tensor, scales: Tensor) -> int:
-    groups = scales.shape[1]
+    rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
     if bits not in (4, 8) or words.shape[1] != bits * 2 * groups:
         raise ValueError(f"no copy of 4 or 8 bits in groups of {GROUP.value}: words {list(words.shape)} of {groups}")
-    return bits
-
-
-def _launch(
-    rounded: Tensor, factors: Tensor, tokens: int, words: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor,
-    partial: Tensor, settings: Settings, reduced: bool, asm: bool, early: bool | None,
-) -> None:  # fmt: skip
-    rows_at_once, parts, stages, warps = settings
-    (rows, groups), device = scales.shape, words.device
+    if tokens == 1:
+        raise ValueError("1 token: that is a product of lowbit_one_token.py")
+    device, room, usual = words.device, padded(tokens), usual_settings(rows, groups, bits, tokens)
+    wanted = Settings(
+        rows_at_once or usual.rows_at_once, parts or usual.parts, stages or usual.stages, warps or usual.warps
+    )
+    rows_at_once, parts, stages, warps = possible(wanted, rows, groups, bits, tokens)
     of_warp = min(rows_at_once, ROWS_OF_WARP)
-    across, early = rows_at_once // of_warp, launches_early(device) if early is None else early
+    across, arrived = rows_at_once // of_warp, none_arrived(device)
+    early = launches_early(device) if early is None else early
+    out = torch.empty(tokens, rows, dtype=dtype, device=device)
+    partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
     _some_rows[(triton.cdiv(rows, rows_at_once), parts)](
         rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
-        none_arrived(device), tokens, groups, rows,
-        BITS=_width(words, scales), BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp,
-        TOKENS=padded(tokens if tokens != 1 else FEWEST), WARPS=warps, ACROSS=across, AT_ONCE=stages,
-        LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm, EARLY=early, REDUCED=reduced,
-        num_warps=warps, num_stages=1, launch_pdl=early,
+        arrived, tokens, groups, rows,
+        BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,
+        ACROSS=across, AT_ONCE=stages, LOOPS=stages < _steps(groups, parts, warps // across), PARTS=parts, ASM=asm,
+        EARLY=early, num_warps=warps, num_stages=1, launch_pdl=early,
     )  # fmt: skip
+    return out

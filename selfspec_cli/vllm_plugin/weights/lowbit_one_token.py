@@ -154,18 +154,21 @@ def _added(some, others, ROWS: tl.constexpr):
     return found
 
 
-AT_ONCE = 32  # groups of a step: all of a row of 2,048
+def usual_settings(rows: int, groups: int, bits: int) -> tuple[int, int]:
+    """Rows of a program, and groups of a step of it, for a copy [rows, groups * 64].
 
-
-def rows_of_program(rows: int, groups: int, bits: int) -> int:
-    """Rows of a program for a copy [rows, groups * 64].
-
-    Four share a token's bytes. One each where four were slower on an H100, because they left too few programs to keep
-    the memory busy (gpu/lowbit.jsonl.xz/products_h100.json).
+    Four rows share a token's bytes, and 32 groups are all of a row of 2,048. One row where four were slower on an H100,
+    because they left too few programs to keep the memory busy (gpu/lowbit.jsonl.xz/products_h100.json). For 4 bits,
+    where an NVIDIA H200 had others that were 5 % faster, those (gpu/tune_kernels_h200.json): a large matrix of rows
+    that are shorter than a step, and few long rows.
     """
     if bits == 8:
-        return 4 if rows >= 4096 else 1
-    return 4 if groups < 96 else 1
+        return (4 if rows >= 4096 else 1), 32
+    if groups < 32 and rows >= 2**14:
+        return 8, 16
+    if groups < 96:
+        return 4, 32
+    return (2, 64) if rows <= 2048 else (1, 32)
 
 
 def width_of(words: Tensor, columns: int) -> int:
@@ -181,20 +184,21 @@ def product(
     bias: Tensor | None,
     dtype: torch.dtype,
     rows_at_once: int | None = None,
-    at_once: int = AT_ONCE,
+    at_once: int | None = None,
     asm: bool = True,
     early: bool | None = None,
 ) -> Tensor:
     """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
 
-    rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program; None:
-    `rows_of_program`. at_once: groups of a step of it. asm: False where there is no PTX (Triton's interpreter). early:
+    rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program. at_once:
+    groups of a step of it. Both None for what is usual. asm: False where there is no PTX (Triton's interpreter). early:
     launch it before the kernel in front has ended; None: where the device can.
     """
     early = launches_early(words.device) if early is None else early
     rows, groups = scales.shape
     bits = width_of(words, groups * GROUP_OF_COPIES)
-    rows_at_once = rows_at_once or rows_of_program(rows, groups, bits)
+    usual = usual_settings(rows, groups, bits)
+    rows_at_once, at_once = rows_at_once or usual[0], at_once or usual[1]
     out = torch.empty(1, rows, dtype=dtype, device=words.device)
     _rows[(triton.cdiv(rows, rows_at_once),)](
         rounded,

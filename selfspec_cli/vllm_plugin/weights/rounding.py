@@ -178,14 +178,10 @@ def _options(tokens: int, bits: int, device: torch.device) -> dict[str, Any]:
     return {"TOKENS": padded(tokens) if rounds else 0, "HALVES": halves, "EARLY": early, "launch_pdl": early}
 
 
-def round_tokens(x: Tensor, bits: int, room: int = 1) -> tuple[Tensor, Tensor]:
-    """x [n, in], contiguous, as bytes and their factors, for a product with a copy of `bits` bits; n is 1 to 32.
-
-    room: tokens to lay them out for, at least.
-    """
+def round_tokens(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x [n, in], contiguous, as bytes and their factors, for a product with a copy of `bits` bits; n is 1 to 32."""
     tokens, groups = x.shape[0], x.shape[1] // GROUP_OF_COPIES
-    room = max(padded(tokens), room)
-    rounded, factors = room_for(groups, padded(room), x.device)
+    rounded, factors = room_for(groups, padded(tokens), x.device)
     _round[(triton.cdiv(groups, AT_ONCE), tokens)](
         x,
         rounded,
@@ -193,7 +189,7 @@ def round_tokens(x: Tensor, bits: int, room: int = 1) -> tuple[Tensor, Tensor]:
         groups,
         GROUPS=AT_ONCE,
         num_warps=2,
-        **_options(room, bits, x.device),
+        **_options(tokens, bits, x.device),
     )
     return rounded, factors
 

@@ -1,0 +1,73 @@
+"""One setting on two hosts, and one of them as a server: what of a speedup is the host's."""
+
+from __future__ import annotations
+
+from figure_cells import data_of, number, points_of, ratio, table
+
+from selfspec_cli.record import tables
+from selfspec_cli.record.columns import Record
+
+HOSTS = {"H100": "gpu/qwen_1.5b_table_h100", "H200": "gpu/qwen_1.5b_h200/code"}
+"""Greedy drafts by one table of lengths, by the card of the host; the workloads that both have are shown."""
+SERVED = "gpu/qwen_1.5b_h200/served.json"
+
+
+def hosts() -> str:
+    """Plain decoding and drafts on both hosts: tokens a second, and what a step and a round take."""
+    found = {host: _by_load(folder) for host, folder in HOSTS.items()}
+    rows = []
+    for load in found["H200"]:
+        if all(load in one for one in found.values()):
+            workload, batch = load
+            pairs = [found[host][load] for host in HOSTS]
+            rows.append((f"{workload}, {batch}", *(cell for pair in pairs for cell in _cells(*pair))))
+    parts = ("plain tok/s", "drafts tok/s", "speedup", "plain step, ms", "round, ms")
+    return table(("workload, requests", *(f"{host}: {part}" for host in HOSTS for part in parts)), rows)
+
+
+def _by_load(folder: str) -> dict[tuple[str | None, int | None], tuple[Record, Record]]:
+    """(the baseline, greedy drafts without a gate) by workload and number of requests."""
+    rows = [tables.row(point) for point in points_of(folder)]
+    pairs: dict[tuple[str | None, int | None], dict[bool, Record]] = {}
+    for row in rows:
+        if not row.temperature and (row.arm == "baseline" or row.gate == "none"):
+            pairs.setdefault((row.workload, row.batch), {})[row.arm != "baseline"] = row
+    return {load: (pair[False], pair[True]) for load, pair in pairs.items() if len(pair) == 2}
+
+
+def _cells(plain: Record, drafts: Record) -> tuple[str | None, ...]:
+    speeds = (number(row.tok_s_median, 4) for row in (plain, drafts))
+    return *speeds, ratio(drafts.speedup), f"{plain.tpot_ms:.2f}", f"{drafts.itl_ms:.2f}"
+
+
+def served() -> str:
+    """Every level of the load test of the coder, early exit over plain vLLM."""
+    found = data_of(SERVED)
+    rows = []
+    for level, over in found["compared"].items():
+        sides = [found["rows"][level][side] for side in ("plain", "early exit")]
+        rows.append((level.removeprefix("closed "), *(number(side["tok_s"], 3) for side in sides),
+                     ratio(over["throughput"]), ratio(over["wanted"]),
+                     *(f"{over[name]:.2f}" for name in ("tpot_p99", "ttft_p99", "settled_ttft_p99")),
+                     *(f"{side['server_cpu']['python']:.2f}" for side in sides)))  # fmt: skip
+    header = ("clients", "plain tok/s", "drafts tok/s", "throughput", "wanted", "p99 TPOT over plain",
+              "p99 TTFT over plain", "the same, settled", "API server, of a core: plain", "drafts")  # fmt: skip
+    return table(header, rows)
+
+
+def served_section() -> str:
+    """The same as a section of the page of all figures, with its command."""
+    given = {name: value for name, value in data_of(SERVED)["arguments"].items()
+             if name in ("layer", "k", "draft_weights", "table", "clients", "groups", "seconds", "few_seconds", "kv_gib",
+                         "memory_share", "minutes", "prompts")}  # fmt: skip
+    words = " ".join(f"--{name.replace('_', '-')} '{value}'" for name, value in given.items())
+    return f"""### serving: a pretrained coder on chat questions
+
+Qwen2.5-Coder-1.5B-Instruct, all layers on 4-bit copies, a table of lengths; two servers on one H200, asked in turns, each
+behind vLLM's API server in Python; once, 7 to 10 seconds a level.
+
+```
+python experiments/serving/load_on_gpu.py --model ./qwen2.5-coder-1.5b {words} --out served.json
+```
+
+""" + served()

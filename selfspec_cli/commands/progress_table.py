@@ -93,6 +93,8 @@ class State:
         row = tables.row(point)
         arm = self.arms.setdefault(point.key, ArmRow(label(row)))
         arm.state, arm.seconds = "done" if point.ok else "failed", point.seconds
+        if not arm.tok_s:  # workers and load tests send whole points, not one repeat after the other
+            arm.tok_s = list(point.tok_s)
         if row.speedup is not None and point.compared_with is not None:
             arm.speedup = f"{row.speedup:.2f}x"
             if row.speedup_low is not None and row.speedup_high is not None:

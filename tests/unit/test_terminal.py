@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import model_folder
+from points import point
 from pseudo_terminal import Terminal
 
 from selfspec_cli.commands import progress_table, working
@@ -164,6 +165,13 @@ def test_time_left_comes_from_what_was_measured():
     state.measuring(second)
     state.count("repeats", 3, 6)
     assert state.left() == pytest.approx(1.5 * 10.0 + 6.0)
+
+
+def test_a_point_that_came_whole_has_its_speed():
+    state, found = progress_table.State(Clock()), point()
+    state.measured(found)
+    assert found.tok_s
+    assert state.arms[found.key].tok_s == list(found.tok_s)
 
 
 def test_nothing_is_promised_before_anything_is_known():

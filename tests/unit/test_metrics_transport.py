@@ -8,10 +8,14 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import programs
 import pytest
 import torch
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from selfspec_cli.early_exit.counters import REASONS, DraftCounters
 from selfspec_cli.early_exit.errors import SettingsError
@@ -179,6 +183,29 @@ def test_panels_do_not_overlap_and_each_says_what_it_shows():
     assert len(set(places)) == len(panels)
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
     assert all(panel["title"] and panel["description"] and panel["targets"] for panel in panels)
+
+
+def read_by_grafana(document: dict[str, Any]) -> Any:
+    """A dashboard as Grafana's own library has it after it read it: with defaults, and without what it does not know."""
+    plugins.register_default_plugins()  # they know Prometheus's queries
+    return json.loads(JSONEncoder(sort_keys=True).encode(Dashboard.from_json(document)))
+
+
+def kept(wanted: Any, found: Any) -> bool:
+    """Whether everything of a document is in another one."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(key in found and kept(wanted[key], found[key]) for key in wanted)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(wanted) == len(found) and all(map(kept, wanted, found))
+    return bool(wanted == found)
+
+
+@pytest.mark.parametrize("name", ["selfspec", "gateway"])
+def test_every_field_of_a_dashboard_is_one_that_grafana_knows(name):
+    document = json.loads((INFRA / "grafana" / f"{name}.json").read_text(encoding="utf-8"))
+    assert document["panels"] and kept(document, read_by_grafana(document))
+    document["panels"][0]["targets"][0]["legend"] = "a misspelt legendFormat"
+    assert not kept(document, read_by_grafana(document))
 
 
 @programs.needs("promtool")

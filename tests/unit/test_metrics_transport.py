@@ -186,7 +186,7 @@ def test_panels_do_not_overlap_and_each_says_what_it_shows():
 
 
 def read_by_grafana(document: dict[str, Any]) -> Any:
-    """A dashboard as Grafana's own library has it after it read it: with defaults, and without what it does not know."""
+    """A dashboard as Grafana's own library writes what it read: with defaults, without what it does not know."""
     plugins.register_default_plugins()  # they know Prometheus's queries
     return json.loads(JSONEncoder(sort_keys=True).encode(Dashboard.from_json(document)))
 

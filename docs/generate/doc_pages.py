@@ -116,6 +116,7 @@ WRITTEN = (
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
+    ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
     ("docs/measurements.md", "conversations", conversations),
     ("docs/limits.md", "by_context", by_context),
     ("docs/limits.md", "by_context_coder", lambda: by_context("gpu/qwen_1.5b_h200/by_context.json")),

@@ -248,5 +248,6 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
 )
 """What writes a part of the page, and the files that it is about."""
 
-NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md", "gpu/qwen_1.5b_h200/by_context.json")
+NO_FIGURES = ("serving/*", "install/*", "profile/*", "serving/README.md", "gpu/qwen_1.5b_h200/by_context.json",
+              "gpu/two_gpus/*", "blog/streams_qwen.json")  # fmt: skip
 """Transcripts and recordings, which hold no measured figure, and figures that stand on pages of their own."""

@@ -56,6 +56,8 @@ ABOUT = {
     + TOGETHER,
     "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "
     + TOGETHER,
+    "gpu/milestones_qwen_h200": "The milestones of the first sprint on the same coder ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). "
+    + TOGETHER,
     "gpu/fp8_8b_h200": "4-bit copies as drafts of a model in fp8: Llama-3-8B shape, random weights, synthetic acceptance of 0.95 a position. "
     + TOGETHER,
     "sprint/milestones": "The milestones of the first sprint by their own experiment files ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). One core, on which other programs ran too: accept rates, tokens and perplexities count, and speeds do not.",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from selfspec_cli.record import folder
+from selfspec_cli.record import archive, folder
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "published" / "blog.jsonl.xz"
@@ -50,6 +50,15 @@ def test_the_picture_is_that_of_the_published_run(tmp_path):
     assert streams.drawn(found) == PICTURE.read_text(encoding="utf-8")
     rounds = len(found["arms"]["early_exit"]["steps"])
     assert rounds < len(found["arms"]["baseline"]["steps"]) == 128
+
+
+def test_the_picture_of_the_larger_model_is_that_of_its_recording(tmp_path):
+    text = archive.read_text(RESULTS / "streams_qwen.json")
+    (tmp_path / "streams.json").write_text(text, encoding="utf-8")
+    streams = script()
+    picture = PICTURE.with_name("streams_qwen.svg").read_text(encoding="utf-8")
+    assert streams.drawn(streams.read(tmp_path / "streams.json")) == picture
+    assert "0.59 s (plain decoding) and 0.24 s" in picture
 
 
 def recording(tmp_path, last=" = 1"):

@@ -208,7 +208,7 @@ def _bar(left: float, panel: float, height: float, last: dict[str, Any], pace: t
             f'<animate attributeName="width" values="0;{wide};{wide}" keyTimes="0;{share:.5f};1" dur="{whole:.2f}s" '
             'repeatCount="indefinite"/></rect>'
             f'<text class="s" x="{left + 14}" y="{y + 26}">{last["tokens"]} tokens in {last["seconds"]:.2f} s, '
-            f'{rate:.0f} tokens a second (shown {slower} times slower)</text>')  # fmt: skip
+            f'{rate:.0f} tok/s (shown {slower} times slower)</text>')  # fmt: skip
 
 
 def made_again(results: Path, prompt: int) -> dict[str, Any]:

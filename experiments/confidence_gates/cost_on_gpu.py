@@ -5,7 +5,7 @@
 
 Dummy weights, E=8 of 32, k=3, synthetic acceptance. Three engines: plain decoding; the draft loop that ends on the
 device, on which gates and draft lengths then change live, taking turns; the draft loop unrolled into k steps (what a
-captured graph is without conditional nodes). The file is written after each engine.
+captured graph is without conditional nodes). The file is written after each batch size of an engine.
 Times are milliseconds a step or round after the first token, medians.
 
 The ceilings: a gate that never closes should cost nothing; a gate that closes at once should leave a plain step and one
@@ -66,27 +66,28 @@ def milliseconds(done: Generation) -> float:
     return 1e3 * (done.seconds - max(map(latency.ttft, done.requests))) / steps
 
 
-def measure(engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int) -> dict[str, dict]:
-    """Every arm at every batch size, alternating; an arm is a gate, its threshold and a draft length."""
+def measure(
+    engine: Engine, arms: dict[str, tuple[str, float | None, int]], repeats: int, batch: int
+) -> dict[str, dict]:
+    """Every arm at one batch size, alternating; an arm is a gate, its threshold and a draft length."""
     found: dict[str, dict] = {}
-    for batch in BATCHES:
-        prompts = [[(7 * row + place) % 997 + 3 for place in range(INPUT_LEN)] for row in range(batch)]
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(repeats + 1):  # the first is for warming up
-            for name, (gate, threshold, k) in arms.items():
-                if engine.cfg.method is Method.layer_skip:
-                    engine.set_gate(gate, threshold)
-                    engine.set_draft_length(k)
-                done = engine.generate(prompts, OUTPUT_LEN, batch=batch)
-                if turn:
-                    times[name].append(milliseconds(done))
-                if turn == repeats and done.drafting is not None:
-                    lengths = done.drafting["length_histogram"]
-                    found.setdefault(f"{name} batch {batch}", {})["draft_steps_histogram"] = lengths
-        for name, values in times.items():
-            row = found.setdefault(f"{name} batch {batch}", {})
-            row |= {"ms": statistics.median(values), "ms_all": [round(value, 4) for value in values]}
-            print(f"{name:24} batch {batch:3} {row['ms']:8.3f} ms", flush=True)
+    prompts = [[(7 * row + place) % 997 + 3 for place in range(INPUT_LEN)] for row in range(batch)]
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(repeats + 1):  # the first is for warming up
+        for name, (gate, threshold, k) in arms.items():
+            if engine.cfg.method is Method.layer_skip:
+                engine.set_gate(gate, threshold)
+                engine.set_draft_length(k)
+            done = engine.generate(prompts, OUTPUT_LEN, batch=batch)
+            if turn:
+                times[name].append(milliseconds(done))
+            if turn == repeats and done.drafting is not None:
+                lengths = done.drafting["length_histogram"]
+                found.setdefault(f"{name} batch {batch}", {})["draft_steps_histogram"] = lengths
+    for name, values in times.items():
+        row = found.setdefault(f"{name} batch {batch}", {})
+        row |= {"ms": statistics.median(values), "ms_all": [round(value, 4) for value in values]}
+        print(f"{name:24} batch {batch:3} {row['ms']:8.3f} ms", flush=True)
     return found
 
 
@@ -126,10 +127,12 @@ def main() -> None:
         wanted, arms = known[name]
         os.environ[SWITCH] = "0" if name == "unrolled" else "1"  # also of the processes of other ranks
         with open_engine(wanted) as engine:
-            rows |= measure(engine, arms, given.repeats)
-        found = {"rows": rows, "ratios": ratios(rows), "device": machine.device(cfg), "versions": machine.versions(),
-                 "asked": {key: str(value) for key, value in vars(given).items()}}  # fmt: skip
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for batch in BATCHES:
+                rows |= measure(engine, arms, given.repeats, batch)
+                found = {"rows": rows, "ratios": ratios(rows), "device": machine.device(cfg),
+                         "versions": machine.versions(),
+                         "asked": {key: str(value) for key, value in vars(given).items()}}  # fmt: skip
+                given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, value in ratios(rows).items():
         print(f"{name}: {value:.4f}", flush=True)
     os._exit(0)  # ranks of a tensor-parallel engine may take long to end

@@ -21,7 +21,7 @@ from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
@@ -82,7 +82,8 @@ class TuneResult:
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
-        return [*doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
+        few = short_of_time(self.finalists, self.choice.cfg.workload)
+        return [*few, *doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
 
 
 def facts(
@@ -133,7 +134,7 @@ def run(
     found = survey(exits.distinct(cfgs, LONGEST), folder, open_engine, budget, progress)
     for other in [cfg for one in promising(found) for cfg in with_heads(one.cfg, heads)]:
         if _may_survey(found, budget):
-            found.append(_surveyed(other, folder, open_engine, budget))
+            found.append(_surveyed(other, folder, open_engine, budget, progress))
     finalists: list[Finalist] = []
     trials = 0
     remaining = promising(found)
@@ -145,9 +146,11 @@ def run(
         before = budget.spent
         with open_engine(one.cfg) as engine:
             opening = budget.spent - before
+            one = _affordable(one, budget.left - until)
             trials += _search(engine, one, folder, budget, until, progress)
             finalists += _final(engine, one, folder, budget, until, progress)
     choice = max(finalists, key=lambda finalist: finalist.speedup)
+    choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
     by_load: list[loads_stage.Load] = []
     if loads:
         cfg, by_load = loads_stage.run(choice.cfg, loads, open_engine, lambda: whole.left > 0, progress)
@@ -209,6 +212,16 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
             "order of the exits is uncertain; tune again when nothing else runs here"]  # fmt: skip
 
 
+def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig) -> list[str]:
+    """Whether there was no time to run all of the workload."""
+    few = min((one.cfg.workload for one in finalists), key=lambda work: (work.num_prompts, work.output_len))
+    if few == wanted:
+        return []
+    return [f"there was time for {few.num_prompts} of the workload's {wanted.num_prompts} requests and for "
+            f"{few.output_len} of their {wanted.output_len} tokens, so the speedups are rough; with more --minutes the "
+            "same command goes on"]  # fmt: skip
+
+
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
     """An exit with each of `heads` that is fitted for its layer and is not its own."""
     others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind != "lens")
@@ -228,7 +241,7 @@ def survey(
     for number, cfg in enumerate(cfgs):
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) < 2:
-            one = _surveyed(cfg, folder, open_engine, budget)
+            one = _surveyed(cfg, folder, open_engine, budget, progress)
             best = max((known.best.speedup for known in found), default=0.0)
             found.append(one)
             worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
@@ -250,20 +263,33 @@ def _may_survey(found: Sequence[Exit], budget: Budget) -> bool:
     return budget.left - max(one.seconds for one in found) > budget.minutes * 30
 
 
+def _seconds_a_survey(budget: Budget) -> float:
+    """What one exit may take of the first half of the time: half of what is left of it, so that others get some too."""
+    return max(budget.left - budget.minutes * 30, 0.0) / 2
+
+
+def _affordable(found: Exit, seconds: float) -> Exit:
+    """The exit with a workload of which a batch of trials and the final race end in so many seconds."""
+    work = found.cfg.workload
+    pace = batch_seconds(found) / (work.output_len * math.ceil(work.num_prompts / work.batch))
+    return replace(found, cfg=exits.sized(found.cfg, seconds / (2 + SURE_REPEATS), pace))
+
+
 def _study(cfg: RunConfig) -> str:
     """Names the trials of an exit and the file of its drafts."""
     return f"{exits.name_of(cfg)}-{exits.draft_key(cfg)}"
 
 
-def _surveyed(cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget) -> Exit:
+def _surveyed(
+    cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
+) -> Exit:
     """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the folder
-    if an earlier run left them there."""
+    if an earlier run left them there, unless that one was short of time and this one has twice as much."""
     began = budget.spent
     file = folder / f"drafts-{_study(cfg)}.pt"
-    if file.is_file():
-        found = exits.load(cfg, file)
-    else:
-        found = exits.survey(cfg, open_engine, RECORDED)
+    found = exits.load(cfg, file) if file.is_file() else None
+    if found is None or 2 * (found.seconds_allowed or math.inf) < _seconds_a_survey(budget):
+        found = exits.survey(cfg, open_engine, RECORDED, lambda: _seconds_a_survey(budget), progress)
         exits.save(found, file)
     settings = replay.settings_for(found.log, search.gates(found.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(found.log, one, found.costs) for one in settings)

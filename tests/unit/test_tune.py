@@ -40,8 +40,8 @@ class FakeEngine:
 
     vocab_size, max_model_len = 100, 2048
 
-    def __init__(self, cfg, clock):
-        self.cfg, self.layer, self.clock = cfg, cfg.layer, clock
+    def __init__(self, cfg, clock, pace=1.0):
+        self.cfg, self.layer, self.clock, self.pace = cfg, cfg.layer, clock, pace
         self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
@@ -61,6 +61,9 @@ class FakeEngine:
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
         generation = self.answer(prompts, output_len)
+        generation.seconds *= self.pace
+        if generation.drafting and generation.drafting["rounds"]:
+            generation.drafting["seconds"] *= self.pace
         self.clock.now += generation.seconds
         return generation
 
@@ -113,7 +116,7 @@ def lab(tmp_path, monkeypatch):
     @contextmanager
     def open_engine(cfg):
         clock.now += OPENING
-        opened.append(FakeEngine(cfg, clock))
+        opened.append(FakeEngine(cfg, clock, found.pace))
         yield opened[-1]
         clock.now += 2.0
 
@@ -124,7 +127,8 @@ def lab(tmp_path, monkeypatch):
         budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"])
 
-    return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
+    found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0)
+    return found
 
 
 def best_of_grid(cfg):
@@ -341,6 +345,22 @@ def test_it_ends_within_its_minutes(lab, monkeypatch, minutes, slower):
     assert lab.clock.now - began <= minutes * 60
     assert result.seconds <= minutes * 60
     assert result.finalists
+
+
+@pytest.mark.parametrize("minutes", [3, 8])
+def test_a_slow_machine_keeps_the_minutes_and_says_what_it_left_out(lab, minutes):
+    """A token takes plain decoding a tenth of a second here; all of the workload would take hours."""
+    lab.pace = 0.1 / COSTS.plain
+    work = replace(lab.cfgs[0].workload, num_prompts=8, output_len=512)
+    chosen, began = [replace(cfg, workload=work) for cfg in lab.cfgs], lab.clock.now
+    result = lab.run(minutes=minutes, trials=1000, chosen=chosen)
+    assert lab.clock.now - began <= 60 * minutes
+    assert result.choice.cfg.workload == work
+    assert any("requests and for" in warning and "of their 512 tokens" in warning for warning in result.warnings)
+    surveys = sum(engine.recorded for engine in lab.opened)
+    again = lab.run(minutes=5000, trials=6, chosen=chosen)
+    assert sum(engine.recorded for engine in lab.opened) > surveys  # what was short of time is logged anew
+    assert again.warnings == []
 
 
 @pytest.mark.slow

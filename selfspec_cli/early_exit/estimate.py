@@ -19,6 +19,26 @@ def updated(rate, accepted, judged, weight):
     return (rate + weight * accepted) / (1.0 + weight * judged)
 
 
+def gain(rate, steps):
+    """What one more draft step yields a request, in shares of what its round yields after `steps` of them: an accepted
+    token beside 1 + rate + rate^2 + ..."""
+    stands = rate * 0.0 + 1.0
+    tokens = stands
+    for _ in range(steps):
+        stands = stands * rate
+        tokens = tokens + stands
+    return stands * rate / tokens
+
+
+def step_pays(gains, requests, steps, cost):
+    """Whether one more draft step brings the requests of a round more than the time costs them all, after `steps` that
+    cost `cost` plain steps each: whether the geometric mean of their tokens over the time of the round rises.
+
+    gains: the sum of `gain` over the requests that would take the step. Time is verification, a plain step, and steps.
+    """
+    return gains * (1.0 + cost * steps) > requests * cost
+
+
 def reached(count, rate, threshold):
     """`count`, and one more where the estimate has come up to a threshold."""
     return count + (rate >= threshold)

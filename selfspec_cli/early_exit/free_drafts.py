@@ -7,6 +7,9 @@ trusted, the rest of the draft is copied from what followed it, and the draft en
     it is too short           the model's own draft begins; with each of its tokens that is also the match's, the match
                               is longer by one, and once it is trusted the rest is copied
 
+The others' drafts go on together, a step for all of them at once, and those that have their draft wait for it. So a
+step is made while it pays for all: `estimate.step_pays`.
+
 How far a match is trusted is learnt from each request: after every verify pass its new tokens say how often the token
 after a match of each length came true, whether or not it was drafted. So nothing has to be tried out.
 
@@ -16,12 +19,13 @@ device, and its test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from selfspec_cli.early_exit.estimate import trials, updated
+from selfspec_cli.early_exit.estimate import gain, step_pays, trials, updated
 
 LONGEST = 16
 """Tokens of a match that are looked at: longer ones count as this long."""
@@ -90,6 +94,12 @@ def trusted_from(rates: Tensor, own: float, tokens: int, k: int, cost: float) ->
         yields = own * (1.0 + yields)
     doubtful = (1.0 + expected(rates, tokens)) * (1.0 + cost * k) < 1.0 + yields
     return int((doubtful * torch.arange(1, LONGEST + 1)).max()) + 1
+
+
+def another_step(own: Sequence[float], requests: int, steps: int, cost: float) -> bool:
+    """Whether a round of `requests` takes one more draft step. own: estimated acceptance of the model's own drafts, of
+    each request that would take it; steps: taken before; cost: of one, in plain steps."""
+    return bool(step_pays(sum(gain(rate, steps) for rate in own), requests, steps, cost))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kernels_interpreted import DEVICE, end_step
 
 from selfspec_cli.early_exit.acceptance import WEIGHT, Ladder
 from selfspec_cli.early_exit.estimate import trials, updated
-from selfspec_cli.early_exit.free_drafts import LONGEST, Matches
+from selfspec_cli.early_exit.free_drafts import LONGEST, Matches, another_step
 from selfspec_cli.early_exit.length_table import LengthTable
 from selfspec_cli.early_exit.request_settings import NOTHING, RequestSettings
 from selfspec_cli.vllm_plugin.v2.draft_budget import Ending
@@ -74,17 +74,25 @@ class Device:
         return [state.draft_tokens[row, :length].tolist() for row, length in enumerate(drafted)]
 
 
-def plain_round(matches: Matches, text: list[int], own: list[int], room: int = FREE, k: int = K) -> list[int]:
+def plain_round(
+    kept: list[Matches], texts: list[list[int]], own: list[list[int]], room: int = FREE, k: int = K
+) -> list[list[int]]:
     """A round of the plain rule, as the V1 runner has it."""
-    tokens, draft = torch.tensor(text), []
-    matches.look_up(tokens, room, k)
-    while True:
-        matches.drafted = len(draft)
-        rest = matches.rest(tokens, draft, room)
-        matches.copied = len(rest)
-        if rest or len(draft) == k:
-            return draft + rest
-        draft.append(own[len(draft)])
+    drafts, rests = [[] for _ in texts], []
+    for one, text in zip(kept, texts, strict=True):
+        one.look_up(torch.tensor(text), room, k)
+    for step in range(k + 1):
+        rests = []
+        for one, text, draft in zip(kept, texts, drafts, strict=True):
+            one.drafted = len(draft)
+            rests.append(one.rest(torch.tensor(text), draft, room))
+            one.copied = len(rests[-1])
+        going = [row for row, draft in enumerate(drafts) if len(draft) == step and not rests[row]]
+        if step == k or not another_step([kept[row].own for row in going], len(texts), step, kept[0].cost):
+            break
+        for row in going:
+            drafts[row].append(own[row][step])
+    return [draft + rest for draft, rest in zip(drafts, rests, strict=True)]
 
 
 @pytest.mark.parametrize(("free", "k", "rounds"), [(2, K, 12), (FREE, K, 30), (FREE, 1, 20)])
@@ -97,7 +105,7 @@ def test_drafts_and_what_is_learnt_are_those_of_the_plain_rule(free, k, rounds):
     likely = [0.95, 0.6, 0.8]  # of a drafted token
     for _ in range(rounds):
         own = [[draw.randrange(VOCAB - 1) for _ in range(K)] for _ in texts]
-        wanted = [plain_round(one, text, tokens, room, k) for one, text, tokens in zip(kept, texts, own, strict=True)]
+        wanted = plain_round(kept, texts, own, room, k)
         assert device.draft(texts, sampled, own) == wanted
         matches, slots = device.state.matches, torch.tensor([3, 2, 1])
         for name in ("length", "trusted", "drafted", "copied"):
@@ -131,6 +139,19 @@ def test_a_round_in_which_all_have_a_match_takes_no_step():
     assert counted["length_histogram"][0] == 1
     assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
     assert device.state.idx_mapping.tolist() == [-1] * ROWS
+
+
+@pytest.mark.parametrize(("cost", "steps"), [(0.01, 3), (0.25, 2), (0.45, 1), (0.6, 0)])
+def test_one_request_without_a_match_drafts_while_that_pays_for_both(cost, steps):
+    """The gains of a step, accepted without fail, are 1, 1/2 and 1/3 of what its round yields so far."""
+    device, new = Device(), [5, 4, 3]
+    device.state.free = device.state.free._replace(cost=cost)
+    drafts = device.draft([REPEATED, new], [1, 1], [[], [0, 0, 0]])
+    assert [len(draft) for draft in drafts] == [FREE, steps]
+    counted = device.state.snapshot()
+    assert (counted["steps"], counted["drafted"], counted["gate_ended"]) == (steps, steps, int(steps < K))
+    assert device.state.idx_mapping.tolist() == [-1] * ROWS
+    assert device.state.buffers.seq_lens.tolist() == [0] * ROWS
 
 
 def test_requests_without_a_match_draft_on_beside_them():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from selfspec_cli.early_exit.free_drafts import (
     LONGEST,
     Matches,
     agreement,
+    another_step,
     expected,
     first_rates,
     following,
@@ -88,6 +91,20 @@ def test_a_match_is_trusted_from_where_it_yields_more_in_the_same_time(rates, ow
         trusted_from(rates, own, tokens, k, cost / 2) >= trusted
     )  # a cheaper draft of its own asks for a longer match
     assert trusted_from(rates, own / 2, tokens, k, cost) <= trusted
+
+
+@given(st.lists(shares, min_size=1, max_size=8), st.integers(0, 8), st.integers(1, 12), st.floats(0.02, 1.5))
+def test_a_round_ends_where_its_tokens_over_its_time_are_most(rates, closed, k, cost):
+    """Their geometric mean: requests that have their draft already wait, and gain nothing. No other end is better."""
+    requests = len(rates) + closed
+
+    def gained(steps: int) -> float:
+        tokens = sum(math.log(sum(rate**place for place in range(steps + 1))) for rate in rates)
+        return tokens / requests - math.log(1 + cost * steps)
+
+    end = next((steps for steps in range(k) if not another_step(rates, requests, steps, cost)), k)
+    near = max(gained(steps) for steps in range(k + 1)) - gained(end)
+    assert near < 0.02  # the rule is the tangent's: it looks ahead by a line where the tokens are a curve
 
 
 def rounds(matches: Matches, truth: list[int], begin: int, own: int | None) -> list[tuple[int, int, int]]:

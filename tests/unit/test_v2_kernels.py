@@ -155,12 +155,13 @@ from kernel_types import INPUTS, MATCHES, PROGRESS, VERDICT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from selfspec_cli.vllm_plugin.v2.counting import _turn
 from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
 
-TYPES = {"matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
+TYPES = {"own": "*fp32", "matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
          "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
-for kernel in (_look_up, _judge, _certain):
-    constants = {"BLOCK": 1024, "K": 16, "PLACES": 32}
+for kernel in (_look_up, _judge, _certain, _turn):
+    constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -295,8 +296,8 @@ def test_the_kernel_that_begins_a_round_compiles_for_cuda(compiled):
 
 
 def test_the_kernels_of_free_drafts_compile_for_cuda(compiled):
-    look_up, judge, certain = (line.split() for line in compiled["MATCHING"].splitlines())
-    assert look_up == ["0", "1"] and certain == ["0", "0"]
+    look_up, judge, certain, turn = (line.split() for line in compiled["MATCHING"].splitlines())
+    assert look_up == ["0", "1"] and certain == turn == ["0", "0"]
     assert judge == ["0", "3"]  # two counters, and the rows that go on
 
 

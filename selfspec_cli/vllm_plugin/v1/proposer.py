@@ -234,6 +234,9 @@ class _EarlyExit(DraftModelProposer):
         probs: list[tuple[Tensor, Tensor]] = []
         for step in range(limit):
             last = step + 1 == limit
+            if self.free is not None and not self.free.another_step(state.rows.tolist(), step):
+                self.counters.ended_early()
+                break
             # Before sampling, which scales logits in place.
             logits, best, open_ = self._decide(state, batch.req_ids, last)
             if probabilistic:

@@ -57,7 +57,7 @@ class Target:
 
 
 def less_is_better(column: str) -> bool:
-    """Whether the smaller value of a column is the better one: times, perplexity, power, memory and requests that failed."""
+    """Whether the smaller value of a column is the better one: times, perplexity, power, memory, failed requests."""
     return _LESS_IS_BETTER.fullmatch(column) is not None
 
 

@@ -134,7 +134,7 @@ def steps_of(point: Point, number: int, lengths: list[int], pieces: list[str]) -
 def question(prompt: str) -> str:
     """What the picture shows of a prompt: of a chat in ChatML, as Qwen writes it, the user's last message alone.
 
-    >>> question("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nWhy?<|im_end|>\\n<|im_start|>assistant")
+    >>> question("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nWhy?<|im_end|>\\n")
     'Why?\\n\\n'
     """
     message = prompt.rpartition("<|im_start|>user\n")[2]

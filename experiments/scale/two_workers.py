@@ -5,8 +5,8 @@
 
 Each run is the command of a user, in a folder of results of its own. The first one also fills caches of compiled
 kernels, so it is slower than it would be again. The file is written after each run; none begins after `--seconds`.
-Where a timeout outside of this script ends it (SIGTERM), the run that was under way is ended too, and kept with what it
-had measured until then.
+Where a timeout outside of this script ends it (SIGTERM), the run under way is ended too, and kept with what it had
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def launched(text: str) -> list[tuple[str, str]]:
     pairs = []
     for word in text.split(","):
         kind, _, workers = word.partition(":")
-        among(("joblib", "ray", "submitit"), "launcher")(kind)
+        among(("joblib", "ray"), "launcher")(kind)
         if not workers.isdigit():
             raise argparse.ArgumentTypeError(f"{word!r}: write LAUNCHER:WORKERS, such as joblib:2")
         pairs.append((kind, workers))
@@ -102,8 +102,10 @@ def main() -> None:
                 kind, workers, given.words, Path(place) / str(number), left
             )
             found.append(row)
-            said = f"{row['seconds']} s, exit code {row['exit_code']}, {len(row['keys'])} points"
-            print(f"{kind}:{workers}: {said}", flush=True)
+            print(
+                f"{kind}:{workers}: {row['seconds']} s, exit code {row['exit_code']}, {len(row['keys'])} points",
+                flush=True,
+            )
             if row["exit_code"]:
                 print(row["said"], row["failed"][:1], flush=True)
             text = json.dumps(compared(found) | {"runs": found}, indent=1)

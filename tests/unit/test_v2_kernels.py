@@ -158,8 +158,8 @@ from triton.compiler import ASTSource
 from selfspec_cli.vllm_plugin.v2.counting import _turn
 from selfspec_cli.vllm_plugin.v2.matches import _certain, _judge, _look_up
 
-TYPES = {"matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32", "own": "*fp32",
-         "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
+TYPES = {"matches": MATCHES, "verdict": VERDICT, "inputs": INPUTS, "progress": PROGRESS, "slots": "*i32",
+         "own": "*fp32", "lengths": "*i32", "cost": "fp32", "logits": "*bf16", "draft_tokens": "*i64"}
 for kernel in (_look_up, _judge, _certain, _turn):
     constants = {"BLOCK": 1024, "K": 16, "PLACES": 32, "ROWS": 32, "FREE": True}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

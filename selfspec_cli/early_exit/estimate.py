@@ -22,12 +22,12 @@ def updated(rate, accepted, judged, weight):
 def gain(rate, steps):
     """What one more draft step yields a request, in shares of what its round yields after `steps` of them: an accepted
     token beside 1 + rate + rate^2 + ..."""
-    stands = rate * 0.0 + 1.0
-    tokens = stands
+    alive = rate * 0.0 + 1.0
+    tokens = alive
     for _ in range(steps):
-        stands = stands * rate
-        tokens = tokens + stands
-    return stands * rate / tokens
+        alive = alive * rate
+        tokens = tokens + alive
+    return alive * rate / tokens
 
 
 def step_pays(gains, requests, steps, cost):

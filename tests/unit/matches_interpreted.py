@@ -78,21 +78,21 @@ def plain_round(
     kept: list[Matches], texts: list[list[int]], own: list[list[int]], room: int = FREE, k: int = K
 ) -> list[list[int]]:
     """A round of the plain rule, as the V1 runner has it."""
-    drafts, rests = [[] for _ in texts], []
+    drafts, copied = [[] for _ in texts], []
     for one, text in zip(kept, texts, strict=True):
         one.look_up(torch.tensor(text), room, k)
     for step in range(k + 1):
-        rests = []
+        copied = []
         for one, text, draft in zip(kept, texts, drafts, strict=True):
             one.drafted = len(draft)
-            rests.append(one.rest(torch.tensor(text), draft, room))
-            one.copied = len(rests[-1])
-        going = [row for row, draft in enumerate(drafts) if len(draft) == step and not rests[row]]
+            copied.append(one.rest(torch.tensor(text), draft, room))
+            one.copied = len(copied[-1])
+        going = [row for row, draft in enumerate(drafts) if len(draft) == step and not copied[row]]
         if step == k or not another_step([kept[row].own for row in going], len(texts), step, kept[0].cost):
             break
         for row in going:
             drafts[row].append(own[row][step])
-    return [draft + rest for draft, rest in zip(drafts, rests, strict=True)]
+    return [draft + more for draft, more in zip(drafts, copied, strict=True)]
 
 
 @pytest.mark.parametrize(("free", "k", "rounds"), [(2, K, 12), (FREE, K, 30), (FREE, 1, 20)])

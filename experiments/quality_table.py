@@ -25,6 +25,7 @@ from typing import Any
 from selfspec_cli.record import folder, quality, tables
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.quality import GENERATED, GREEDY, Book, arm_in_words
+from selfspec_cli.scripts import all_among
 
 EAGER = "engine.enforce_eager=true"  # nothing is timed, and an engine starts in a quarter of the time
 GATES = ("none", "adaedl", "entropy", "margin", "maxp", "survival", "varH")
@@ -44,6 +45,7 @@ STEPS = {
         f"verify model=./smollm2 model.name=smollm2 model.dtype=float32 layer=30 k=4 draft_weights=int8 {EAGER}",
     ],
 }
+KINDS = sorted({step.split()[0] for steps in STEPS.values() for step in steps})
 COLUMNS = (
     "arm", "tok/s", "accept rate", "PPL of text", "ΔPPL", "ΔPPL of greedy", "ΔPPL of sampled", "same greedy", "scores",
     "verdict",
@@ -57,10 +59,15 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--steps", default="fit,ppl,eval,sweep", help="by their commands; verify is another")
+    parser.add_argument(
+        "--steps",
+        type=all_among(KINDS, "step"),
+        default="fit,ppl,eval,sweep",
+        help="by their commands; verify is another",
+    )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="given to every step")
     options = parser.parse_intermixed_args()
-    wanted = [step for step in STEPS[options.model] if step.split()[0] in options.steps.split(",")]
+    wanted = [step for step in STEPS[options.model] if step.split()[0] in options.steps]
     for step in [] if options.table else wanted:
         own = {word.split("=")[0] for word in options.words}
         words = [word for word in shlex.split(step) if word.split("=")[0] not in own]

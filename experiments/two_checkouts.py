@@ -4,10 +4,13 @@
     python experiments/two_checkouts.py --old ../old --model ./reference_widened --out checkouts_widened.json
 
 Three engines live at once, each in a process of its own: plain decoding, early exit of the old checkout, early exit of
-this one. Only one of them works at a time. They take turns, whose order is turned round each time, and the figures are
-medians of the turns. 8b: the shape of Llama 3 8B with random weights, the first 8 of 32 layers, k=3, acceptance set
-to 3. A folder: its first --layer layers on copies (--draft-weights), --k drafts, on code that the reference model has
-not seen. The file is written after each turn of all engines.
+this one. `--engines old,new,again` has a second engine of this checkout in the place of plain decoding: by how much two
+engines of one checkout differ is what the host adds. Only one of them works at a time. They take turns, whose order is
+turned round each time, and the figures are medians of the turns.
+
+8b: the shape of Llama 3 8B with random weights, the first 8 of 32 layers, k=3, acceptance set to 3. A folder: its first
+--layer layers on copies (--draft-weights), --k drafts, on code that the reference model has not seen. The file is
+written after each turn of all engines.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES = ("plain", "old", "new")
+ENGINES = ("plain", "old", "new", "again")
 INPUT_LEN = 32
 
 
@@ -35,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, required=True, help="the folder of the other checkout")
     parser.add_argument("--model", required=True, help="8b, or a folder")
+    parser.add_argument("--engines", default="plain,old,new", help="of " + ", ".join(ENGINES))
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--draft-weights", default="int8")
@@ -51,6 +55,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # this process is that one
     given = parser.parse_args()
+    given.engines = given.engines.split(",")
+    if unknown := set(given.engines) - set(ENGINES):  # by hand: the old checkout may lack what helps with it
+        parser.error(f"--engines: {', '.join(unknown)}; allowed are {', '.join(ENGINES)}")
     given.batches = given.batches or ([1, 32] if given.model == "8b" else [1, 8, 32])
     return given
 
@@ -171,7 +178,7 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
             name: {"tok_s": round(median[name], 1), "least": round(min(speeds[name]), 1),
                    "greatest": round(max(speeds[name]), 1)} for name in median
         }  # fmt: skip
-        for one, other in (("new", "old"), ("old", "plain"), ("new", "plain")):
+        for one, other in (("new", "old"), ("again", "new"), ("old", "plain"), ("new", "plain")):
             if one in median and other in median:
                 row[f"{one} over {other}"] = round(median[one] / median[other], 3)
         last = {run["engine"]: run["outputs"] for run in here}
@@ -190,8 +197,8 @@ def main() -> None:
     found: dict[str, Any] = {"model": given.model, "repeats": given.repeats, "started": {}}
     runs: list[dict[str, Any]] = []
     place = Path(tempfile.mkdtemp(prefix="two_checkouts_"))
-    checkouts = {"plain": ROOT, "old": given.old.resolve(), "new": ROOT}
-    engines = {name: Far(name, checkouts[name], place) for name in ENGINES}
+    old = given.old.resolve()
+    engines = {name: Far(name, old if name == "old" else ROOT, place) for name in given.engines}
 
     def keep() -> None:
         kept = [{key: value for key, value in run.items() if key != "outputs"} for run in runs]
@@ -207,7 +214,7 @@ def main() -> None:
             for turn in range(-1, given.repeats):  # the first one warms up
                 if time.monotonic() > until:
                     break
-                for name in ENGINES[:: 1 if turn % 2 else -1]:
+                for name in given.engines[:: 1 if turn % 2 else -1]:
                     answer = engines[name].ask(batch)
                     runs += [{"engine": name} | answer] if turn >= 0 else []
                 keep()

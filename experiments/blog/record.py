@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.scripts import one_run
 from selfspec_cli.texts.prompts import workload_prompts
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="+")
     given = parser.parse_args()
-    (cfg,) = compose_runs(None, given.words, sweep=False)
+    cfg = one_run(parser, given.words)
     found: dict[str, Any] = {"title": given.title, "slower": given.slower, "arms": {}}
     for name, one in (("early_exit", cfg), ("baseline", baseline_of(cfg))):
         made = recorded(one, given.prompt, given.repeats)

@@ -25,6 +25,7 @@ from typing import Any
 from selfspec_cli.config.paths import reference_model_dir
 from selfspec_cli.record import folder
 from selfspec_cli.record.point import Point, output_digests
+from selfspec_cli.scripts import existing
 from selfspec_cli.texts import library
 
 WIDTH, MARGIN, GAP, LINE, TOP = 960, 16, 16, 18, 74
@@ -130,6 +131,16 @@ def steps_of(point: Point, number: int, lengths: list[int], pieces: list[str]) -
 # ---- drawing ----------------------------------------------------------------------------------------------------
 
 
+def question(prompt: str) -> str:
+    """What the picture shows of a prompt: of a chat in ChatML, as Qwen writes it, the user's last message alone.
+
+    >>> question("<|im_start|>system\\nBe kind.<|im_end|>\\n<|im_start|>user\\nWhy?<|im_end|>\\n")
+    'Why?\\n\\n'
+    """
+    message = prompt.rpartition("<|im_start|>user\n")[2]
+    return prompt if message == prompt else message.partition("<|im_end|>")[0] + "\n\n"
+
+
 def laid_out(prompt: str, steps: list[dict[str, Any]]) -> list[tuple[int, int, str, float, int]]:
     """Where each piece of text stands: (line, column, text, seconds, tokens of its step), long lines broken."""
     row, column, before, placed = 0, 0, 0, []
@@ -153,7 +164,8 @@ def drawn(found: dict[str, Any]) -> str:
     slower = found.get("slower", SLOWER)
     whole = max(step["seconds"] for step in last.values()) * slower + PAUSE
     panel = (WIDTH - 2 * MARGIN - GAP) / 2
-    shown = min(ROWS, 1 + max(place[0] for arm in arms.values() for place in laid_out(found["prompt"], arm["steps"])))
+    laid = {name: laid_out(question(found["prompt"]), arm["steps"]) for name, arm in arms.items()}
+    shown = min(ROWS, 1 + max(place[0] for placed in laid.values() for place in placed))
     height = TOP + shown * LINE + 64
     titles = {"baseline": "plain decoding", "early_exit": found.get("title") or in_words(arms["early_exit"]["arm"])}
     took = " and ".join(f"{last[name]['seconds']:.2f} s ({titles[name]})" for name in arms)
@@ -166,12 +178,11 @@ def drawn(found: dict[str, Any]) -> str:
         "</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#f6f8fa"/>',
     ]
-    for place, (name, arm) in enumerate(arms.items()):
+    for place, name in enumerate(arms):
         left = MARGIN + place * (panel + GAP)
         parts.append(f'<rect class="b" x="{left}" y="{MARGIN}" width="{panel}" height="{height - 2 * MARGIN}" rx="6"/>')
         parts.append(f'<text class="h" x="{left + 14}" y="42">{html.escape(titles[name])}</text>')
-        placed = laid_out(found["prompt"], arm["steps"])
-        parts += [_piece(left, each, slower / whole, whole, name) for each in placed if each[0] < shown]
+        parts += [_piece(left, each, slower / whole, whole, name) for each in laid[name] if each[0] < shown]
         parts.append(_bar(left, panel, height, last[name], (slower, whole), place + 1))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -231,7 +242,7 @@ def read(recording: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=existing)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompt", type=int, default=0, help="number of the prompt, from 0 on")
     asked = parser.parse_args()

@@ -25,10 +25,12 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig
 from selfspec_cli.engine.live import Engine, Generation, open_engine
 from selfspec_cli.record import latency
+from selfspec_cli.scripts import all_among
 from selfspec_cli.vllm_plugin.v2.device_loop import SWITCH
 
 NEVER = {"maxp": 0.0, "varH": 1e9, "entropy": 1e9, "margin": 0.0, "survival": 0.0}  # AdaEDL's bound may be negative
 K, BATCHES, INPUT_LEN, OUTPUT_LEN = 3, (1, 32), 128, 200
+ENGINES = ("plain", "loop", "unrolled")
 UNROLLED = f"unrolled k={K}"
 
 
@@ -39,7 +41,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--draft-weights", default="shared")
-    parser.add_argument("--engines", default="plain,loop,unrolled", help="which of the three, and in which order")
+    parser.add_argument(
+        "--engines",
+        type=all_among(ENGINES, "engine"),
+        default=",".join(ENGINES),
+        help="which of the three, and in which order",
+    )
     parser.add_argument("--cpu", action="store_true", help="try the script on a CPU: reference model, two engines")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -123,7 +130,7 @@ def main() -> None:
     known = {"plain": (plain, {"plain": ("none", None, 0)}), "loop": (cfg, live), "unrolled": (cfg, closing)}
     rows: dict[str, dict] = {}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in given.engines.split(","):
+    for name in given.engines:
         wanted, arms = known[name]
         os.environ[SWITCH] = "0" if name == "unrolled" else "1"  # also of the processes of other ranks
         with open_engine(wanted) as engine:

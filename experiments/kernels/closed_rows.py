@@ -23,9 +23,9 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.early_exit.request_settings import K
 from selfspec_cli.engine.live import Engine, open_engine
+from selfspec_cli.scripts import numbers, one_run
 
 WORDS = ("model=llama3_8b_shape", "perplexity_tokens=0", "workload.prompts=random", "engine=h100",
          "engine.max_num_seqs=32", "layer=8", "k=6", "draft_weights=int4")  # fmt: skip
@@ -84,16 +84,16 @@ def measured(engine: Engine, requests: int, tokens: int) -> list[dict[str, Any]]
 def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--sizes", default="4,32", help="numbers of requests")
+    options.add_argument("--sizes", type=numbers, default="4,32", help="numbers of requests")
     options.add_argument("--tokens", type=int, default=120, help="of each request")
     options.add_argument("words", nargs="*", metavar="KEY=VALUE")
     chosen = options.parse_args()
     typed = {word.partition("=")[0] for word in chosen.words}
     kept = [word for word in WORDS if word.partition("=")[0] not in typed]
-    (cfg,) = compose_runs(None, [*kept, *chosen.words], sweep=False)
+    cfg = one_run(options, [*kept, *chosen.words])
     rows: list[dict[str, Any]] = []
     with open_engine(cfg) as engine:
-        for size in map(int, chosen.sizes.split(",")):
+        for size in chosen.sizes:
             rows += measured(engine, size, chosen.tokens)
             chosen.out.write_text(json.dumps({"words": [*kept, *chosen.words], "rows": rows}, indent=1) + "\n")
     return 0

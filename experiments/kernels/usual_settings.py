@@ -8,8 +8,8 @@ today that is neither was not measured, and counts as such.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import triton
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP
+from selfspec_cli.scripts import existing
 from selfspec_cli.stages.tune_kernels import WITHIN
 from selfspec_cli.vllm_plugin.kernel_timing import Attention, Case, Product
 
@@ -50,7 +51,9 @@ def _program(case: Case, setting: Mapping[str, int]) -> dict[str, int]:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PUBLISHED
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=existing, default=PUBLISHED)
+    path = parser.parse_args().file
     for name, measured in json.loads(path.read_text(encoding="utf-8"))["shapes"].items():
         found = list(verdicts(measured))
         for title, column in (("when it was measured", 1), ("now", 2)):

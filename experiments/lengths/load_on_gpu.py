@@ -41,6 +41,7 @@ from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunCon
 from selfspec_cli.early_exit.length_table import Cell, LengthTable
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.live import Engine, Generation, open_engine
+from selfspec_cli.scripts import all_among, numbers
 from selfspec_cli.stages import loads, measure
 from selfspec_cli.texts.prompts import workload_prompts
 
@@ -52,8 +53,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--loads", default="1,8,32,64,128,256")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--loads", type=numbers, default="1,8,32,64,128,256")
+    parser.add_argument("--arms", type=all_among(ARMS, "arm"), default=",".join(ARMS))
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=16.0)
@@ -63,13 +64,12 @@ def arguments() -> argparse.Namespace:
 
 
 def config(given: argparse.Namespace) -> RunConfig:
-    at = [int(word) for word in given.loads.split(",")]
     shape = given.model.startswith("shape:")
     model = ModelConfig(name=given.model, path=given.model, dtype="float32" if given.cpu else "bfloat16",
                         load_format="dummy" if shape else "auto", max_model_len=1024)  # fmt: skip
     work = WorkloadConfig(prompts="random" if shape else "heldout", input_len=32, output_len=given.output_len)
-    engine = EngineConfig(name="cpu", enforce_eager=True, max_num_seqs=max(at)) if given.cpu else EngineConfig(
-        name="gpu", device="cuda", kv_cache_gib=given.kv_gib, max_num_seqs=max(at), max_num_batched_tokens=8192
+    engine = EngineConfig(name="cpu", enforce_eager=True, max_num_seqs=max(given.loads)) if given.cpu else EngineConfig(
+        name="gpu", device="cuda", kv_cache_gib=given.kv_gib, max_num_seqs=max(given.loads), max_num_batched_tokens=8192
     )  # fmt: skip
     return RunConfig(model=model, workload=work, engine=engine, layer=given.layer, k=given.k)
 
@@ -142,11 +142,11 @@ def off_table(at: list[int], k: int) -> LengthTable:
 
 
 def run(given: argparse.Namespace, rows: dict[str, Any], save: Any) -> None:
-    cfg, at = config(given), [int(word) for word in given.loads.split(",")]
+    cfg, at = config(given), given.loads
     drafting = replace(cfg, length_table=loads.every_width(given.k))
     fixed = {"off by request": measure.PLAIN} | {f"k={k}": Setting("none", None, k) for k in loads.lengths(given.k)}
     found = {"as found": measure.AS_FOUND}
-    for arm in given.arms.split(","):
+    for arm in given.arms:
         if arm in rows:
             continue
         if arm in ("plain", "again"):

@@ -18,6 +18,7 @@ from selfspec_cli.record.columns import AcceptRow, Record
 from selfspec_cli.record.point import OK
 from selfspec_cli.report.rows import Group, groups, headline, label, times
 from selfspec_cli.report.sources import folders as results_folders
+from selfspec_cli.scripts import existing
 
 COLUMNS = ("method and setting", "speedup", "accept rate", "tokens a verify step",
            "rounds that accept 1, 2, 3, ... drafts", "identical outputs")  # fmt: skip
@@ -29,7 +30,7 @@ POSITIONS = 5  # of acceptance by position; the later ones are in accept.tsv
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("folders", type=existing, nargs="+")
     for line in (line for place in parser.parse_args().folders for line in markdown(place)):
         print(line)
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.load_patterns.poisson import moments
+from selfspec_cli.scripts import among
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
@@ -271,13 +272,28 @@ def mixed(run: dict[str, Any]) -> list[dict[str, Any]]:
 SECONDS = 60.0  # simulated for each answer
 
 
+def curves() -> list[str]:
+    """Published load tests with closed loops of both sides, and with the open loop that a stall is fitted to."""
+    from figure_cells import data_of, names
+
+    found = []
+    for name in names("serving/load_*.json"):
+        rows = data_of(name).get("rows", {})
+        closed = [level for level in rows if level.startswith("closed ") and "settled" in rows[level].get(SIDES[0], {})]
+        if len(closed) > 1 and all(side in rows.get(OPEN[0], {}) for side in SIDES):
+            found.append(name)
+    return found
+
+
 def main() -> None:
     """Print the rows that were asked for."""
     from figure_cells import data_of
 
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("what", choices=("check", "day", "policies"))
-    words.add_argument("--run", default=RUN, help="published load test that the curves come from")
+    words.add_argument(
+        "--run", default=RUN, type=among(curves(), "run"), help="published load test that the curves come from"
+    )
     words.add_argument("--peak", type=float, default=400.0, help="requests a second at the busiest hour")
     words.add_argument("--token", type=float, default=8.0, help="limit of p99 time a token, ms")
     words.add_argument("--first", type=float, default=300.0, help="limit of p99 time to the first token, ms")

@@ -5,6 +5,8 @@
 
 Each run is the command of a user, in a folder of results of its own. The first one also fills caches of compiled
 kernels, so it is slower than it would be again. The file is written after each run; none begins after `--seconds`.
+Where a timeout outside of this script ends it (SIGTERM), the run under way is ended too, and kept with what it had
+measured.
 """
 
 from __future__ import annotations
@@ -21,8 +23,31 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.record import folder
+from selfspec_cli.scripts import among
 
 RUNS = "joblib:2,joblib:1,ray:2,joblib:2"
+
+
+class Terminated(Exception):
+    """Somebody asked this script to end."""
+
+
+def terminated(number: int, frame: Any) -> None:
+    """What SIGTERM does, once: the run under way is ended and kept."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def launched(text: str) -> list[tuple[str, str]]:
+    """LAUNCHER:WORKERS with commas between them, as (launcher, workers)."""
+    pairs = []
+    for word in text.split(","):
+        kind, _, workers = word.partition(":")
+        among(("joblib", "ray"), "launcher")(kind)
+        if not workers.isdigit():
+            raise argparse.ArgumentTypeError(f"{word!r}: write LAUNCHER:WORKERS, such as joblib:2")
+        pairs.append((kind, workers))
+    return pairs
 
 
 def run(kind: str, workers: str, words: list[str], results: Path, limit: float) -> dict[str, Any]:
@@ -33,7 +58,7 @@ def run(kind: str, workers: str, words: list[str], results: Path, limit: float) 
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, said = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, Terminated):
         process.send_signal(signal.SIGINT)
         try:
             _, said = process.communicate(timeout=20)
@@ -61,23 +86,26 @@ def compared(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default=RUNS, help="LAUNCHER:WORKERS, one after the other")
+    parser.add_argument("--runs", default=RUNS, type=launched, help="LAUNCHER:WORKERS, one after the other")
     parser.add_argument("--seconds", type=float, default=420.0, help="after which no run begins, and the last one ends")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="*", default=["experiment=two_gpus"], help="what is swept")
     given = parser.parse_args()
     ends, found = time.monotonic() + given.seconds, []
+    signal.signal(signal.SIGTERM, terminated)
     with tempfile.TemporaryDirectory() as place:
-        for number, word in enumerate(given.runs.split(",")):
+        for number, (kind, workers) in enumerate(given.runs):
             left = ends - time.monotonic()
-            if left < 10:
+            if left < 10 or signal.getsignal(signal.SIGTERM) != terminated:
                 break
-            kind, _, workers = word.partition(":")
             row = {"launcher": kind, "workers": workers} | run(
                 kind, workers, given.words, Path(place) / str(number), left
             )
             found.append(row)
-            print(f"{word}: {row['seconds']} s, exit code {row['exit_code']}, {len(row['keys'])} points", flush=True)
+            print(
+                f"{kind}:{workers}: {row['seconds']} s, exit code {row['exit_code']}, {len(row['keys'])} points",
+                flush=True,
+            )
             if row["exit_code"]:
                 print(row["said"], row["failed"][:1], flush=True)
             text = json.dumps(compared(found) | {"runs": found}, indent=1)

@@ -23,13 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.engine import clients
 from selfspec_cli.engine.arguments import ModelTokens
 from selfspec_cli.engine.clients import COMPLETIONS, Job
 from selfspec_cli.engine.server import Server, open_server
 from selfspec_cli.record import latency
+from selfspec_cli.scripts import one_run
 from selfspec_cli.texts.prompts import workload_prompts
 
 BENCH = """
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--server-option", action="append", default=[], help="of vLLM's server")
     parser.add_argument("words", nargs="*", help="settings, such as model=reference method=baseline")
     given = parser.parse_args()
-    (cfg,) = compose_runs(None, given.words, sweep=False)
+    cfg = one_run(parser, given.words)
     prompts, rounds = texts(cfg), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -40,6 +40,7 @@ from selfspec_cli.config.paths import reference_model_dir
 from selfspec_cli.config.schema import EngineConfig, LoadConfig, Method, ModelConfig, RunConfig, WorkloadConfig
 from selfspec_cli.engine.server import started
 from selfspec_cli.record.latency import RequestTimes, quantiles
+from selfspec_cli.scripts import all_among
 from selfspec_cli.stages.load import Loader
 
 PLAIN, SLOW_JOINS, DRAFTING, LONGER, NONE_FIRST, HELD = ARMS = (
@@ -203,7 +204,9 @@ def measured(arm: str, cfg: RunConfig, given: argparse.Namespace, scratch: Path)
 
 def arguments(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=",".join(ARMS), help="in their order, for each turn")
+    parser.add_argument(
+        "--arms", type=all_among(ARMS, "arm"), default=",".join(ARMS), help="in their order, for each turn"
+    )
     parser.add_argument("--turns", type=int, default=2, help="each with a server of its own")
     parser.add_argument("--runs", type=int, default=3, help="of a server")
     parser.add_argument("--clients", type=int, default=128)
@@ -239,7 +242,7 @@ def main() -> None:
     os.sched_setaffinity(0, {given.client_core})
     with tempfile.TemporaryDirectory() as scratch:
         for turn in range(given.turns):
-            for arm in given.arms.split(","):
+            for arm in given.arms:
                 runs = measured(arm, cfg, given, Path(scratch) / str(turn))
                 found["runs"].setdefault(arm, []).extend(runs)
                 given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

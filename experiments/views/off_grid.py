@@ -27,6 +27,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.scripts import all_among
+
 MOVES = ("as it is", "noise 0.03", "noise 0.1", "8 bits")
 
 
@@ -66,7 +69,7 @@ def accepted(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     from selfspec_cli.engine.live import open_engine
     from selfspec_cli.texts.prompts import workload_prompts
 
-    kinds, found = chosen.kinds.split(","), {}
+    kinds, found = chosen.kinds, {}
     words = [f"model={folder}", f"k={chosen.k}", "engine.enforce_eager=true", "engine.max_num_seqs=16",
              f"workload={chosen.workload}", f"workload.num_prompts={chosen.prompts}",
              f"workload.output_len={chosen.length}", "perplexity_tokens=0"]  # fmt: skip
@@ -94,8 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with a checkpoint in safetensors")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--moves", default=",".join(MOVES), help="of: " + ", ".join(MOVES))
-    parser.add_argument("--kinds", default="int4,int8", help="of copies")
+    parser.add_argument(
+        "--moves", type=all_among(MOVES, "move"), default=",".join(MOVES), help="of: " + ", ".join(MOVES)
+    )
+    parser.add_argument(
+        "--kinds", type=all_among(DRAFT_WEIGHTS, "kind of copies"), default="int4,int8", help="of copies"
+    )
     parser.add_argument("--k", type=int, default=6)
     parser.add_argument("--workload", default="coding")
     parser.add_argument("--prompts", type=int, default=16)
@@ -103,7 +110,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     chosen = parser.parse_args()
     found = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
-    for move in chosen.moves.split(","):
+    for move in chosen.moves:
         if move in found:
             continue
         start = time.perf_counter()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -146,6 +149,7 @@ def serve(
         plan = {"dry_run": True, "command": line, "speculative_config": made.speculative_config}
         return emit(plan) if as_json else say(line)
     preflight.check_device(cfg)
+    check_port(more)
     note(f"starting: {line}")
     for line in explained(made):
         Console(stderr=True, soft_wrap=True).print(Text(line, style="dim"))
@@ -153,6 +157,32 @@ def serve(
     with suppress(OSError):  # a stdout that a test captures is no file
         os.dup2(sys.stdout.fileno(), 1)
     made.replace_process(list(more))
+
+
+def check_port(options: Sequence[str]) -> None:
+    """See that the address is free on which vLLM's server would answer: it looks only after it has loaded the model.
+
+    options: of vLLM's server; without --host and --port it answers at port 8000 of every address.
+
+    Raises:
+        ConfigError: another program answers there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default="")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--uds")
+    with suppress(argparse.ArgumentError, OSError, OverflowError):  # what vLLM does not understand it says itself
+        found = parser.parse_known_args(list(options))[0]
+        with socket.socket(socket.AF_INET6 if ":" in found.host else socket.AF_INET) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                if found.uds is None:
+                    tried.bind((found.host, found.port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
+                    ) from error
 
 
 def _several(

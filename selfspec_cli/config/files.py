@@ -176,7 +176,9 @@ def load_config(path: str | Path) -> RunConfig:
         loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except Exception as error:  # YAML's errors and OmegaConf's have no common base
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # OmegaConf's and JSON's
         raise ConfigError(f"{path}: {first_line(error)}") from error
     assert isinstance(loaded, RunConfig)
     return loaded

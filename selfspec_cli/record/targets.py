@@ -19,7 +19,7 @@ from selfspec_cli.record.point import Point
 
 COLUMNS = {column.name: str(column.type) for column in fields(Record)}
 NUMBERS = [name for name, kind in COLUMNS.items() if kind.startswith(("int", "float"))]
-_LESS_IS_BETTER = re.compile(r".*(_ms|ppl|_w|_mib)(_p\d+_ms)?")
+_LESS_IS_BETTER = re.compile(r".*_(ms|w|mib)|.*ppl.*|cost|failed_requests")
 OF_BASELINE = "baseline_tok_s"
 
 Range = tuple[float, float]
@@ -57,7 +57,7 @@ class Target:
 
 
 def less_is_better(column: str) -> bool:
-    """Whether the smaller value of a column is the better one: times, perplexity, power and memory."""
+    """Whether the smaller value of a column is the better one: times, perplexity, power, memory, money and failures."""
     return _LESS_IS_BETTER.fullmatch(column) is not None
 
 

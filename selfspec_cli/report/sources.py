@@ -87,6 +87,7 @@ def read(root: str | Path, where: Sequence[str] = ()) -> Sources:
     if not points:
         raise ConfigError(
             f"{Path(root) / folder.RUNS} holds no points yet; make some: selfspec sweep gate=varH tau_v=4,5,6"
+            + "".join(f"\n{one}" for one in warnings)
         )
     made = of_points(folder.in_order(list({point.id: point for point in points}.values())), where)
     if not made.points:

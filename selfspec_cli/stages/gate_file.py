@@ -22,7 +22,6 @@ START, IDENTICAL = "start_seconds", "identical_share"
 MEASURES = (*NUMBERS, START, IDENTICAL)
 """What can be asked for: the columns of a row that are numbers, seconds that an engine took to start, and the share of
 outputs that are the baseline's, token for token."""
-LESS = (START, "failed_requests")
 OF_BASELINE = "of_baseline"
 RUNS = 3
 
@@ -39,7 +38,7 @@ class Bound:
     @property
     def most(self) -> bool:
         """Whether the limit is the greatest value allowed, and not the least."""
-        return self.measure in LESS or less_is_better(self.measure)
+        return self.measure == START or less_is_better(self.measure)
 
     def __str__(self) -> str:
         of = " of the baseline's" if self.of_baseline else ""
@@ -80,7 +79,7 @@ def read(path: Path) -> GateFile:
         text = path.read_text(encoding="utf-8")
         content: Any = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        near = sorted(str(file) for file in path.parent.glob("*.yaml"))
+        near = sorted(str(file) for file in path.parent.glob("[!.]*.yaml") if file != path)
         raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
                           + (f"; here are: {', '.join(near)}" if near else "")) from error  # fmt: skip
     except yaml.YAMLError as error:

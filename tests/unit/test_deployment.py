@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from selfspec_cli.commands import deploying
 from selfspec_cli.config import facts
 from selfspec_cli.config.compose import load_config
 from selfspec_cli.config.schema import (
+    ConfigError,
     EngineConfig,
     GateConfig,
     HeadConfig,
@@ -240,3 +242,14 @@ def test_a_config_of_another_version_is_a_line_and_no_failure(tmp_path):
     result = call("report")
     assert result.exit_code == 0, result.output
     assert "what to deploy cannot be said" in result.stderr
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for options in (["--port", str(port)], [f"--port={port}", "--host", "127.0.0.1"]):
+            with pytest.raises(ConfigError, match=f"port {port} is in use"):
+                deploying.check_port(options)
+        deploying.check_port(["--port", str(port), "--uds", "somewhere"])
+    deploying.check_port(["--port", str(port)])
+    deploying.check_port(["--port", "x"])  # vLLM's to refuse

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,28 @@ def test_the_rate_of_a_day_is_greatest_in_the_afternoon(fleet):
     assert min(rates) == pytest.approx(100.0) == rates[4]
     arrivals = fleet.poisson(lambda time: 50.0, 100.0, 200.0, 1)
     assert len(arrivals) == pytest.approx(10000, rel=0.05)
+
+
+def test_a_run_without_the_curves_is_named_with_those_that_have_them(fleet, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fleet.py", "check", "--run", "serving/load_h200_rust_lon.json"])
+    with pytest.raises(SystemExit) as ended:
+        fleet.main()
+    assert ended.value.code == 2
+    assert f"did you mean '{fleet.RUN}'?" in capsys.readouterr().err
+
+
+def test_a_sweep_that_an_outer_timeout_ends_is_kept(monkeypatch, tmp_path):
+    with importable(SCALE) as module:
+        workers = module("two_workers")
+    begin = subprocess.Popen
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda words, **more: begin(["sleep", "60"], **more))
+    before = signal.signal(signal.SIGTERM, workers.terminated)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        row = workers.run("joblib", "2", [], tmp_path, 50.0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert row["exit_code"] == -signal.SIGINT and row["keys"] == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from points import baseline, point
 from selfspec_cli.config.choices import experiment_files
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.record import tables
-from selfspec_cli.record.targets import Target, experiments_of, targets_of
+from selfspec_cli.record.targets import Target, experiments_of, less_is_better, targets_of
 from selfspec_cli.report import page, sources
 from selfspec_cli.report.table import wish
 
@@ -83,6 +83,11 @@ def test_a_target_that_cannot_be_understood_is_bad_input(mine, text, message):
     mine(text)
     with pytest.raises(ConfigError, match=message):
         targets_of([by("mine")])
+
+
+def test_money_failures_and_perplexity_are_better_where_they_are_less():
+    assert all(map(less_is_better, ("cost", "failed_requests", "ppl_of_greedy", "delta_ppl_high", "tpot_p99_ms")))
+    assert not any(map(less_is_better, ("speedup", "goodput", "k", "load_share", "window")))
 
 
 def test_what_is_reached_depends_on_which_way_is_better():

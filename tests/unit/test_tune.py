@@ -115,7 +115,7 @@ def lab(tmp_path, monkeypatch):
 
     @contextmanager
     def open_engine(cfg):
-        clock.now += OPENING
+        clock.now += found.opening
         opened.append(FakeEngine(cfg, clock, found.pace))
         yield opened[-1]
         clock.now += 2.0
@@ -127,7 +127,7 @@ def lab(tmp_path, monkeypatch):
         budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"])
 
-    found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0)
+    found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0, opening=OPENING)
     return found
 
 
@@ -361,6 +361,33 @@ def test_a_slow_machine_keeps_the_minutes_and_says_what_it_left_out(lab, minutes
     again = lab.run(minutes=5000, trials=6, chosen=chosen)
     assert sum(engine.recorded for engine in lab.opened) > surveys  # what was short of time is logged anew
     assert again.warnings == []
+
+
+@pytest.mark.parametrize(("opening", "minutes", "tried"), [(60.0, 3, 1), (150.0, 8, 1), (50.0, 8, 3), (150.0, 14, 2)])
+def test_starts_as_long_as_on_a_gpu_are_counted(lab, opening, minutes, tried):
+    """A token takes plain decoding 2.6 ms. The engine of the exit that is searched on is not started again."""
+    lab.opening, lab.pace = opening, 0.0026 / COSTS.plain
+    work = replace(lab.cfgs[0].workload, num_prompts=16, output_len=256)
+    chosen, began = [replace(cfg, workload=work) for cfg in lab.cfgs], lab.clock.now
+    result = lab.run(minutes=minutes, trials=18, chosen=chosen)
+    assert lab.clock.now - began <= 60 * minutes
+    surveyed = [engine.layer for engine in lab.opened if engine.recorded]
+    assert len(surveyed) == tried
+    assert result.untried == [exits.name_of(cfg) for cfg in lab.cfgs[tried:]]
+    assert f"there was no time for {', '.join(result.untried)}" in " ".join(result.warnings)
+    assert len(lab.opened) == tried + (result.finalists[0].cfg.layer != surveyed[-1])
+    again = lab.run(minutes=300, trials=18, chosen=chosen)
+    assert not again.untried
+
+
+def test_what_one_would_choose_by_hand_is_among_the_finalists(lab):
+    """Unless it is expected to be far behind."""
+    for least, found in ((0.0, True), (1.1, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tune, "BY_HAND", least)
+            patch.setattr(search, "best", lambda *_: [])
+            settings = [(one.measured["gate"], one.measured["k"]) for one in lab.run().finalists]
+        assert (("none", 5) in settings) == found, settings
 
 
 @pytest.mark.slow

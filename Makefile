@@ -20,8 +20,9 @@ INSTALLED := $(VENV)/.installed
 
 LINT := $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo && $(BIN)/mypy
 PYTEST := $(BIN)/python -m pytest
-# Tests that need no engine, on JOBS processes; whoever has nothing left to do takes over from the other.
-SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
+# Tests that need no engine, on one process more than JOBS, because many wait for servers and clocks; whoever has nothing
+# left to do takes over from the others.
+SIDE_BY_SIDE := -n $(shell expr $(JOBS) + 1) --dist worksteal
 # Tests that start engines: a file stays in one process, which keeps what its tests share. Long files begin first
 # (tests/engine/conftest.py); without the option those with many tests would.
 BY_FILE := -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -117,6 +117,7 @@ WRITTEN = (
     ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),
     ("docs/measurements.md", "milestones_coder", lambda: milestones("gpu/milestones_qwen_h200")),
+    ("docs/measurements.md", "milestones_coder_m2", lambda: milestones("gpu/milestones_m2_qwen_h100")),
     ("docs/measurements.md", "conversations", conversations),
     ("docs/limits.md", "by_context", by_context),
     ("docs/limits.md", "by_context_coder", lambda: by_context("gpu/qwen_1.5b_h200/by_context.json")),

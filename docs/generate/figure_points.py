@@ -58,6 +58,8 @@ ABOUT = {
     + TOGETHER,
     "gpu/milestones_qwen_h200": "The milestones of the first sprint on the same coder ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). "
     + TOGETHER,
+    "gpu/milestones_m2_qwen_h100": "Its least-squares head at layer 12, fitted on 20,000 pairs, alone and as a draft. "
+    + TOGETHER,
     "gpu/fp8_8b_h200": "4-bit copies as drafts of a model in fp8: Llama-3-8B shape, random weights, synthetic acceptance of 0.95 a position. "
     + TOGETHER,
     "sprint/milestones": "The milestones of the first sprint by their own experiment files ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). One core, on which other programs ran too: accept rates, tokens and perplexities count, and speeds do not.",

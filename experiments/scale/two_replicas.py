@@ -5,8 +5,9 @@
 
 The Llama-3-8B shape with random weights, drafting with its first 8 layers at an acceptance that is set; each replica
 runs 32 requests at once. Both are started by one command. Then clients, each of which asks again at once, ask one
-replica directly, and both through the router, for `--window` seconds at a time; a request is 32 tokens in and 128 out.
-Nothing is downloaded.
+replica directly, and both through the router, for `--window` seconds at a time; a request is 32 tokens in, and out
+between half and one and a half times `--tokens`. Answers of one length would all end in the same step: a replica would
+then idle while its clients ask again, unless others wait in its queue. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -47,9 +49,11 @@ async def asked(url: str, model: str, clients: int, window: float, tokens: int) 
 
     async def client(session: aiohttp.ClientSession, number: int) -> None:
         nonlocal made
+        lengths = random.Random(number)
         for turn in itertools.count():
+            most = lengths.randint(tokens // 2, 3 * tokens // 2)
             prompt = [(7 * number + 31 * turn + place) % 997 + 3 for place in range(32)]
-            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            body = {"model": model, "prompt": prompt, "max_tokens": most, "ignore_eos": True, "temperature": 0}
             async with session.post(f"{url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
                 came, now = (await answer.json())["usage"]["completion_tokens"], time.perf_counter() - opens
@@ -111,7 +115,7 @@ def main() -> None:
     parser.add_argument("--router", help="as for selfspec serve")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--window", type=float, default=10.0, help="seconds of each run in which tokens are counted")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, on average")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=200.0, help="to wait for the replicas")
     parser.add_argument("--port", type=int, default=8190)

@@ -117,7 +117,10 @@ class State:
         known = [arm.seconds for arm in self.arms.values() if arm.seconds]
         if not known:
             return None if self.expected is None else max(self.expected - (self.clock() - self.began), 0.0)
-        arms = sum(statistics.mean(known) * (1 - arm.share) for arm in self.arms.values())
+        waiting = sum(1 - arm.share for arm in self.arms.values())
+        if not self.starts:  # workers start engines out of sight, and measure several arms at once
+            return waiting * (self.clock() - self.began) / len(known)
+        arms = statistics.mean(known) * waiting
         starts = statistics.mean(self.starts) * max(self.engines - len(self.starts), 0) if self.starts else 0.0
         return arms + starts
 

@@ -15,6 +15,7 @@ from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
 
 UNVERIFIED = ("baseline", "skip")
+ELSEWHERE = "server"  # the arm of a server that ran already, of which nobody here knows how it decodes
 """Arms without drafts that are verified."""
 
 
@@ -179,8 +180,15 @@ def headline(rows: Iterable[Record]) -> str:
     rows = list(rows)
     candidates, known = fastest(rows)
     if not candidates:
-        return "No verified arm has been measured yet."
+        return _nothing_compared(rows)
     return " ".join([_fastest_in_words(candidates, known), *_of_the_host(rows)])
+
+
+def _nothing_compared(rows: Iterable[Record]) -> str:
+    """What is said where no speedup was measured."""
+    if any(row.arm == ELSEWHERE and row.status == OK for row in rows):
+        return "A server that ran already was measured alone; with --baseline-url it is compared with another."
+    return "No verified arm has been measured yet."
 
 
 LITTLE_BUSY = 0.5
@@ -228,7 +236,7 @@ def overview(found: list[Group]) -> str:
         return found[0].headline
     ranked = [(best[0], known) for group in found for best, known in [fastest(group.rows)] if best]
     if not ranked:
-        return "No verified arm has been measured yet."
+        return _nothing_compared(row for group in found for row in group.rows)
     unsure = sum(not known for _, known in ranked)
     surely = [row for row, known in ranked if known and (row.speedup_low or 0) > 1]
     parts = [f"{len(found)} tables, each with a baseline of its own, so arms of different tables are not compared."]

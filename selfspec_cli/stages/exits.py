@@ -7,13 +7,15 @@ draft length are no part of it: a log of long ungated drafts tells what every ga
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import interrupts
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config.digests import digests
 from selfspec_cli.config.facts import model_facts
@@ -24,11 +26,14 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.replay import Outcome, Setting
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
+from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import measure
 from selfspec_cli.texts.prompts import workload_prompts
 from selfspec_cli.whole import written
 
 TIMED_PROMPTS, TIMED_REPEATS = 4, 2
+GLANCE = 16  # tokens of each request that tell the pace, and the fewest that anything is measured on
+SPENT = ("starting", "seconds", "seconds_allowed")  # what a saved exit says of the time that it took
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Engine]]
 
 
@@ -37,14 +42,17 @@ class Exit:
     """One exit, the log of what it drafts, and the costs of its steps.
 
     cfg: without a gate, k the longest draft of the log. outcomes: what settings are worth here; empty until somebody
-    has asked. seconds: what logging and timing took.
+    has asked. starting: seconds of the engine's start. seconds: what logging and timing took, with that start.
+    seconds_allowed: for logging and timing, where with more of them more would have been logged.
     """
 
     cfg: RunConfig
     log: DraftLog
     costs: Costs
     outcomes: tuple[Outcome, ...] = ()
+    starting: float = 0.0
     seconds: float = 0.0
+    seconds_allowed: float | None = None
 
     @property
     def layer(self) -> int:
@@ -114,46 +122,110 @@ def candidate_layers(cfg: RunConfig, parts: Sequence[int]) -> list[int]:
     return found
 
 
-def survey(cfg: RunConfig, open_engine: OpenEngine, prompts: int) -> Exit:
-    """Log and time one exit on an engine of its own. cfg: from `distinct`. prompts: requests logged."""
+@contextmanager
+def one_at_a_time(open_engine: OpenEngine) -> Iterator[OpenEngine]:
+    """An `open_engine` whose engine stays until another is asked for: one that is there takes no time to start."""
+    there: dict[str, Engine] = {}
+    with ExitStack() as stack:
+
+        @contextmanager
+        def kept(cfg: RunConfig) -> Iterator[Engine]:
+            key = draft_key(cfg)
+            if key not in there:
+                there.clear()
+                stack.close()
+                there[key] = stack.enter_context(open_engine(cfg))
+            yield there[key]
+
+        yield kept
+
+
+def survey(
+    cfg: RunConfig,
+    open_engine: OpenEngine,
+    prompts: int,
+    left: Callable[[], float] = lambda: math.inf,
+    progress: Progress = ignore,
+) -> Exit:
+    """Log and time one exit on an engine of its own.
+
+    Args:
+        cfg: from `distinct`.
+        prompts: requests logged.
+        left: how many seconds logging and timing may still take, asked first once the engine is there. Where they are
+            too few, fewer requests are logged and timed, and where one batch is too long, shorter ones.
+    """
     with open_engine(cfg) as engine:
-        log = record(engine, cfg, prompts)
-        return Exit(replace(cfg, layer=engine.layer), log, time_steps(engine, cfg))
+        allowed, cfg = left(), replace(cfg, layer=engine.layer)
+        # Other prompts than the workload's own, which stay unseen. Where the batch is larger than `prompts`, as many as
+        # fill it, for steps are timed at that size.
+        more = replace(cfg.workload, num_prompts=max(prompts, cfg.workload.batch))
+        logged = replace(cfg, seed=cfg.seed + 1, workload=more)
+        timed = replace(cfg, workload=replace(more, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
+        if allowed == math.inf:
+            return Exit(cfg, record(engine, logged, progress), time_steps(engine, timed)[0])
+        least = sized(timed, 0.0, 1.0)
+        costs, pace = time_steps(engine, least, repeats=1)
+        few = sized(logged, left() / 2, pace)
+        log = record(engine, few, progress, left)
+        passes = (1 + len(_lengths(cfg))) * (1 + TIMED_REPEATS)
+        longer = sized(timed, left(), passes * pace)
+        if longer != least:
+            costs, _ = time_steps(engine, longer)
+        whole = few == logged and left() > 0
+        return Exit(cfg, log, costs, seconds_allowed=None if whole else allowed)
 
 
-def record(engine: Engine, cfg: RunConfig, prompts: int) -> DraftLog:
-    """Draft without a gate and log it, on other prompts than the workload's own, which stay unseen.
+def sized(cfg: RunConfig, seconds: float, pace: float) -> RunConfig:
+    """`cfg` with as many requests as there is time for, in whole batches, and where one batch is too long, with shorter
+    ones: one batch of `GLANCE` tokens is the least. pace: seconds that each token of a batch takes."""
+    work, tokens = cfg.workload, max(seconds, 0.0) / pace if pace else math.inf
+    if math.ceil(work.num_prompts / work.batch) * work.output_len <= tokens:
+        return cfg
+    batches = int(tokens // work.output_len)
+    length = work.output_len if batches else max(int(tokens), min(GLANCE, work.output_len))
+    requests = min(max(batches, 1) * work.batch, work.num_prompts)
+    return replace(cfg, workload=replace(work, num_prompts=requests, output_len=length))
 
-    prompts: requests logged; where the batch is larger, as many as fill it, for steps are timed at that size.
+
+def record(
+    engine: Engine, cfg: RunConfig, progress: Progress = ignore, left: Callable[[], float] = lambda: math.inf
+) -> DraftLog:
+    """Draft without a gate and log it, a batch of the workload's requests after the other, as long as `left` says that
+    seconds are left (the first batch in any case).
 
     Raises:
         ConfigError: nothing was drafted.
     """
-    work = cfg.workload
-    other = replace(cfg, seed=cfg.seed + 1, workload=replace(work, num_prompts=max(prompts, work.batch)))
+    work, prompts = cfg.workload, workload_prompts(cfg, engine)
     measure.apply(engine, Setting("none", None, int(cfg.k or 0)))
     with engine.recording() as read:
-        engine.generate(
-            workload_prompts(other, engine),
-            work.output_len,
-            batch=work.batch,
-            temperature=work.temperature,
-            seed=other.seed,
-        )
+        for start in range(0, len(prompts), work.batch):
+            interrupts.check()
+            some = prompts[start : start + work.batch]
+            engine.generate(some, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
+            progress(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
+            if left() <= 0:
+                break
         log = read()
     if not len(log.drafted):
         raise ConfigError(f"workload.output_len={work.output_len}: nothing was drafted; generate more tokens")
     return log
 
 
-def time_steps(engine: Engine, cfg: RunConfig) -> Costs:
-    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k."""
-    few = replace(cfg, workload=replace(cfg.workload, num_prompts=max(TIMED_PROMPTS, cfg.workload.batch)))
+def time_steps(engine: Engine, cfg: RunConfig, repeats: int = TIMED_REPEATS) -> tuple[Costs, float]:
+    """What plain, draft and verify steps cost on this engine, at the workload's batch size and for drafts up to k; and
+    the seconds that a token of a batch takes in the slowest of these ways."""
+    settings = [measure.PLAIN, *(Setting("none", None, k) for k in _lengths(cfg))]
+    plain, *drafting = arms = measure.run(engine, cfg, workload_prompts(cfg, engine), settings, repeats=repeats)
+    slowest = max(part.seconds for arm in arms for part in arm.repeats[-1]) / cfg.workload.output_len
+    return measure.costs(plain, drafting), slowest
+
+
+def _lengths(cfg: RunConfig) -> list[int]:
+    """Draft lengths that are timed."""
     longest = int(cfg.k or 0)
-    lengths = sorted({1, (longest + 1) // 2, longest})
-    settings = [measure.PLAIN, *(Setting("none", None, k) for k in lengths)]
-    plain, *drafting = measure.run(engine, few, workload_prompts(few, engine), settings, repeats=TIMED_REPEATS)
-    return measure.costs(plain, drafting)
+    return sorted({1, (longest + 1) // 2, longest})
 
 
 def level(exits: Sequence[Exit]) -> list[Exit]:
@@ -185,8 +257,9 @@ def save(found: Exit, file: Path) -> None:
     import torch
 
     log = {name: getattr(found.log, name) for name in DraftLog.__annotations__}
+    spent = {name: getattr(found, name) for name in SPENT}
     with written(file) as part:
-        torch.save({"log": log, "costs": found.costs.to_dict()}, part)
+        torch.save({"log": log, "costs": found.costs.to_dict(), **spent}, part)
 
 
 def load(cfg: RunConfig, file: Path) -> Exit:
@@ -194,4 +267,5 @@ def load(cfg: RunConfig, file: Path) -> Exit:
     import torch
 
     saved: dict[str, Any] = torch.load(file, weights_only=True)
-    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]))
+    spent = {name: saved[name] for name in SPENT if name in saved}  # logs of earlier releases are whole
+    return Exit(cfg, DraftLog(**saved["log"]), Costs(**saved["costs"]), **spent)

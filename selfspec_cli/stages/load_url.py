@@ -18,11 +18,9 @@ from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
 from selfspec_cli.record.point import FAILED, OK, Measurement, Point, compare, point_id
+from selfspec_cli.report.rows import ELSEWHERE
 from selfspec_cli.stages.load import Loader
 from selfspec_cli.stages.sweep import SweepResult
-
-ARM = "server"
-"""What a row calls a server of which nobody here knows how it decodes."""
 
 
 def check(cfgs: Sequence[RunConfig], urls: Sequence[str]) -> None:
@@ -87,7 +85,7 @@ def measured(
         interrupts.check()
         reason = " ".join(str(error).split())[:300] or type(error).__name__
     arm = tables.identity(replace(cfg, method=Method.baseline))
-    arm |= {"arm": str(Method.baseline) if is_baseline else ARM, "model": server.model}
+    arm |= {"arm": str(Method.baseline) if is_baseline else ELSEWHERE, "model": server.model}
     prompts = None if cfg.workload.prompts in PROMPTS else file_digest(Path(cfg.workload.prompts))
     asked = {name: to_plain(cfg)[name] for name in ("workload", "load", "seed", "warmup")}
     key = digest([server.url, server.model, loader.path, asked, prompts])

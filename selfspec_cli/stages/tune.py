@@ -21,11 +21,12 @@ from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.model_digest import safe_name
-from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig
+from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
+from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
@@ -39,10 +40,12 @@ from selfspec_cli.whole import written
 LONGEST = 12  # tokens a draft, at most
 RECORDED = 24  # requests logged at each exit
 NEAR = 0.95  # exits whose expected speedup is at least so much of the best one's are searched on
+BY_HAND = 0.9  # the longest drafts without a gate run in the final race if so much of the best speedup is expected
 ENGINES = 2  # and at most so many of them
 BATCH = 6  # trials that alternate
 FINALISTS, FINAL_REPEATS = 4, 3
 SURE_REPEATS = 2  # of these, how many the trials leave time for
+SHARE = 1 / 3  # of what is left of the first half of the time: what an exit's logging and timing may take
 DRIFT = 0.15  # plain decoding may differ by so much between the finalists' engines before the result says so
 LAYER_PARTS = (12, 8, 6, 4)  # where the user names no layer, so much of them is tried beside the default
 
@@ -76,13 +79,15 @@ class TuneResult:
     seconds: float
     file: str
     overrides: list[str]
+    untried: Sequence[str] = ()  # exits for which there was no time
     loads: list[loads_stage.Load] = field(default_factory=list)  # the choice at every load that was measured
     asked: Sequence[int] = ()  # the loads that were to be measured
 
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
-        return [*doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
+        few = short_of_time(self.finalists, self.choice.cfg.workload, self.untried)
+        return [*few, *doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
 
 
 def facts(
@@ -130,35 +135,28 @@ def run(
     budget = whole.share(0.5) if loads else whole
     folder = Path(first.results_dir) / "tune" / f"{safe_name(first.model.name)}-{run_key(baseline_of(first))}"
     folder.mkdir(parents=True, exist_ok=True)
-    found = survey(exits.distinct(cfgs, LONGEST), folder, open_engine, budget, progress)
-    for other in [cfg for one in promising(found) for cfg in with_heads(one.cfg, heads)]:
-        if _may_survey(found, budget):
-            found.append(_surveyed(other, folder, open_engine, budget))
-    finalists: list[Finalist] = []
-    trials = 0
-    remaining = promising(found)
-    opening = 0.0
-    for number, one in enumerate(remaining):
-        if number and budget.left < opening + batch_seconds(one):
-            break
-        until = budget.left - budget.left / (len(remaining) - number)
-        before = budget.spent
-        with open_engine(one.cfg) as engine:
-            opening = budget.spent - before
-            trials += _search(engine, one, folder, budget, until, progress)
-            finalists += _final(engine, one, folder, budget, until, progress)
-    choice = max(finalists, key=lambda finalist: finalist.speedup)
     by_load: list[loads_stage.Load] = []
-    if loads:
-        cfg, by_load = loads_stage.run(choice.cfg, loads, open_engine, lambda: whole.left > 0, progress)
-        choice = replace(choice, cfg=cfg)
+    with exits.one_at_a_time(open_engine) as opened:
+        found, late = survey(exits.distinct(cfgs, LONGEST), folder, opened, budget, progress)
+        for other in [cfg for one in promising(found) for cfg in with_heads(one.cfg, heads)]:
+            if _may_survey(found, budget):
+                found.append(_surveyed(other, folder, opened, budget, progress))
+            else:
+                late.append(other)
+        finalists, trials = _searched(found, folder, opened, budget, progress)
+        choice = max(finalists, key=lambda finalist: finalist.speedup)
+        choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
+        if loads:
+            cfg, by_load = loads_stage.run(choice.cfg, loads, opened, lambda: whole.left > 0, progress)
+            choice = replace(choice, cfg=cfg)
     words = [*model_words, *tuned.overrides(choice.cfg)]
     work = choice.cfg.workload
     about = (f"{choice.speedup:.2f}x plain decoding, the greatest of {len(finalists)} finalists: {work.name}, "
              f"batch {work.batch}")  # fmt: skip
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
-    result = TuneResult(choice, finalists, expected, trials, whole.spent, str(file), words, by_load, loads)
+    untried = [exits.name_of(cfg) for cfg in late]
+    result = TuneResult(choice, finalists, expected, trials, whole.spent, str(file), words, untried, by_load, loads)
     with written(folder / "choice.json") as part:
         part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
@@ -179,6 +177,7 @@ def document(result: TuneResult) -> dict[str, Any]:
         "trials": result.trials,
         "finalists": finalists,
         "expected": result.expected,
+        "untried": list(result.untried),
         "loads": [row for load in result.loads for row in load.rows],
         "warnings": result.warnings,
     }
@@ -209,6 +208,19 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
             "order of the exits is uncertain; tune again when nothing else runs here"]  # fmt: skip
 
 
+def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig, untried: Sequence[str]) -> list[str]:
+    """What there was no time for: all of the workload, other exits."""
+    few = min((one.cfg.workload for one in finalists), key=lambda work: (work.num_prompts, work.output_len))
+    found = []
+    if few != wanted:
+        found.append(f"there was time for {few.num_prompts} of the workload's {wanted.num_prompts} requests and for "
+                     f"{few.output_len} of their {wanted.output_len} tokens, so the speedups are rough; with more "
+                     "--minutes the same command goes on")  # fmt: skip
+    if untried:
+        found.append(f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too")
+    return found
+
+
 def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
     """An exit with each of `heads` that is fitted for its layer and is not its own."""
     others = (replace(cfg, head=head) for head in heads if head != cfg.head and head.kind != "lens")
@@ -217,26 +229,28 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 
 def survey(
     cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
-) -> list[Exit]:
-    """Log and time each exit once, in the order given (from the shallowest on).
+) -> tuple[list[Exit], list[RunConfig]]:
+    """Log and time each exit once, in the order given; also the exits for which there was no time.
 
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
     than the best before.
     """
     found: list[Exit] = []
     worse: dict[tuple[DraftView, str], int] = {}
+    late: list[RunConfig] = []
     for number, cfg in enumerate(cfgs):
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
-        if worse.get(view, 0) < 2:
-            one = _surveyed(cfg, folder, open_engine, budget)
+        if worse.get(view, 0) >= 2:
+            pass
+        elif found and not _may_survey(found, budget):
+            late.append(cfg)
+        else:
+            one = _surveyed(cfg, folder, open_engine, budget, progress)
             best = max((known.best.speedup for known in found), default=0.0)
             found.append(one)
             worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
         progress("exits", number + 1, len(cfgs))
-        if not _may_survey(found, budget):
-            break
-    progress("exits", len(cfgs), len(cfgs))
-    return found
+    return found, late
 
 
 def promising(found: Sequence[Exit]) -> list[Exit]:
@@ -247,7 +261,19 @@ def promising(found: Sequence[Exit]) -> list[Exit]:
 
 def _may_survey(found: Sequence[Exit], budget: Budget) -> bool:
     """Whether another exit can be surveyed in the first half of the time: the other half belongs to the search."""
-    return budget.left - max(one.seconds for one in found) > budget.minutes * 30
+    return _survey_left(budget) > max((one.starting + one.seconds) / 2 for one in found)
+
+
+def _survey_left(budget: Budget) -> float:
+    """Seconds left of the first half of the time."""
+    return max(budget.left - budget.minutes * 30, 0.0)
+
+
+def _affordable(found: Exit, seconds: float) -> Exit:
+    """The exit with a workload of which a batch of trials and the final race end in so many seconds."""
+    work = found.cfg.workload
+    pace = batch_seconds(found) / (work.output_len * math.ceil(work.num_prompts / work.batch))
+    return replace(found, cfg=exits.sized(found.cfg, seconds / (2 + SURE_REPEATS), pace))
 
 
 def _study(cfg: RunConfig) -> str:
@@ -255,20 +281,49 @@ def _study(cfg: RunConfig) -> str:
     return f"{exits.name_of(cfg)}-{exits.draft_key(cfg)}"
 
 
-def _surveyed(cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget) -> Exit:
+def _surveyed(
+    cfg: RunConfig, folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
+) -> Exit:
     """One exit with everything that the cost model expects of it, best first; its drafts and costs come from the folder
-    if an earlier run left them there."""
-    began = budget.spent
+    if an earlier run left them there, unless that one was short of time and this one has twice as much."""
     file = folder / f"drafts-{_study(cfg)}.pt"
-    if file.is_file():
-        found = exits.load(cfg, file)
-    else:
-        found = exits.survey(cfg, open_engine, RECORDED)
+    found = exits.load(cfg, file) if file.is_file() else None
+    if found is None or 2 * (found.seconds_allowed or math.inf) < SHARE * _survey_left(budget):
+        began = budget.spent
+        started: list[float] = []  # seconds since then, and what may be spent until logging and timing are over
+
+        def left() -> float:
+            if not started:
+                started.extend((budget.spent - began, budget.spent + SHARE * _survey_left(budget)))
+            return started[1] - budget.spent
+
+        found = exits.survey(cfg, open_engine, RECORDED, left, progress)
+        found = replace(found, starting=started[0], seconds=budget.spent - began)
         exits.save(found, file)
     settings = replay.settings_for(found.log, search.gates(found.log.features), range(1, LONGEST + 1))
     outcomes = (replay.replay(found.log, one, found.costs) for one in settings)
     ranked = tuple(sorted(outcomes, key=lambda outcome: -outcome.speedup))
-    return replace(found, outcomes=ranked, seconds=budget.spent - began)
+    return replace(found, outcomes=ranked)
+
+
+def _searched(
+    found: Sequence[Exit], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress
+) -> tuple[list[Finalist], int]:
+    """The finalists of the exits that look promising, and the number of trials. Another engine than the first is opened
+    only if half of the time is enough for its start, for a batch of trials and for a race."""
+    best, *others = promising(found)
+    chosen = [best, *(one for one in others if budget.left / 2 > one.starting + 2 * batch_seconds(one))]
+    finalists: list[Finalist] = []
+    trials = 0
+    for number, one in enumerate(chosen):
+        if number and budget.left < one.starting + batch_seconds(one):
+            break
+        until = budget.left - budget.left / (len(chosen) - number)
+        with open_engine(one.cfg) as engine:
+            one = _affordable(one, budget.left - until)
+            trials += _search(engine, one, folder, budget, until, progress)
+            finalists += _final(engine, one, folder, budget, until, progress)
+    return finalists, trials
 
 
 def batch_seconds(found: Exit) -> float:
@@ -305,10 +360,10 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
 def _final(
     engine: Engine, found: Exit, folder: Path, budget: Budget, until: float, progress: Progress
 ) -> list[Finalist]:
-    """The best trials and the cost model's own choice once more: `FINAL_REPEATS`, or as many as end with `until`
-    seconds of the budget left, but one at least."""
+    """The best trials, the cost model's own choice and what one would choose by hand once more: `FINAL_REPEATS`, or as
+    many as end with `until` seconds of the budget left, but one at least."""
     study = search.open_study(folder / "trials.journal", _study(found.cfg), found.outcomes, found.log, found.cfg.seed)
-    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting]))
+    settings = list(dict.fromkeys([*search.best(study, found.log, FINALISTS), found.best.setting, *_plainest(found)]))
     prompts = workload_prompts(found.cfg, engine)
     plain, *measured = measure.run(
         engine,
@@ -323,6 +378,12 @@ def _final(
         Finalist(tuned.apply(found.cfg, arm.setting), {**arm.to_dict(plain), "plain_tok_s": plain.median})
         for arm in measured
     ]
+
+
+def _plainest(found: Exit) -> list[Setting]:
+    """The longest drafts without a gate, unless they are expected to be far behind."""
+    by_hand = [one for one in found.outcomes if one.setting == Setting("none", None, found.log.k)]
+    return [one.setting for one in by_hand if one.speedup >= BY_HAND * found.best.speedup]
 
 
 def _is_fitted(cfg: RunConfig) -> bool:

@@ -177,21 +177,24 @@ SEVERAL_POSITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Vision tower and rotary embedding of models whose positions have three dimensions (M-RoPE)."""
 
 
-def save_with_several_positions(folder: Path, kind: str = "Qwen2VL", **changes: Any) -> Path:
-    """A model of SEVERAL_POSITIONS, of random weights. changes: to the config of its decoder."""
+def save_with_several_positions(
+    folder: Path, kind: str = "Qwen2VL", vision: dict[str, Any] | None = None, **changes: Any
+) -> Path:
+    """A model of SEVERAL_POSITIONS, of random weights. vision: changes to its tower; changes: to its decoder."""
     import transformers
     from architectures import EXIT, SHAPE, _randomise
 
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "num_key_value_heads", "max_position_embeddings")  # fmt: skip
-    vision, rope = SEVERAL_POSITIONS[kind]
+    tower, rope = SEVERAL_POSITIONS[kind]
     text = {**{name: SHAPE[name] for name in names}, "head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope}, "bos_token_id": 1,
             "eos_token_id": 2}  # fmt: skip
     special = dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), SEES, strict=True))
     config = getattr(transformers, f"{kind}Config")(
-        text_config={**text, **changes}, vision_config=vision, tie_word_embeddings=False, video_token_id=251, **special
-    )
+        text_config={**text, **changes}, vision_config={**tower, **(vision or {})}, tie_word_embeddings=False,
+        video_token_id=251, **special,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
     with torch.no_grad():

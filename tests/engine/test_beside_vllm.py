@@ -74,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_early_exit_reaches_a_worker_in_a_process_of_its_own(tmp_path):
     """The engine's process registers the plugin itself, and has imported what the worker's patch replaces."""
     script = tmp_path / "engine.py"

@@ -17,6 +17,7 @@ K, PROMPTS = 3, 4
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
+@pytest.mark.nightly
 def test_ngram_and_a_draft_model_beside_early_exit_in_one_sweep(model_dir, tmp_path):
     # Of 32 tokens, so that what is looked up often stood there before.
     path = str(model_dir("llama_small_vocab"))

@@ -59,6 +59,7 @@ def test_a_sweep_shows_its_own_lines_only(folder):
     assert any("3 of 3 arms measured" in seen or "2 of 3 arms measured" in seen for seen in shown.seen)
 
 
+@pytest.mark.nightly
 def test_an_interrupted_one_shows_the_log_and_the_next_step(folder):
     more = ("--again", "repeats=500")
     shown = opened(folder, 140, *more).read(until=" of 501")

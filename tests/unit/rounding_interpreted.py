@@ -92,7 +92,7 @@ def test_what_no_product_reads_rounded_is_computed_all_the_same(tokens, bits):
 # ---- the pass -------------------------------------------------------------------------------------------------------
 
 HIDDEN, WIDE = 128, 64
-SHAPES = {"o": (HIDDEN, HIDDEN), "gate_up": (2 * WIDE, HIDDEN), "down": (HIDDEN, WIDE), "qkv": (64, HIDDEN)}
+SHAPES = {"o": (HIDDEN, HIDDEN), "gate_up": (2 * WIDE, HIDDEN), "down": (HIDDEN, WIDE), "qkv": (16, HIDDEN)}
 
 
 class Layer(nn.Module):
@@ -173,10 +173,10 @@ def as_traced_by_vllm(monkeypatch):
 FUSED = ["linear_integers", "add_rms_norm_rounded", "linear_rounded", "silu_and_mul_rounded", "linear_rounded"]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_a_compiled_layer_rounds_in_front_of_its_products_and_finds_the_same(bits, as_traced_by_vllm):
+@pytest.mark.parametrize(("bits", "numbers"), [(8, (5, 33)), (4, (5, 1, 33))])  # one token takes the interpreter long
+def test_a_compiled_layer_rounds_in_front_of_its_products_and_finds_the_same(bits, numbers, as_traced_by_vllm):
     layer = Layer(DRAFT_WEIGHTS[f"int{bits}"])
-    given = {tokens: (torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)) for tokens in (5, 1, 33)}
+    given = {tokens: (torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN)) for tokens in numbers}
     apart, _ = compiled(layer, lambda graph: None)
     wanted = {tokens: apart(x.clone(), residual.clone()) for tokens, (x, residual) in given.items()}
     together, seen = compiled(layer, fused.round_in_front)
@@ -211,9 +211,8 @@ class TwoWidths(Layer):
         return self.times("qkv", x), self.times("narrow", x), residual
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_copies_of_two_widths_behind_one_norm(tokens, as_traced_by_vllm):
-    layer, given = TwoWidths(), [torch.randn(tokens, HIDDEN) for _ in range(2)]
+def test_copies_of_two_widths_behind_one_norm(as_traced_by_vllm):
+    layer, given = TwoWidths(), [torch.randn(3, HIDDEN) for _ in range(2)]
     wanted = compiled(layer, lambda graph: None)[0](*(tensor.clone() for tensor in given))
     together, seen = compiled(layer, fused.round_in_front)
     for one, other in zip(together(*given), wanted, strict=True):

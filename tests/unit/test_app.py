@@ -199,7 +199,7 @@ def test_tune_says_beforehand_what_it_will_try(model):
     plan = document(call("tune", model, "--dry-run", "--json", "--minutes", "7"))
     assert {"none", "margin", "varH"} <= set(plan["gates"])
     assert (plan["k"], plan["minutes"]) == ("1 to 12", 7)
-    assert plan["exits"] == ["E1-lens", "E2-lens", "E4-lens"]
+    assert plan["exits"] == ["E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
     on_gpu = document(call("tune", model, "engine=h100", "--dry-run", "--json"))
     assert on_gpu["exits"] == ["E8-lens-int4", "E8-lens-int8", "E1-lens", "E2-lens", "E4-lens"]
     assert document(call("tune", model, "engine=h100", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
@@ -342,7 +342,7 @@ def test_a_gate_that_cannot_decide_is_named_and_measured(engines, model):
 
 def test_exits_to_look_at_come_from_the_model_where_none_are_named(model):
     assert document(call("roc", model, "--dry-run", "--json"))["layers"] == [2, 4]
-    assert document(call("tune", model, "k=3,5", "--dry-run", "--json"))["exits"] == [f"E{n}-lens" for n in (1, 2, 4)]
+    assert document(call("tune", model, "k=3,5", "layer=1,4", "--dry-run", "--json"))["exits"] == ["E1-lens", "E4-lens"]
     assert document(call("roc", model, "layer=3,5", "--dry-run", "--json"))["layers"] == [3, 5]
     result = call("roc", model, "layer=3", "gate=maxp,margin", "--dry-run", "--json")
     assert document(result)["layers"] == [3]

@@ -167,6 +167,15 @@ def test_time_left_comes_from_what_was_measured():
     assert state.left() == pytest.approx(1.5 * 10.0 + 6.0)
 
 
+def test_time_left_of_workers_includes_the_starts_that_nobody_here_sees():
+    clock = Clock()
+    state, plan = progress_table.State(clock), planned()
+    state.plan(plan)
+    clock.now = 50.0
+    state.arms[plan.points[0].key].state, state.arms[plan.points[0].key].seconds = "done", 10.0
+    assert state.left() == pytest.approx(2 * 50.0)
+
+
 def test_a_point_that_came_whole_has_its_speed():
     state, found = progress_table.State(Clock()), point()
     state.measured(found)

@@ -40,8 +40,8 @@ class FakeEngine:
 
     vocab_size, max_model_len = 100, 2048
 
-    def __init__(self, cfg, clock):
-        self.cfg, self.layer, self.clock = cfg, cfg.layer, clock
+    def __init__(self, cfg, clock, pace=1.0):
+        self.cfg, self.layer, self.clock, self.pace = cfg, cfg.layer, clock, pace
         self.costs = Costs(COSTS.plain, COSTS.draft * cfg.layer / 3, COSTS.verify, COSTS.verify_token)
         log = make(300, seed=cfg.layer)
         worse = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.5 / cfg.layer
@@ -61,6 +61,9 @@ class FakeEngine:
 
     def generate(self, prompts, output_len, *, batch, temperature=0.0, seed=0):
         generation = self.answer(prompts, output_len)
+        generation.seconds *= self.pace
+        if generation.drafting and generation.drafting["rounds"]:
+            generation.drafting["seconds"] *= self.pace
         self.clock.now += generation.seconds
         return generation
 
@@ -112,8 +115,8 @@ def lab(tmp_path, monkeypatch):
 
     @contextmanager
     def open_engine(cfg):
-        clock.now += OPENING
-        opened.append(FakeEngine(cfg, clock))
+        clock.now += found.opening
+        opened.append(FakeEngine(cfg, clock, found.pace))
         yield opened[-1]
         clock.now += 2.0
 
@@ -124,7 +127,8 @@ def lab(tmp_path, monkeypatch):
         budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
         return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"])
 
-    return SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock)
+    found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0, opening=OPENING)
+    return found
 
 
 def best_of_grid(cfg):
@@ -341,6 +345,49 @@ def test_it_ends_within_its_minutes(lab, monkeypatch, minutes, slower):
     assert lab.clock.now - began <= minutes * 60
     assert result.seconds <= minutes * 60
     assert result.finalists
+
+
+@pytest.mark.parametrize("minutes", [3, 8])
+def test_a_slow_machine_keeps_the_minutes_and_says_what_it_left_out(lab, minutes):
+    """A token takes plain decoding a tenth of a second here; all of the workload would take hours."""
+    lab.pace = 0.1 / COSTS.plain
+    work = replace(lab.cfgs[0].workload, num_prompts=8, output_len=512)
+    chosen, began = [replace(cfg, workload=work) for cfg in lab.cfgs], lab.clock.now
+    result = lab.run(minutes=minutes, trials=1000, chosen=chosen)
+    assert lab.clock.now - began <= 60 * minutes
+    assert result.choice.cfg.workload == work
+    assert any("requests and for" in warning and "of their 512 tokens" in warning for warning in result.warnings)
+    surveys = sum(engine.recorded for engine in lab.opened)
+    again = lab.run(minutes=5000, trials=6, chosen=chosen)
+    assert sum(engine.recorded for engine in lab.opened) > surveys  # what was short of time is logged anew
+    assert again.warnings == []
+
+
+@pytest.mark.parametrize(("opening", "minutes", "tried"), [(60.0, 3, 1), (150.0, 8, 1), (50.0, 8, 3), (150.0, 14, 2)])
+def test_starts_as_long_as_on_a_gpu_are_counted(lab, opening, minutes, tried):
+    """A token takes plain decoding 2.6 ms. The engine of the exit that is searched on is not started again."""
+    lab.opening, lab.pace = opening, 0.0026 / COSTS.plain
+    work = replace(lab.cfgs[0].workload, num_prompts=16, output_len=256)
+    chosen, began = [replace(cfg, workload=work) for cfg in lab.cfgs], lab.clock.now
+    result = lab.run(minutes=minutes, trials=18, chosen=chosen)
+    assert lab.clock.now - began <= 60 * minutes
+    surveyed = [engine.layer for engine in lab.opened if engine.recorded]
+    assert len(surveyed) == tried
+    assert result.untried == [exits.name_of(cfg) for cfg in lab.cfgs[tried:]]
+    assert f"there was no time for {', '.join(result.untried)}" in " ".join(result.warnings)
+    assert len(lab.opened) == tried + (result.finalists[0].cfg.layer != surveyed[-1])
+    again = lab.run(minutes=300, trials=18, chosen=chosen)
+    assert not again.untried
+
+
+def test_what_one_would_choose_by_hand_is_among_the_finalists(lab):
+    """Unless it is expected to be far behind."""
+    for least, found in ((0.0, True), (1.1, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tune, "BY_HAND", least)
+            patch.setattr(search, "best", lambda *_: [])
+            settings = [(one.measured["gate"], one.measured["k"]) for one in lab.run().finalists]
+        assert (("none", 5) in settings) == found, settings
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ def opened(monkeypatch):
         engines.append(FakeEngine(cfg))
         yield engines[-1]
 
-    monkeypatch.setattr("selfspec_cli.commands.views.shown_starting", lambda shown: open_engine)
+    for command in ("views", "fit_weights"):
+        monkeypatch.setattr(f"selfspec_cli.commands.{command}.shown_starting", lambda shown: open_engine)
     engines.append(open_engine)
     return engines
 

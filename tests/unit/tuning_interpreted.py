@@ -34,8 +34,8 @@ def no_difference(setting):
 @pytest.mark.parametrize(
     "case",
     [
-        Product("o", 5, 1088, 4, 1),
-        Product("o", 20, 448, 4, 3),
+        Product("o", 5, 576, 4, 1),
+        Product("o", 20, 320, 4, 3),
         Product("down", 20, 320, 8, 19),
         Attention(3, 1, 64, 1, 150, (150,)),
     ],

@@ -1,0 +1,58 @@
+"""How scripts of experiments/ answer a wrong word."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfspec_cli import scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(parse, word: str) -> str:
+    with pytest.raises(argparse.ArgumentTypeError) as found:
+        parse(word)
+    return str(found.value)
+
+
+def test_a_word_that_is_not_allowed_is_named_with_the_nearest_one_that_is():
+    assert scripts.all_among(("joblib", "ray"), "launcher")("ray,joblib") == ["ray", "joblib"]
+    said = refused(scripts.all_among(("joblib", "ray"), "launcher"), "ray,jolib")
+    assert "jolib" in said and "did you mean 'joblib'" in said
+
+
+def test_numbers_and_files():
+    assert scripts.numbers("1,8,32") == [1, 8, 32]
+    assert "1,x" in refused(scripts.numbers, "1,x")
+    archive = ROOT / "results" / "published" / "gpu.jsonl.xz"
+    assert scripts.existing(str(archive / "two_gpus")) == archive / "two_gpus"
+    assert "nothing_here" in refused(scripts.existing, str(archive / "nothing_here"))
+
+
+def test_a_wrong_setting_of_a_point_ends_a_script_as_it_ends_the_command(capsys):
+    parser = argparse.ArgumentParser()
+    assert scripts.one_run(parser, ["layer=3", "k=2"]).k == 2
+    with pytest.raises(SystemExit) as ended:
+        scripts.one_run(parser, ["gate=maxq"])
+    assert ended.value.code == 2
+    assert "maxp" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_run_that_a_timeout_ends_is_kept(tmp_path):
+    """The outer `timeout` of a lent machine sends SIGTERM while a sweep starts its engine."""
+    out = tmp_path / "two_workers.json"
+    command = [sys.executable, str(ROOT / "experiments/scale/two_workers.py"), "--runs", "joblib:1", "--out", str(out)]
+    script = subprocess.Popen([*command, "layer=3"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        script.wait(6)
+    except subprocess.TimeoutExpired:
+        script.send_signal(signal.SIGTERM)
+    script.communicate(timeout=60)
+    assert '"launcher": "joblib"' in out.read_text()

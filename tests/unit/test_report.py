@@ -69,7 +69,7 @@ def test_what_a_point_cost_is_a_column_where_the_price_is_known():
     assert "cost" not in {name for name, _, _ in table.filled([tables.row(unpriced)], table.COLUMNS)}
     (column,) = [one for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
                  if one["name"] == "cost"]  # fmt: skip
-    assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600)]
+    assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600, rel=1e-3)]
 
 
 def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():

@@ -42,6 +42,7 @@ class Summary:
     verification: str | None = None  # full: all k places of a request; adaptive: as many as pay
     gate: str | None = None
     threshold: float | None = None  # of the gate: probability (maxp) or nats squared (varH)
+    length_table: str | None = None  # draft lengths by load and context, in place of k alone
     read_first: bool | None = None  # false: steps are launched before the last one's tokens are read, at every load
     runner: str | None = None  # vLLM's model runner, where one was asked for
     speculative: str | None = None  # of arm vllm: the method and its settings
@@ -107,7 +108,9 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
-    cost: float | None = None  # money: launcher.price_hour for measuring and the (perhaps shared) start of its engine
+    cost: float | None = (
+        None  # money: launcher.price_hour for measuring it, without the start of an engine that other points share
+    )
 
 
 @dataclass

@@ -46,6 +46,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["free_drafts"] = cfg.free_drafts or None
+        columns["length_table"] = cfg.length_table
         columns["read_first"] = None if cfg.read_first else False
     return columns
 
@@ -53,6 +54,12 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
 def _name_of(path: str | None) -> str | None:
     """A file's name without its folder."""
     return Path(path).name if path else None
+
+
+def _lengths_of(point: Point) -> str | None:
+    """The table of lengths of a point from before there was the column."""
+    config = point.config or {}
+    return config.get("length_table") if config.get("method") == "layer_skip" else None
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -66,7 +73,7 @@ def row(point: Point) -> Record:
     record = Record(
         run_id=point.run_id,
         time=point.time,
-        **({"draft_weights_file": copies} | point.arm),
+        **({"draft_weights_file": copies, "length_table": _lengths_of(point)} | point.arm),
         device=point.device,
         status=OK if point.ok else f"{FAILED}: {point.reason}",
         key=point.key,
@@ -128,11 +135,14 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
 
 
 def _cost(point: Point) -> float | None:
-    """Money for a point, where the price of an hour and the seconds are known."""
+    """Money for measuring a point, where the price of an hour and the seconds are known.
+
+    The start of its engine is not in it: points that share the engine would each count it.
+    """
     price = ((point.config or {}).get("launcher") or {}).get("price_hour")
     if price is None or point.seconds is None:
         return None
-    return float(price) * (point.seconds + (point.start_seconds or 0.0)) / 3600
+    return float(price) * point.seconds / 3600
 
 
 def _measured(record: Record, point: Point) -> Record:

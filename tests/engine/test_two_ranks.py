@@ -94,7 +94,6 @@ def test_two_ranks_draft_on_their_shares_of_weights_and_experts(model):
     assert gated.drafted < 0.9 * K * gated.rounds, gated  # a round is one of one request
 
 
-@pytest.mark.nightly
 def test_a_small_vocabularys_rows_are_split_and_copies_of_them_too(model, tmp_path):
     """Behind a map of low rank, which each rank has whole."""
     path, few = model("llama"), torch.arange(0, VOCAB, 2)

@@ -143,13 +143,18 @@ def test_gpus_are_those_that_cuda_shows():
 def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
     results, place = lab
     (place / "together").touch()  # each waits until the other has begun
+    lost = kind == "ray"  # whose start takes longest: there one worker dies as well
+    if lost:
+        (place / "die-4").touch()
     result = run(asked(kind, results))
     assert result.exit_code == 0, [point.reason for point in result.failed]
     points = folder.read(results)[0]
     local = planning.plan(asked("local", results))
     assert {point.key for point in points} == {planned.key for planned in local.points}
-    assert len(list(place.glob("pid-*"))) == 2
-    assert done(place) == Counter({"baseline None": 2} | {f"layer_skip {layer}": 1 for layer in LAYERS})
+    assert len(list(place.glob("pid-*"))) == 2 + lost
+    assert done(place) == Counter(
+        {"baseline None": 2 + lost} | {f"layer_skip {n}": 1 + (lost and n == 4) for n in LAYERS}
+    )
     bases = {point.id: point for point in points if point.arm["arm"] == "baseline"}
     for point in points:
         if point.id not in bases:  # compared with the baseline of its own worker
@@ -158,7 +163,7 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["joblib", "ray", pytest.param("submitit", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["joblib", pytest.param("submitit", marks=pytest.mark.nightly)])
 def test_a_worker_that_dies_loses_the_point_in_hand_alone(lab, kind):
     results, place = lab
     (place / "die-4").touch()

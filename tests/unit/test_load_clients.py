@@ -72,7 +72,7 @@ def test_a_closed_loop_keeps_each_client_at_one_request_and_tells_failures_apart
 
 @pytest.mark.slow
 @needs_locust
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_clients_that_come_and_go_ask_in_the_first_half_of_each_period_only(toy, tmp_path, processes):
     job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [1]}], clients=6, seconds=2.5, levels=((0.0, 6), (0.5, 2)),
               period=1.0, processes=processes)  # fmt: skip
@@ -119,21 +119,17 @@ def test_no_request_fails_because_the_server_closed_an_idle_connection(tmp_path)
 @pytest.mark.slow
 @needs_locust
 def test_only_a_request_that_got_no_byte_on_a_used_connection_is_sent_again_and_once(toy, tmp_path):
-    def ask(prompts):
-        toy.asked.clear()
-        job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [n]} for n in prompts], clients=1, requests=len(prompts))
-        run = clients.run(job, tmp_path / "-".join(map(str, prompts)), check=nothing)
-        return sorted(run.samples, key=lambda one: one.number), [body["prompt"][0] for _, body in toy.asked]
-
-    (_, one), asked = ask([1, 16])
-    assert asked == [1, 16, 16] and one.error is None and one.again
-    assert one.events[0] - one.sent >= 0.3  # its time is that of both
-    (fresh, used, kept), asked = ask([17, 1, 17])
-    assert asked == [17, 1, 17, 17]  # on its own connection once; after another's once more
+    prompts = [17, 1, 17, 1, 16, 18]
+    job = Job(toy.url, COMPLETIONS, BODY, [{"prompt": [n]} for n in prompts], clients=1, requests=len(prompts))
+    run = clients.run(job, tmp_path, check=nothing)
+    fresh, one, kept, two, reset, cut = sorted(run.samples, key=lambda sample: sample.number)
+    # On its own connection once; after another's once more; after a part of an answer never.
+    assert [body["prompt"][0] for _, body in toy.asked] == [17, 1, 17, 17, 1, 16, 16, 18]
     assert fresh.error.startswith("RemoteDisconnected") and kept.error.startswith("RemoteDisconnected")
-    assert (fresh.again, used.again, kept.again) == (False, False, True)
-    (_, one), asked = ask([1, 18])
-    assert asked == [1, 18] and one.error.startswith("ConnectionResetError") and not one.again
+    assert (fresh.again, one.again, kept.again, two.again) == (False, False, True, False)
+    assert reset.error is None and reset.again
+    assert reset.events[0] - reset.sent >= 0.3  # its time is that of both
+    assert cut.error.startswith("ConnectionResetError") and not cut.again
 
 
 @pytest.mark.slow
@@ -193,23 +189,15 @@ def test_processes_of_clients_leave_the_server_most_of_the_cores(monkeypatch):
 
 @pytest.mark.slow
 @needs_locust
-def test_chats_are_counted_by_what_they_say(toy, tmp_path):
-    asked = [{"messages": [{"role": "user", "content": "abc"}]}]
-    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=2), tmp_path, check=nothing)
-    assert [len(one.events) for one in run.good] == [4, 4]
-
-
-@pytest.mark.slow
-@needs_locust
-def test_reasoning_and_calls_of_tools_are_counted_as_what_is_said(toy, tmp_path):
+def test_chats_reasoning_and_calls_of_tools_are_counted_by_what_they_say(toy, tmp_path):
     """A part that no content came with was no output: the first token seemed to come after all of the reasoning."""
-    said = ("reasoning", "reasoning_content", "call")
+    said = ("abc", "reasoning", "reasoning_content", "call")
     asked = [{"messages": [{"role": "user", "content": one}]} for one in said]
-    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=6), tmp_path, check=nothing)
-    assert [len(one.events) for one in run.good] == [4] * 6
+    run = clients.run(Job(toy.url, CHAT, BODY, asked, clients=1, requests=8), tmp_path, check=nothing)
+    assert [len(one.events) for one in run.good] == [4] * 8
     by_request = [one.digest for one in run.good]
-    assert by_request[:3] == by_request[3:]  # an id that a server gives a call is no output of the model's
-    assert len(set(by_request)) == 2  # "r.0 ..." twice, "c.0 ..."
+    assert by_request[:4] == by_request[4:]  # an id that a server gives a call is no output of the model's
+    assert len(set(by_request)) == 3  # "a.0 ...", "r.0 ..." twice, "c.0 ..."
     assert all(one.events[0] - one.sent < one.events[-1] - one.sent for one in run.good)
 
 

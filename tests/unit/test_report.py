@@ -65,11 +65,11 @@ def test_what_a_point_cost_is_a_column_where_the_price_is_known():
     base = baseline(config={"launcher": {"price_hour": 3.0}})
     unpriced = against(base)
     paid = next(show for name, _, show in table.COLUMNS if name == "cost")
-    assert [paid(tables.row(one)) for one in (base, unpriced)] == [f"{3 * (2 + 10) / 3600:.4f}", ""]
+    assert [paid(tables.row(one)) for one in (base, unpriced)] == [f"{3 * 2 / 3600:.4f}", ""]
     assert "cost" not in {name for name, _, _ in table.filled([tables.row(unpriced)], table.COLUMNS)}
     (column,) = [one for one in details.table(sources.Sources([base], [tables.row(base)], [None]))["columns"]
                  if one["name"] == "cost"]  # fmt: skip
-    assert column["shown"] and column["values"] == [pytest.approx(0.01)]
+    assert column["shown"] and column["values"] == [pytest.approx(3 * 2 / 3600, rel=1e-3)]
 
 
 def test_quality_stands_in_the_table_with_its_intervals_and_is_blank_where_nobody_looked():
@@ -384,6 +384,8 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(changed) == "E=4 k=5 · lens V'=4096 · fp8 draft · varH ≤ 5"
     fitted = replace(ARM, draft_weights="int4", draft_weights_file="copies.safetensors", read_first=False)
     assert rows.label(fitted) == "E=4 k=5 · lens · int4 draft of copies.safetensors · varH ≤ 5 · launched first"
+    tables = [rows.label(replace(ARM, length_table=text)) for text in ("2:8*1.4 8:6*1.6", "2:4")]
+    assert tables == ["E=4 k=5, by load 2:8 8:6 · lens · varH ≤ 5", "E=4 k=5, by load 2:4 · lens · varH ≤ 5"]
     drawn = replace(ARM, draft_sample_method="probabilistic")
     assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
     own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"

@@ -50,7 +50,6 @@ def arguments() -> argparse.Namespace:
         "--memory-share", type=float, default=0.28, help="of the GPU's memory that each engine may take"
     )
     parser.add_argument("--seconds", type=float, default=580.0, help="after which no turn begins")
-    parser.add_argument("--wait-for", type=Path, help="a file: nothing is measured before it is there")
     parser.add_argument("--cpu", action="store_true", help="try the script: fp32, eager")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # this process is that one
@@ -208,8 +207,6 @@ def main() -> None:
     try:
         for name, engine in engines.items():
             found["started"][name] = engine.read()
-        while given.wait_for and not given.wait_for.exists():
-            time.sleep(0.5)
         for batch in given.batches:
             for turn in range(-1, given.repeats):  # the first one warms up
                 if time.monotonic() > until:

@@ -171,18 +171,19 @@ def check_port(options: Sequence[str]) -> None:
     parser.add_argument("--host", default="")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--uds")
-    with suppress(argparse.ArgumentError, OSError, OverflowError):  # what vLLM does not understand it says itself
+    try:
         found = parser.parse_known_args(list(options))[0]
         with socket.socket(socket.AF_INET6 if ":" in found.host else socket.AF_INET) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                if found.uds is None:
-                    tried.bind((found.host, found.port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise ConfigError(
-                        f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
-                    ) from error
+            if found.uds is None:
+                tried.bind((found.host, found.port))
+    except (argparse.ArgumentError, OverflowError):
+        pass  # what vLLM does not understand it says itself
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
+            ) from error
 
 
 def _several(

@@ -121,8 +121,7 @@ class State:
         if not self.starts:  # workers start engines out of sight, and measure several arms at once
             return waiting * (self.clock() - self.began) / len(known)
         arms = statistics.mean(known) * waiting
-        starts = statistics.mean(self.starts) * max(self.engines - len(self.starts), 0) if self.starts else 0.0
-        return arms + starts
+        return arms + statistics.mean(self.starts) * max(self.engines - len(self.starts), 0)
 
     def count_left(self, count: Count) -> float | None:
         """Seconds until a count is complete, at its pace so far."""

@@ -108,9 +108,7 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
-    cost: float | None = (
-        None  # money: launcher.price_hour for measuring it, without the start of an engine that other points share
-    )
+    cost: float | None = None  # money: launcher.price_hour for measuring; the start of the engine is not in it
 
 
 @dataclass

@@ -15,8 +15,9 @@ from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import OK
 
 UNVERIFIED = ("baseline", "skip")
-ELSEWHERE = "server"  # the arm of a server that ran already, of which nobody here knows how it decodes
 """Arms without drafts that are verified."""
+ELSEWHERE = "server"
+"""The arm of a server that ran already, of which nobody here knows how it decodes."""
 
 
 def gate_label(row: Record) -> str:

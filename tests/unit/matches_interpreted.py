@@ -95,15 +95,15 @@ def plain_round(
     return [draft + more for draft, more in zip(drafts, copied, strict=True)]
 
 
-@pytest.mark.parametrize(("free", "k", "rounds"), [(2, K, 12), (FREE, K, 30), (FREE, 1, 20)])
-def test_drafts_and_what_is_learnt_are_those_of_the_plain_rule(free, k, rounds):
+@pytest.mark.parametrize(("free", "k"), [(2, K), (FREE, K), (FREE, 1)])
+def test_drafts_and_what_is_learnt_are_those_of_the_plain_rule(free, k):
     draw = random.Random(0)
     device, kept = Device(LengthTable.fixed(k), free=free), [Matches(free, K, COST) for _ in range(3)]
     room = free if k == K else k  # what allows a request less than k allows it no longer a free draft
     texts = [[draw.randrange(VOCAB - row) for _ in range(length)] for row, length in enumerate((3, 40, 1030))]
     sampled, kinds, free_accepted = [1] * 3, set(), 0
     likely = [0.95, 0.6, 0.8]  # of a drafted token
-    for _ in range(rounds):
+    for _ in range(30):
         own = [[draw.randrange(VOCAB - 1) for _ in range(K)] for _ in texts]
         wanted = plain_round(kept, texts, own, room, k)
         assert device.draft(texts, sampled, own) == wanted
@@ -121,10 +121,10 @@ def test_drafts_and_what_is_learnt_are_those_of_the_plain_rule(free, k, rounds):
     assert kinds == {(False, True), (True, False)} | ({(True, True)} if room > 1 else set())
     counted = device.state.snapshot()
     device.draft(texts, sampled, own)  # takes in the last verdict
-    assert device.state.snapshot()["free_accepted"] == free_accepted > 5
+    assert device.state.snapshot()["free_accepted"] == free_accepted > 10
     assert counted["free_drafted"] > counted["free_accepted"]
     assert counted["steps"] == sum(step * rounds for step, rounds in enumerate(counted["length_histogram"]))
-    assert sum(counted["length_histogram"]) == counted["rounds"] == rounds
+    assert sum(counted["length_histogram"]) == counted["rounds"] == 30
     assert not device.state.matches.found.any()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,17 +39,3 @@ def test_a_wrong_setting_of_a_point_ends_a_script_as_it_ends_the_command(capsys)
         scripts.one_run(parser, ["gate=maxq"])
     assert ended.value.code == 2
     assert "maxp" in capsys.readouterr().err
-
-
-@pytest.mark.nightly
-def test_a_run_that_a_timeout_ends_is_kept(tmp_path):
-    """The outer `timeout` of a lent machine sends SIGTERM while a sweep starts its engine."""
-    out = tmp_path / "two_workers.json"
-    command = [sys.executable, str(ROOT / "experiments/scale/two_workers.py"), "--runs", "joblib:1", "--out", str(out)]
-    script = subprocess.Popen([*command, "layer=3"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        script.wait(6)
-    except subprocess.TimeoutExpired:
-        script.send_signal(signal.SIGTERM)
-    script.communicate(timeout=60)
-    assert '"launcher": "joblib"' in out.read_text()

@@ -98,7 +98,8 @@ def measured(one: str, both: str, given: argparse.Namespace) -> dict[str, Any]:
     arms = {f"one replica, {most // 2} clients": (one, most // 2), f"one replica, {most} clients": (one, most),
             f"two replicas, {most} clients": (both, most),
             f"two replicas, {2 * most} clients": (both, 2 * most)}  # fmt: skip
-    asyncio.run(asked(both, model, most, 0.5, given.tokens))
+    for url, clients in arms.values():  # the first requests of a load may wait for kernels that are compiled then
+        asyncio.run(asked(url, model, clients, given.window / 2, given.tokens))
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(given.repeats):
         for name, (url, clients) in arms.items():
@@ -132,7 +133,7 @@ def main() -> None:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
     os._exit(0)

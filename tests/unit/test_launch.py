@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from points import measured
@@ -133,6 +134,14 @@ def test_gpus_are_those_that_cuda_shows():
     assert devices.gpu_numbers("3,GPU-ab", 8) == ["3", "GPU-ab"]
     assert devices.gpu_numbers(None, 2) == ["0", "1"]
     assert list(devices._range("0-3")) == [0, 1, 2, 3]
+
+
+def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
+    said = SimpleNamespace(stdout="00000000:3B:00.0\n")
+    monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: said)
+    monkeypatch.setattr(devices.Path, "read_text", lambda *_, **__: "0-3,8-11\n")
+    monkeypatch.setattr(devices, "own_cores", lambda: [2, 3, 4, 8])
+    assert devices.near_cores("0") == [2, 3, 8]
 
 
 # ---- workers

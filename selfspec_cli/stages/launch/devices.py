@@ -55,14 +55,16 @@ def gpu_numbers(visible: str | None, count: int) -> list[str]:
 
 
 def near_cores(gpu: str) -> list[int]:
-    """The cores on the side of the memory (the NUMA node) to which a GPU is attached; empty where nothing says."""
+    """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
+    where nothing says or this process has none of them."""
     command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
     try:
         bus = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
         words = Path(f"/sys/bus/pci/devices/{bus[-12:]}/local_cpulist").read_text(encoding="utf-8").strip()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [core for part in words.split(",") if part for core in _range(part)]
+    own = set(own_cores())  # taskset or a batch system may have given this process fewer
+    return [core for part in words.split(",") if part for core in _range(part) if core in own]
 
 
 def _range(part: str) -> Iterator[int]:

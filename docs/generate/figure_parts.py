@@ -224,7 +224,7 @@ PARTS: tuple[tuple[Callable[[], str], tuple[str, ...]], ...] = (
     (varying, tuple(f"serving/{name}.json" for name in VARYING)),
     (api_server, ("serving/api_server_cpu.json",)),
     (full_graphs, ("serving/full_graphs_apart_h200.json",)),
-    (orders, ("serving/load_h200_read_first.json", "serving/load_h200_late.json", "serving/host_time_h200.txt")),
+    (orders, ("serving/load_h200_read_first.json", "serving/host_time_h200.txt")),
     (agreement, ("serving/agree_*.json",)),
     (lossless, ("gpu/*lossless*.json",)),
     (trace, ("gpu/*trace_batch1.json",)),

@@ -212,8 +212,7 @@ python experiments/serving/api_server.py --out api_server.json
 
 
 def orders() -> str:
-    """Early exit that reads a step's tokens before it launches the next one, or launches that late, and in vLLM's order,
-    over plain vLLM."""
+    """Early exit that reads a step's tokens before it launches the next one, and in vLLM's order, over plain vLLM."""
     lines = text_of("serving/host_time_h200.txt").splitlines()
     steps = [(("early exit" if line.startswith("layer_skip") else "plain vLLM"), *TIMED.match(line).groups())
              for line in lines]  # fmt: skip
@@ -227,27 +226,19 @@ its layers in 8 bits, k=4, where the draft loop hides what the host does:
 experiments/gpu_host.sh MODELS OUT smollm2 load_orders host_time
 ```
 
-{_in_both_orders("load_h200_read_first", "read first")}
-
-The widened reference model on one H200, E=3, 8 bits, k=4, where it does not, so that steps are launched late:
-
-```
-python experiments/serving/load_on_gpu.py --model ./reference_widened --layer 3 --k 4 --draft-weights int8 --adaptive --table "1:4*0.747 46:2*0.656 91:2*0.895 182:2*0.948" --groups closed --clients 8,1 --orders 8 --few-seconds 20 --out load.json
-```
-
-{_in_both_orders("load_h200_late", "launched late")}
+{_in_both_orders("load_h200_read_first")}
 
 How long the host takes for a step, with the work of what asks the engine, which was in the same process: the embedded model (`reference`, E=3, k=4), which takes the device hardly any time, on the machine of the first table.
 
 {table(("engine", "requests", "ms a step, median", "of five runs"), steps)}"""
 
 
-def _in_both_orders(name: str, ours: str) -> str:
+def _in_both_orders(name: str) -> str:
     found, rows = data_of(f"serving/{name}.json"), []
     asked = [level for level, over in found["compared"].items() if "launched first" in over]
     for level in sorted(asked, key=lambda name: int(name.split()[1])):
         sides = found["rows"][level]
-        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", ours)):
+        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", "read first")):
             one, plain = sides[side], sides["plain"]
             rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
                          *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),

@@ -126,7 +126,7 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core, reader = engine_of(make(), False)
     moments = iter(range(10_000))
     monkeypatch.setattr(step_order.time, "perf_counter", lambda: next(moments))
-    clock = reader._clock = SimpleNamespace(launched=-1.0, done=-1.0, seconds=lambda: 7.0)
+    clock = reader._clock = SimpleNamespace(launched=-1.0, seconds=lambda: 7.0)
     sample = core.model_executor.sample_tokens
 
     def sample_tokens(*arguments, **more):  # drafting_disabled.py, in the worker
@@ -136,7 +136,7 @@ def test_times_are_from_tokens_that_were_read_to_the_next_launch(make, monkeypat
     core.model_executor.sample_tokens = sample_tokens
     add(core.scheduler, "one", 20, 200)
     steps_until(core, lambda: reader._orders[1].host is not None)
-    assert (reader._orders[1].host, reader._orders[1].device) == (3.0, 7.0)  # moments at which somebody looked
+    assert (reader._orders[1].host, reader._orders[1].device) == (1.0, 7.0)  # moments at which somebody looked
     assert reader._orders[1].first
 
 
@@ -180,7 +180,7 @@ def test_vllms_order_stays_where_nothing_hides_the_reading(make, what):
     core.step_fn()
     future, scheduled, _ = core.batch_queue[-1]
     scheduled.has_structured_output_requests = what == "grammar"
-    assert (reader._until(core.scheduler, future, scheduled) > 0) == (what == "nothing")
+    assert reader._first(core.scheduler, future, scheduled) == (what == "nothing")
 
 
 def test_a_step_that_fails_leaves_the_scheduler_as_it_was(make):
@@ -216,14 +216,13 @@ def future(event=True):
 def reader():
     from selfspec_cli.vllm_plugin.v2.step_order import Reader
 
-    return Reader(SimpleNamespace(launched=0.0, done=0.0, seconds=lambda: 0.002))
+    return Reader(SimpleNamespace(launched=0.0, seconds=lambda: 0.002))
 
 
 def took(reader, milliseconds, steps, step=None, read=10.0, paused=0.5):
     for _ in range(steps):
         reader._clock.launched = read + paused + milliseconds / 1000
-        reader._clock.done = reader._clock.launched + 0.001
-        reader._launched((future(), step or step_of(3), None), read, paused, read + paused)
+        reader._launched((future(), step or step_of(3), None), read, paused)
 
 
 def test_tokens_are_read_first_where_the_host_is_faster_than_the_draft_loop(reader):

@@ -62,22 +62,19 @@ class World:
         from selfspec_cli.vllm_plugin.v2 import step_order
 
         self.host, self.device, self.launch, self.slow = Host(), device, launch, slow
-        self.hiccup, self.coming = (0, 0.0), 0.0
+        self.hiccup = 0, 0.0
         monkeypatch.setattr(step_order, "time", self.host)
         self.core, self.reader = engine_of(scheduler, first=False, rate=rate)
         self.reader._orders.default_factory = step_order.Order
-        self.clock = self.reader._clock = SimpleNamespace(launched=-1.0, done=-1.0, seconds=lambda: device.loop)
+        self.clock = self.reader._clock = SimpleNamespace(launched=-1.0, seconds=lambda: device.loop)
         execute, sample = self.core.model_executor.execute_model, self.core.model_executor.sample_tokens
         self.steps, self.asked, self.first, self.ended = 0, {}, {}, {}
-        self.spare = []  # of each launch, its kind and how long the tokens of the step before were still to come
-        self.joined = []  # of each request, the seconds from its arrival to its first launch
 
         def execute_model(scheduled, non_block):
             answer = execute(scheduled, non_block)
             if scheduled.num_scheduled_tokens:
                 self.steps += 1
                 self.scheduled = scheduled
-                self.joined += [self.host.now - self.asked[new.req_id] for new in scheduled.scheduled_new_reqs]
                 every, more = self.hiccup
                 late = more if every and self.steps % every == 0 else 0.0
                 self.host.pass_by((self.slow if scheduled.scheduled_new_reqs else self.launch) + late)
@@ -87,10 +84,7 @@ class World:
             future = sample(grammar, non_block)
             self.clock.launched = self.host.now
             self.host.pass_by(self.launch)
-            kind = "prefill" if self.scheduled.scheduled_new_reqs else "decode"
-            self.spare.append((kind, self.coming - self.host.now))
-            self.coming = sampled = self.device.run(self.scheduled, self.clock.launched)
-            self.clock.done = self.host.now
+            sampled = self.device.run(self.scheduled, self.clock.launched)
             output = future.async_output
 
             def get_output(original=output.get_output):

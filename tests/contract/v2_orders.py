@@ -9,8 +9,8 @@ def alternating() -> Any:
     """Takes the place of a reader's orders: one `Order` for every load, which says another order each time that it is
     asked for one. asked: how often.
 
-    It decides nothing by times and never waits: for either the reader would ask again, and with two questions a step
-    every step would have the same order.
+    It decides nothing by times: for that the reader would ask again, and with two questions a step every step would
+    have the same order.
     """
     from selfspec_cli.vllm_plugin.v2.step_order import Order
 
@@ -25,10 +25,6 @@ def alternating() -> Any:
         @first.setter
         def first(self, decided: bool) -> None:
             pass
-
-        @property
-        def wait(self) -> float:
-            return 0.0
 
         def add(self, host: float, device: float) -> bool:
             return False

@@ -27,7 +27,7 @@ Around the round, on the host:
 widths.py, sizes.py   how many places for drafts the scheduler plans in a step, and which decode graphs that takes.
 graphs.py             graphs of verify passes: a set for each width, and those for mixed prefill and decode batches.
 drafting_disabled.py  steps after the first one without drafts run without the speculator.
-step_order.py         when a step's tokens are read, and when the next step is launched.
+step_order.py         whether a step's tokens are read before the next step is launched.
 requests.py           new requests, made known to the speculator before its first kernel reads them.
 
 A gate, a threshold, a draft length or a table can change between two rounds without a recapture: all of them are

@@ -21,14 +21,10 @@ def leave_out_drafting(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         step, clock = self.execute_model_state, getattr(self.speculator, "clock", None)
         if clock is not None:
-            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; step_order.py reads both times
-        try:
-            if step is None or not drafting_is_disabled(self, step):
-                return original(self, *args, **kwargs)
-            return _without_drafting(self, step, original, *args, **kwargs)
-        finally:
-            if clock is not None:
-                clock.done = time.perf_counter()
+            clock.launched = time.perf_counter()  # the forward pass is, a moment ago; step_order.py reads it
+        if step is None or not drafting_is_disabled(self, step):
+            return original(self, *args, **kwargs)
+        return _without_drafting(self, step, original, *args, **kwargs)
 
     return sample_tokens
 

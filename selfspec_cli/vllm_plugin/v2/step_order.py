@@ -1,19 +1,16 @@
-"""When a step's tokens are read, and when the next step is launched.
+"""When a step's tokens are read: before the next step is launched, or after it.
 
 vLLM launches a step before it has seen the tokens of the last one, and at once when it has seen those of the one
 before, so that the device never waits for the host. A request that comes a moment later then waits for two steps.
 
 With a draft loop behind the sampling the device is busy anyway while the host reads, answers, schedules and launches.
 To have read first is then worth a round to each request: one that has ended is not verified once more, a new one joins
-the next step and not the one behind it, and a first token leaves while the device drafts.
+the next step and not the one behind it, and a first token leaves while the device drafts. Where no request is left, the
+next step would be in vain, and the tokens are read first too.
 
-Where the draft loop is too short for that, the next step is launched as late as the device allows: so that the host is
-done with it when the tokens of the step under way come. Until then a new request joins it. First tokens that come while
-the host would still be launching are read before that, where no other request waits for the launch.
-
-What is needed for that is measured, for each number of running requests: how long the device drafts, by two events
-around the loop, how long the host takes from a step's tokens to the launch of the next forward pass and for a whole
-launch, and how much time lies between the tokens of two steps. While that is not known, the order is vLLM's.
+Which order is the faster one is measured, for each number of running requests: how long the device drafts, by two
+events around the loop, and how long the host takes from a step's tokens to the launch of the next forward pass. While
+that is not known, and where the loop is too short, the order is vLLM's.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import functools
 import math
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,22 +39,17 @@ SAMPLES = 16
 MARGIN = 0.1
 """By so much one time has to be the longer one before the order changes, so that noise does not change it."""
 PAUSE = 50e-6
-"""Seconds between two looks at whether the tokens are there or a request has come."""
-SLACK = 400e-6
-"""Seconds that the host is to be done before the tokens come, when it launches as late as it can."""
-WAITED = 150e-6
-"""Seconds from the end of a launch to the tokens: with less, they may have been there for a while."""
+"""Seconds between two looks at whether the tokens are there or a message has come."""
 
 
 class DraftClock:
-    """When the host had launched the last step, and how long the device drafted behind earlier ones.
+    """When the host had launched the last forward pass, and how long the device drafted behind earlier ones.
 
-    launched: the forward pass; done: all of the step, with its drafts. In seconds of `time.perf_counter`;
-    drafting_disabled.py sets them.
+    launched: in seconds of `time.perf_counter`; drafting_disabled.py sets it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.launched = self.done = -math.inf
+        self.launched = -math.inf
         # Two steps are under way at most, so of three pairs of events the oldest can be read.
         pairs = 3 if device.type == "cuda" else 0
         self._pairs = [[torch.cuda.Event(enable_timing=True) for _ in ("begin", "end")] for _ in range(pairs)]
@@ -83,25 +75,17 @@ class DraftClock:
         return begin.elapsed_time(end) / 1000 if end.query() else None
 
 
-def _recent() -> deque[float]:
-    return deque(maxlen=SAMPLES)
-
-
 @dataclass
 class Order:
     """Of steps with about the same number of requests. first: whether tokens are read before the next launch.
 
     host, device: seconds that it was decided by: from a step's tokens to the launch of the next forward pass, and in
-    the draft loop; None until then. launches: seconds of the last launches; rounds: from tokens to tokens.
-    logged: whether the log says that there is a wait.
+    the draft loop; None until then.
     """
 
     first: bool = False
     host: float | None = None
     device: float | None = None
-    launches: deque[float] = field(default_factory=_recent)
-    rounds: deque[float] = field(default_factory=_recent)
-    logged: bool = False
     _steps: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, host: float, device: float) -> bool:
@@ -115,17 +99,6 @@ class Order:
         self.first = self.host < self.device * (1 + MARGIN if before else 1 - MARGIN)
         return new or self.first != before
 
-    @property
-    def wait(self) -> float:
-        """Seconds from a step's tokens to the launch of the step after the next one, which is under way already.
-
-        By the shortest round and the longest launch among the last ones: a device that waits costs everybody, and a
-        launch that is too early only a request that would have come in time.
-        """
-        if len(self.launches) < SAMPLES or len(self.rounds) < SAMPLES:
-            return 0.0
-        return max(0.0, min(self.rounds) - max(self.launches) - SLACK)
-
 
 class Reader:
     """Steps one engine core whose worker is in the same process."""
@@ -134,81 +107,50 @@ class Reader:
         self._clock = clock
         self._orders: dict[int, Order] = defaultdict(Order)
         self._read = math.inf  # when the last tokens were
-        self._exact: float | None = None  # when they came, if the host waited for them
         self._paused = 0.0  # seconds since then in which the host could have launched
-        self._first: dict[int, float] = {}  # of steps of new requests alone: seconds from the launch to the tokens
 
     def step(self, engine: Any, original: Method) -> Any:
         """`EngineCore.step_with_batch_queue`, in this order or in vLLM's."""
         queue, scheduler = engine.batch_queue, engine.scheduler
-        under_way, came = queue[-1] if queue else None, None  # at most one; it was launched last
-        launched = self._clock.done
-        if under_way is not None and not _joins(scheduler):
-            until = self._until(scheduler, *under_way[:2])
+        under_way = queue[-1] if queue else None  # at most one; it was launched last
+        if under_way is not None and not _joins(scheduler) and self._first(scheduler, *under_way[:2]):
             since = time.perf_counter()
-            what = _wait(under_way[0], getattr(engine, "input_queue", None), until)
+            came = _wait(under_way[0], getattr(engine, "input_queue", None))
             self._paused += time.perf_counter() - since
-            if what == "message":
-                return None, True  # the engine takes the messages in, and comes back
-            if what == "tokens" and until == math.inf:
-                self._exact = None  # what lies between these tokens and the next ones is not a round of the device
-                with _nothing_to_schedule(scheduler):
-                    outputs, _ = original(engine)
-                self._came(under_way[1], self._read - launched)
-                return outputs, True  # after a step without work vLLM sleeps
-            if what == "tokens":  # sooner than expected
-                came = time.perf_counter()
+            if not came:
+                return None, True  # the engine takes its messages in, and comes back
+            with _nothing_to_schedule(scheduler):
+                outputs, _ = original(engine)
+            return outputs, True  # after a step without work vLLM sleeps
         newest, read, paused = queue[0] if queue else None, self._read, self._paused
-        began = time.perf_counter()
         result = original(engine)
-        drafts = bool(queue) and queue[0] is not newest and _drafts(*queue[0][:2])
-        if drafts:
-            self._launched(queue[0], read, paused, began)
-        if under_way is not None and not (queue and queue[-1] is under_way):
-            if drafts and self._read != read and self._read - self._clock.done > WAITED:
-                came = self._read
-            self._round(under_way[1], came)
-            self._came(under_way[1], 0.0 if came is None else came - launched)
+        if queue and queue[0] is not newest and _drafts(*queue[0][:2]):
+            self._launched(queue[0], read, paused)
         return result
 
-    def _until(self, scheduler: Any, future: Any, scheduled: Any) -> float:
-        """When the next step is launched, at the latest: behind the tokens of the step under way (infinity), now, or at
-        a moment in between."""
+    def _first(self, scheduler: Any, future: Any, scheduled: Any) -> bool:
+        """Whether the tokens of the step under way are read before the next step is launched."""
         planner, requests = planner_of(scheduler), scheduler.requests
         if planner is None or not planner.read_first or _event(future) is None:
-            return -math.inf
+            return False
         if not requests:
-            return math.inf  # there is nothing to launch
+            return True  # there is nothing to launch
         # Behind a step that is all inside of prefills nothing is drafted.
-        if not _drafts(future, scheduled) or not any(
-            name in requests and not requests[name].is_prefill_chunk for name in scheduled.num_scheduled_tokens
-        ):
-            return -math.inf
-        order = self._orders[_load(scheduled)]
-        if order.first or self._opens(scheduled):
-            return math.inf
-        return -math.inf if self._exact is None else self._exact + order.wait
+        return (
+            _drafts(future, scheduled)
+            and any(name in requests and not requests[name].is_prefill_chunk for name in scheduled.num_scheduled_tokens)
+            and self._orders[_load(scheduled)].first
+        )
 
-    def _opens(self, scheduled: Any) -> bool:
-        """Whether a step is of new requests alone whose tokens will be there before another step could be launched."""
-        launches = self._orders[_load(scheduled)].launches
-        return _is_new(scheduled) and self._first.get(_size(scheduled), math.inf) < min(launches, default=0.0)
-
-    def _came(self, scheduled: Any, seconds: float) -> None:
-        """Take in how long after its launch the tokens of a step came; 0: they were there before anybody looked."""
-        if _is_new(scheduled):
-            self._first[_size(scheduled)] = seconds
-
-    def _launched(self, step: tuple[Any, Any, Any], read: float, paused: float, began: float) -> None:
+    def _launched(self, step: tuple[Any, Any, Any], read: float, paused: float) -> None:
         """Take in the times of a step that was just launched. read: when the tokens before its launch were. paused:
-        for how long the host waited since then. began: when the launch did."""
+        for how long the host waited since then."""
         future, scheduled, _ = step
         future.add_done_callback(self._was_read)  # called where the result is set, by whoever reads the tokens
         if not _decodes(scheduled):
             return
         load = _load(scheduled)
         order = self._orders[load]
-        order.launches.append(self._clock.done - began)
         host, device = self._clock.launched - read - paused, self._clock.seconds()
         if host > 0 and device is not None and order.add(host, device):
             logger.info(
@@ -216,33 +158,13 @@ class Reader:
                 "takes %.2f ms, drafting %.2f ms)", 2 ** (load - 1), 2**load - 1, "before" if order.first else "after",
                 1000 * (order.host or 0), 1000 * (order.device or 0),
             )  # fmt: skip
-        if order.wait and not (order.first or order.logged):
-            order.logged = True
-            logger.info("early exit: at %d to %d requests, a step is launched %.2f ms after the tokens of the last but "
-                        "one (it takes the host %.2f ms, and a round %.2f ms)", 2 ** (load - 1), 2**load - 1,
-                        1000 * order.wait, 1000 * max(order.launches), 1000 * min(order.rounds))  # fmt: skip
 
     def _was_read(self, future: Any) -> None:
         self._read, self._paused = time.perf_counter(), 0.0
 
-    def _round(self, scheduled: Any, came: float | None) -> None:
-        """Take in when the tokens of a step came; None: that is not known."""
-        if came is not None and self._exact is not None and _decodes(scheduled):
-            self._orders[_load(scheduled)].rounds.append(came - self._exact)
-        self._exact = came
-
 
 def _load(scheduled: Any) -> int:
     return len(scheduled.num_scheduled_tokens).bit_length()
-
-
-def _is_new(scheduled: Any) -> bool:
-    """Whether a step is of new requests alone."""
-    return 0 < len(scheduled.scheduled_new_reqs) == len(scheduled.num_scheduled_tokens)
-
-
-def _size(scheduled: Any) -> int:
-    return int(scheduled.total_num_scheduled_tokens).bit_length()
 
 
 def _joins(scheduler: Any) -> bool:
@@ -267,21 +189,17 @@ def _drafts(future: Any, scheduled: Any) -> bool:
     return _event(future) is not None and drafts and not scheduled.has_structured_output_requests
 
 
-def _wait(future: Any, messages: Any, until: float) -> str:
-    """Wait for a step's tokens, a message to the engine or a moment; which of them came: "tokens", "message" or "time".
+def _wait(future: Any, messages: Any) -> bool:
+    """Wait for a step's tokens or a message to the engine; whether the tokens came.
 
     messages: the queue of an engine in a process of its own. A request that comes is launched at once, while the device
     still has work. Another engine has none: reading the tokens waits for them, and nothing is gained by another wait.
     """
-    if messages is None:
-        return "tokens" if until == math.inf else "time"
-    while time.perf_counter() < until:
-        if _event(future).query():
-            return "tokens"
+    while messages is not None and not _event(future).query():
         if not messages.empty():
-            return "message"
+            return False
         time.sleep(PAUSE)
-    return "time"
+    return True
 
 
 @contextmanager

@@ -189,8 +189,6 @@ def show_options(rows: list[Row], choices: list[Choice]) -> None:
         default = f"  (threshold: {one.default} if none is given)" if one.default else ""
         Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
         say(f"    {one.help}")
-    if not rows and not choices:
-        say("no setting has to do with that word")
 
 
 def show_checks(checks: list[Check]) -> None:

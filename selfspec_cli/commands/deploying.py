@@ -196,6 +196,7 @@ def _several(
         planned = {"dry_run": True, "commands": lines, "speculative_config": made.speculative_config}
         return emit(planned) if as_json else say("\n".join(lines))
     preflight.check_device(cfg)
+    check_port(more)
     replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
 
 

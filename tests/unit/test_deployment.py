@@ -190,6 +190,17 @@ def test_serve_becomes_the_server(model, monkeypatch, tmp_path):
     assert "VLLM_LOGGING_LEVEL" not in set(became["environment"]) - set(os.environ)
 
 
+def test_a_port_in_use_is_refused_before_replicas_are_started(model, monkeypatch):
+    monkeypatch.setattr(facts, "installed_device", lambda: "cpu")
+    monkeypatch.setattr(deploying.replicas, "_places", lambda cfg, count: [{}] * count)
+    monkeypatch.setattr(deploying.replicas, "serve", lambda *words: pytest.fail("replicas were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = call("serve", "model=./model", "layer=2", "replicas=2", "router=gateway", "--", "--port", port)
+    assert result.exit_code == 2, result.output
+    assert f"port {port} is in use" in result.stderr
+
+
 def save(results, found, cfg):
     folder.save(results, replace(found, config=to_plain(cfg)))
 

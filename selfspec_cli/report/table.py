@@ -104,8 +104,8 @@ COLUMNS: list[Column] = [
     ("failed", "requests that failed", lambda row: str(row.failed_requests) if row.failed_requests else ""),
     (
         "cost",
-        "money for measuring the point and for the start of its engine, which points may share; `launcher.price_hour` "
-        "is the price of an hour",
+        "money for measuring the point and for its share of the start of the engine, divided equally among the points "
+        "that use it; `launcher.price_hour` is the price of an hour",
         lambda row: _number(4)(row.cost),
     ),
     (

@@ -117,7 +117,9 @@ def test_what_was_not_measured_is_empty_and_not_zero():
 
 def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
     made = point(config={"launcher": {"price_hour": 3.0}})
-    assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # the start may be shared, so it is not in it
+    assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # how many points shared the start is not known
+    shared = replace(made, start_seconds=10.0, start_shared_by=4)
+    assert tables.row(shared).cost == pytest.approx(3.0 * (2.0 + 10.0 / 4) / 3600)
     for unknown in (point(), point(config=None), point(config={"launcher": {"price_hour": None}}),
                     replace(made, seconds=None)):  # fmt: skip
         assert tables.row(unknown).cost is None
@@ -177,6 +179,8 @@ def test_a_row_names_the_file_of_the_copies_that_drafted_and_an_order_that_is_no
 def test_points_from_before_the_column_name_the_file_of_their_copies():
     before = point(config={"draft_weights_path": "fits/copies.safetensors"})
     assert tables.row(before).draft_weights_file == "copies.safetensors"
+    chosen = replace(before, config={"method": "layer_skip", "adaptive_length": True, "bandit": False})
+    assert (tables.row(chosen).adaptive_length, tables.row(chosen).bandit) == (True, None)
     assert tables.row(point()).draft_weights_file is None
     assert tables.row(point(arm={**ARM, "draft_weights_file": None}, config=before.config)).draft_weights_file is None
 

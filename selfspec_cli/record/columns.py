@@ -110,6 +110,8 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
+    cpu_own: float | None = None  # while timed, this command's share of the processor cores, 0 to 1
+    cpu_others: float | None = None  # that of other programs, or of other guests of the machine
     cost: float | None = None  # money: launcher.price_hour for measuring, and an equal share of the start of the engine
 
 

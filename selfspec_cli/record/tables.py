@@ -168,7 +168,8 @@ def _measured(record: Record, point: Point) -> Record:
     return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
 
 
-ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w")
+ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w", "cpu_own",
+                  "cpu_others")  # fmt: skip
 
 
 ACTIVE = "active_requests_"

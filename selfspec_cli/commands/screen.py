@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -276,8 +276,8 @@ def show_views(found: Views) -> None:
         say(f"{name}: {path}")
 
 
-def show_tuned(document: dict[str, Any]) -> None:
-    """What tuning measured last, what it chose, and how to use it."""
+def show_tuned(document: dict[str, Any], words: Sequence[str]) -> None:
+    """What tuning measured last, what it chose, and how to use it. words: that name the choice."""
     for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
         limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
         pair = (found["speedup_low"], found["speedup_high"])
@@ -287,7 +287,7 @@ def show_tuned(document: dict[str, Any]) -> None:
     say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
         f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
         f"{document['trials']} trials", "bold")  # fmt: skip
-    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
+    say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

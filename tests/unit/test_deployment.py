@@ -12,9 +12,10 @@ import pytest
 from commands import call, document, model_folder
 from points import against, baseline
 
+from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands import deploying
 from selfspec_cli.config import facts
-from selfspec_cli.config.compose import load_config
+from selfspec_cli.config.compose import compose_runs, load_config
 from selfspec_cli.config.schema import (
     ConfigError,
     EngineConfig,
@@ -30,6 +31,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import folder
 from selfspec_cli.record.head_rows import HeadRow
+from selfspec_cli.stages import tune
 from selfspec_cli.stages.head_plan import HeadPlan
 
 NAMES = ("file", "words", "environment")
@@ -134,6 +136,26 @@ def test_what_does_not_pay_is_not_deployed(model):
     assert found["speculative_config"] is None and found["file"] is None
     assert "--speculative-config" not in found["command"]
     assert "tuned" not in found["selfspec"]
+
+
+def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
+    def found(cfgs, *, conf, model_words, **more):
+        chosen = replace(cfgs[0], layer=2, k=3)
+        words = [*model_words, *tuned.overrides(chosen)]
+        file = tuned.write(conf, chosen, words, "a title")
+        measured = {"k": 3, "gate": "none", "threshold": None, "speedup": 1.5, "speedup_low": None,
+                    "speedup_high": None, "plain_tok_s": 9.0}  # fmt: skip
+        finalist = tune.Finalist(chosen, measured)
+        return tune.TuneResult(finalist, [finalist], [], 1, 1.0, str(file), words)
+
+    monkeypatch.setattr(tune, "run", found)
+    result = call("tune", "model=./model", "layer=2")
+    assert result.exit_code == 0, result.output
+    (words,) = [line.partition("use it with: ")[2] for line in result.stdout.splitlines() if "use it with: " in line]
+    program, verb, *settings = shlex.split(words)
+    assert (program, verb) == ("selfspec", "sweep") and "tuned=model" in settings
+    (cfg,) = compose_runs(None, settings)
+    assert (cfg.layer, cfg.k, cfg.model.path) == (2, 3, "./model")
 
 
 def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):

@@ -172,6 +172,23 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(engines, model
 
 
 @pytest.mark.parametrize(
+    ("file", "typed", "exit_code"),
+    [("ray/core/gcs_server", (), 1), ("results/runs/a", (), 2), ("mine/runs/a", ("results_dir=mine",), 2),
+     ("mine/runs/a", (), 1), (None, (), 1)],
+)  # fmt: skip
+def test_only_a_folder_of_this_command_is_to_be_made_writable(engines, model, monkeypatch, file, typed, exit_code):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), file)
+
+    monkeypatch.setattr("selfspec_cli.stages.preflight.check_all", refuse)
+    monkeypatch.setattr("sys.argv", ["selfspec", "sweep", model, *typed])
+    result = call("sweep", model, *typed)
+    assert result.exit_code == exit_code
+    assert ("make this one writable" in result.stderr) == (exit_code == 2)
+    assert "Permission denied" in result.stderr and (file or "") in result.stderr
+
+
+@pytest.mark.parametrize(
     ("number", "word"), [(errno.EROFS, "choose another folder"), (errno.ENOSPC, "free some space")]
 )
 def test_a_disk_that_fills_or_is_read_only_is_no_crash(engines, model, monkeypatch, number, word):

@@ -70,7 +70,8 @@ class Comparison:
 class Measurement:
     """What one arm did on a live engine.
 
-    outputs: a digest of each request's output tokens in the last repeat. engine: facts of the engine by the names of a
+    outputs: a digest of each request's output tokens in the last repeat, "" for a prompt of a load test that was not
+    answered. engine: facts of the engine by the names of a
     row's columns (layer, weights_mib, draft_mib, kv_blocks, peak_mem_mib, sm_util, ...) and `step_bytes`. perplexity:
     None where it was not asked for. seconds: that measuring took, warm-up and perplexity included.
     """
@@ -155,9 +156,10 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
     """
     theirs = baseline.tok_s
     interval = speedup_interval(ours.tok_s, theirs) or (None, None)
-    same = None
-    if real_text and ours.outputs and len(ours.outputs) == len(baseline.outputs):
-        same = sum(one == other for one, other in zip(ours.outputs, baseline.outputs, strict=True))
+    both = []
+    if real_text and len(ours.outputs) == len(baseline.outputs):
+        pairs = zip(ours.outputs, baseline.outputs, strict=True)
+        both = [one == other for one, other in pairs if one and other]
     return Comparison(
         baseline=baseline.id,
         key=baseline.key,
@@ -167,8 +169,8 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
         low=interval[0],
         high=interval[1],
         perplexity=baseline.perplexity,
-        identical=same,
-        outputs=None if same is None else len(ours.outputs),
+        identical=sum(both) if both else None,
+        outputs=len(both) or None,
     )
 
 

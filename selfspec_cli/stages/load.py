@@ -188,11 +188,11 @@ def _uninterrupted(run: Run) -> Run:
 
 
 def answers(run: Run, prompts: int) -> tuple[str, ...]:
-    """A digest of the first answer to each prompt; empty where not every prompt was answered."""
+    """A digest of the first answer to each prompt, "" for one that was not answered; nothing without any answer."""
     found: dict[int, str] = {}
     for one in run.good:
         found.setdefault(one.number % prompts, one.digest)
-    return tuple(found[number] for number in range(prompts)) if len(found) == prompts else ()
+    return tuple(found.get(number, "") for number in range(prompts)) if found else ()
 
 
 def unlike(runs: Sequence[Run], prompts: int) -> int:

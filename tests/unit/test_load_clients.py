@@ -304,7 +304,8 @@ def sample(number, sent=0.0, digest="d", error=None):
 def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
     run = Run([sample(1, 1.0, "b"), sample(0, 0.0, "a"), sample(2, 2.0, "c")])
     assert load.answers(run, 2) == ("a", "b")
-    assert load.answers(run, 4) == ()  # one was never asked: nothing to compare
+    assert load.answers(run, 4) == ("a", "b", "c", "")  # one was never asked
+    assert load.answers(Run([]), 4) == ()
     assert load.unlike([run], 2) == 1  # prompt 0 got "a" and "c"
     assert load.unlike([Run([sample(0), sample(2)])], 2) == 0
 

@@ -8,7 +8,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
-from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
+from selfspec_cli.record.point import compare, from_json, head_from_line, output_digests, to_json
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
@@ -113,6 +113,16 @@ def test_what_was_not_measured_is_empty_and_not_zero():
     written = columns.line(columns.Summary, row).rstrip("\n").split(",")
     cells = dict(zip(columns.header(columns.Summary), written, strict=True))
     assert cells["ppl"] == cells["speedup"] == ""
+
+
+def test_outputs_are_compared_where_both_sides_have_one():
+    """One client asks few of the prompts before its time is over, and a slower server fewer."""
+    base = replace(baseline(), outputs=("a", "b", "", ""))
+    found = compare(measured(100.0, outputs=("a", "x", "c", "")), base, reused=False, real_text=True)
+    assert (found.identical, found.outputs) == (1, 2)
+    for outputs in (("", "", "c", "d"), (), ("a", "b")):
+        found = compare(measured(100.0, outputs=outputs), base, reused=False, real_text=True)
+        assert (found.identical, found.outputs) == (None, None)
 
 
 def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():

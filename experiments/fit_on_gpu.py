@@ -22,6 +22,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from selfspec_cli.early_exit.heads import HEADS
+
 SHAPE = "shape:llama3_8b"
 
 
@@ -30,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=SHAPE, help="shape:llama3_8b (dummy weights), reference, or a folder")
     parser.add_argument("--quantization", help="such as fp8, done by vLLM as it loads")
     parser.add_argument("--layers", type=int, nargs="+", default=[8])
-    parser.add_argument("--heads", nargs="+", default=["lens", "lsq"])
+    parser.add_argument("--heads", nargs="+", choices=tuple(HEADS), default=["lens", "lsq"])
     parser.add_argument("--vocab", nargs="+", default=["full"], help="draft vocabularies, such as full 32768")
     parser.add_argument("--pairs", type=int, default=50_000)
     parser.add_argument("--ridge", type=float, help="relative; chosen where not given")

@@ -16,6 +16,9 @@ class Progress:
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` of what is called `what`; it is over when done reaches total."""
 
+    def ended(self, what: str, done: int, total: int) -> None:
+        """It is over with `done` of `total`, which may be fewer."""
+
     def speeds(self, tok_s: Sequence[float]) -> None:
         """Tokens a second of each timed repeat so far, of the arm in hand."""
 

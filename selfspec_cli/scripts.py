@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit.errors import closest
+
+T = TypeVar("T")
 
 
 def among(allowed: Iterable[str], noun: str) -> Callable[[str], str]:
@@ -52,7 +55,16 @@ def one_run(parser: argparse.ArgumentParser, words: list[str]) -> RunConfig:
 
 def numbers(text: str) -> list[int]:
     """A type for argparse: whole numbers with commas between them."""
+    return _all(int, text, "whole numbers", "1,8,32")
+
+
+def decimals(text: str) -> list[float]:
+    """A type for argparse: numbers with commas between them."""
+    return _all(float, text, "numbers", "0,0.8")
+
+
+def _all(kind: Callable[[str], T], text: str, what: str, example: str) -> list[T]:
     try:
-        return [int(word) for word in text.split(",")]
+        return [kind(word) for word in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write whole numbers with commas between them: 1,8,32") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: write {what} with commas between them: {example}") from None

@@ -35,6 +35,7 @@ from selfspec_cli.early_exit.gates import GATES, features
 from selfspec_cli.early_exit.gates.distribution import Distribution
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.engine.arguments import ModelTokens
+from selfspec_cli.scripts import numbers
 from selfspec_cli.texts.prompts import workload_prompts
 
 LONGEST = 12
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--passes", type=int, default=8, help="times that the same requests come")
-    parser.add_argument("--late", default="", help="rounds, such as 1,8,128")
+    parser.add_argument("--late", type=numbers, default=[], help="rounds, such as 1,8,128")
     parser.add_argument("--logs", type=Path, help="a folder that keeps the drafts, for another run")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -222,7 +223,6 @@ def main() -> None:
             torch.save(vars(found), kept)
         return found
 
-    lates = [int(word) for word in given.late.split(",") if word]
     code = log("heldout")
     noise = replace(code, accepted=torch.zeros_like(code.accepted))
     logs = {"held-out code": code, "nothing accepted": noise, "both alternating": joined(code, noise)}
@@ -233,7 +233,8 @@ def main() -> None:
         for cost, verify in ((0.17, 0.0), (0.17, 0.1), (0.35, 0.0)):
             for gate, threshold, k in (("none", None, 4), ("none", None, 12), ("maxp", 0.3, 4), ("maxp", 0.3, 12)):
                 rows.append({"traffic": name, "cost": cost, "verify": verify, "gate": gate, "threshold": threshold,
-                             "k": k, **table(one, gate, threshold, k, cost, verify, given.passes, lates)})  # fmt: skip
+                             "k": k,
+                             **table(one, gate, threshold, k, cost, verify, given.passes, given.late)})  # fmt: skip
                 print(rows[-1], flush=True)
     document = {"layer": given.layer, "prompts": given.prompts, "passes": given.passes, "accepted of 4": share,
                 "rounds": {name: len(one.drafted) for name, one in logs.items()}, "rows": rows}  # fmt: skip

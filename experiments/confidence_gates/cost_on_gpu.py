@@ -23,6 +23,7 @@ from pathlib import Path
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.live import Engine, Generation, open_engine
 from selfspec_cli.record import latency
 from selfspec_cli.scripts import all_among
@@ -40,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layer", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--draft-weights", default="shared")
+    parser.add_argument("--draft-weights", choices=tuple(DRAFT_WEIGHTS), default="shared")
     parser.add_argument(
         "--engines",
         type=all_among(ENGINES, "engine"),

@@ -37,6 +37,7 @@ from typing import Any
 from selfspec_cli.config import machine
 from selfspec_cli.config.paths import model_path
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.server import Server, ServerError, ask, free_port, open_server
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.connection import Connections
@@ -60,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layer", type=int, help="exit layer; without it, all layers draft")
     parser.add_argument("--k", type=int, default=4, help="draft length, the longest one where there is a table")
     parser.add_argument("--table", help="of draft lengths by requests, such as `2:8 8:6`")
-    parser.add_argument("--draft-weights", default="int4")
+    parser.add_argument("--draft-weights", choices=tuple(DRAFT_WEIGHTS), default="int4")
     parser.add_argument("--without", nargs="*", default=[], choices=(EARLY, PLAIN, BITS), help="servers to leave out")
     parser.add_argument(
         "--cpu", action="store_true", help="try the script on a CPU: fp32, eager, text without a template"

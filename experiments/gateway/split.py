@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.engine.server import Server, free_port, open_server
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings, LimitSettings
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference")
     parser.add_argument("--layer", type=int, default=3, help="exit layer; 0: all layers draft")
     parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--draft-weights", default="shared")
+    parser.add_argument("--draft-weights", choices=tuple(DRAFT_WEIGHTS), default="shared")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--block", type=int, default=32, help="tokens of a block of the KV cache")
     parser.add_argument("--nixl", action="store_true", help="send keys and values by NIXL")

@@ -83,6 +83,7 @@ from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import latency, tables
 from selfspec_cli.record.point import Point
+from selfspec_cli.scripts import among, decimals, numbers
 from selfspec_cli.stages import load, load_url, loads, measure
 from selfspec_cli.stages.sweep import SweepResult
 
@@ -127,14 +128,19 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--draft-weights", default="shared", choices=tuple(DRAFT_WEIGHTS))
-    parser.add_argument("--clients", default=",".join(map(str, ORDER)), help="of the closed loops, in their order")
-    parser.add_argument("--lengths-at", default="32,64,128,256", help="clients at which every length is tried")
+    parser.add_argument("--clients", type=numbers, default=list(ORDER), help="of the closed loops, in their order")
+    parser.add_argument(
+        "--lengths-at", type=numbers, default="32,64,128,256", help="clients at which every length is tried"
+    )
     parser.add_argument("--table", help="of lengths, or a file that holds it; without it, it is measured")
     parser.add_argument("--every-length", action="store_true", help="graphs for every length, beside those of --table")
     parser.add_argument("--groups", default=",".join(GROUPS),
                         help="of levels, or levels; in their order, with turns and seconds")  # fmt: skip
     parser.add_argument(
-        "--between", default="32,128", help="numbers of clients between which the varying loop alternates"
+        "--between",
+        type=numbers,
+        default="32,128",
+        help="numbers of clients between which the varying loop alternates",
     )
     parser.add_argument("--period", type=float, default=4.0, help="of the varying loop, seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each timed run")
@@ -146,6 +152,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adaptive", action="store_true", help="lengths also by acceptance (adaptive_length)")
     parser.add_argument(
         "--wanted",
+        type=decimals,
+        default=[],
         help="speedup of closed loops, or one for each of --clients; what issue 17 asks of the widened model",
     )
     parser.add_argument("--prompts", default="heldout", help="as workload.prompts: heldout, chat, coding or edits")
@@ -165,18 +173,39 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.error("--swap exchanges the GPUs of the two servers, so it needs --gpus 2")
     if given.api_servers > 1 and given.rust_frontend:
         parser.error("--api-servers is for those in Python, of which --rust-frontend takes the place")
-    given.wanted = [float(word) for word in given.wanted.split(",")] if given.wanted else []
-    if len(given.wanted) > 1 and len(given.wanted) != len(given.clients.split(",")):
+    if len(given.wanted) > 1 and len(given.wanted) != len(given.clients):
         parser.error("--wanted: one number, or one for each of --clients")
+    if len(given.between) != 2:
+        parser.error("--between: the lower and the higher number of clients, such as 32,128")
+    try:
+        given.table = table_of(given.table, given.k)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--table {given.table!r}: {error}")
+    names = dict.fromkeys(name for level in levels(given) for name in (level.group.split()[0], level.group, level.name))
+    known = among((*GROUPS, *(name for name in names if name not in GROUPS)), "group or level")
     for word in given.groups.split(","):
-        if GROUP.fullmatch(word) is None:
+        if (group := GROUP.fullmatch(word)) is None:
             parser.error(f"--groups {word!r}: NAME, NAME:TURNS, NAME@SECONDS or NAME:TURNS@SECONDS")
+        try:
+            known(group["name"])
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --groups: {error}")
     return given
+
+
+def table_of(word: str | None, k: int) -> str | None:
+    """--table as text: it is a table, or a file that holds one, alone or in JSON."""
+    if word and Path(word).is_file():
+        text = Path(word).read_text(encoding="utf-8")
+        word = str(json.loads(text)["table"]) if word.endswith(".json") else text.strip()
+    if word:
+        LengthTable.parse(word, k)
+    return word
 
 
 def config(given: argparse.Namespace, table: str | None) -> RunConfig:
     """The server with early exit. table: of lengths, None while they are to be measured."""
-    most = max(int(word) for word in given.clients.split(","))
+    most = max(given.clients)
     path = Path(given.model)
     model = ModelConfig(name=path.name, path=given.model, dtype="float32" if given.cpu else "bfloat16",
                         max_model_len=1024)  # fmt: skip
@@ -196,15 +225,14 @@ def config(given: argparse.Namespace, table: str | None) -> RunConfig:
 
 def levels(given: argparse.Namespace) -> Iterator[Level]:
     """Everything that is measured, in the order in which it is."""
-    clients = [int(word) for word in given.clients.split(",")]
-    most, seconds = max(clients), given.seconds
+    clients, most, seconds = given.clients, max(given.clients), given.seconds
 
     def closed(number: int, seconds: float = seconds) -> LoadConfig:
         return LoadConfig(clients=number, seconds=seconds, repeats=1)
 
     some = [number for number in (1, 32, 128) if number in clients] or clients[:2]
     if not given.table:
-        for number in (int(word) for word in given.lengths_at.split(",")):
+        for number in given.lengths_at:
             for k in (0, *loads.lengths(given.k)):
                 yield Level("lengths", f"lengths {number} k={k}", closed(number, min(LENGTHS_SECONDS, seconds)), 0.0,
                             length=k, table=loads.every_width(given.k), sides=(DRAFTING,))  # fmt: skip
@@ -217,7 +245,7 @@ def levels(given: argparse.Namespace) -> Iterator[Level]:
         yield Level("poisson", f"poisson {share:.0%}", LoadConfig(seconds=seconds, repeats=1), 0.98, share=share)
     burst = min(64, most)
     yield Level("bursts", f"bursts of {burst}", LoadConfig(seconds=seconds, repeats=1, burst=burst), 0.98, share=0.6)
-    low, high = map(int, given.between.split(","))
+    low, high = given.between
     varying = LoadConfig(clients=high, low_clients=low, period=given.period, seconds=seconds, repeats=1)
     yield Level("varying", VARYING, varying, 0.98)
     fixed = set(loads.lengths(given.k))
@@ -273,7 +301,7 @@ def by_level(names: Iterable[str]) -> dict[str, dict[int, str]]:
 def made_table(rows: dict[str, Any], given: argparse.Namespace) -> str | None:
     """The table of what was measured; None while that is not complete."""
     found = []
-    for number in sorted(int(word) for word in given.lengths_at.split(",")):
+    for number in sorted(given.lengths_at):
         arms = {k: rows.get(f"lengths {number} k={k}", {}).get(DRAFTING) for k in (0, *loads.lengths(given.k))}
         if any(arm is None or "tok_s" not in arm for arm in arms.values()):
             return None
@@ -352,7 +380,7 @@ class Session:
         load = replace(level.load, frontend=self.cfg.load.frontend)
         if level.share is None:
             return load
-        most = max(int(word) for word in self.given.clients.split(","))
+        most = max(self.given.clients)
         full = self.found["rows"].get(f"closed {most}", {}).get(PLAIN, {}).get("req_s")
         if full is None:
             print(f"{level.name}: left out, the saturation is not known", flush=True)
@@ -593,13 +621,8 @@ def main() -> None:
     if missing:
         raise SystemExit(f"{', '.join(missing)}: not installed; pip install 'selfspec[load]'")
     found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.is_file() else {"rows": {}}
-    table = given.table
-    if table and Path(table).is_file():
-        text = Path(table).read_text(encoding="utf-8")
-        table = json.loads(text)["table"] if table.endswith(".json") else text.strip()
-    table = table or found.get("table") or made_table(found["rows"], given)
+    table = given.table or found.get("table") or made_table(found["rows"], given)
     if table:
-        LengthTable.parse(table, given.k)
         given.table, found["table"] = table, table
     cfg = config(given, table)
     chosen = list(planned(given))

@@ -23,6 +23,7 @@ from drafting import Answer, Drafting, accepted, answers, chat_prompts, library_
 
 from selfspec_cli.early_exit import fitted_weights
 from selfspec_cli.early_exit.layers import skipped_layers
+from selfspec_cli.scripts import among, decimals
 
 KINDS = "fp8,int8,int4"
 COLUMNS = (
@@ -39,6 +40,16 @@ def view_of(word: str, kinds: tuple[str, ...]) -> tuple[str, tuple[int, ...], st
     if not at and kind not in kinds and kind[:1].isdigit():
         kind, layers = "shared", kind
     return kind, skipped_layers(layers), file if equals else None
+
+
+def views(text: str) -> list[str]:
+    """A type for argparse: views with ';' or, where there is none, ',' between them."""
+    from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+
+    words = [word.strip() for word in text.split(";" if ";" in text else ",")]
+    for word in words:
+        among(DRAFT_WEIGHTS, "kind of copies")(view_of(word, tuple(DRAFT_WEIGHTS))[0])
+    return words
 
 
 def summary(parts: list[torch.Tensor], k: int) -> list[dict[str, float]]:
@@ -70,11 +81,13 @@ def arguments() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     options.add_argument("--name", help="in the rows; the folder's name")
-    options.add_argument("--views", default=KINDS, help="by ';' or ',': KIND, KIND@LAYERS, LAYERS, KIND=FILE")
+    options.add_argument(
+        "--views", type=views, default=KINDS, help="by ';' or ',': KIND, KIND@LAYERS, LAYERS, KIND=FILE"
+    )
     options.add_argument("--prompts", choices=("chat", "library"), default="chat")
     options.add_argument("--answers", type=int, default=12)
     options.add_argument("--length", type=int, default=96, help="tokens of an answer, at most")
-    options.add_argument("--temperatures", default="0,0.8")
+    options.add_argument("--temperatures", type=decimals, default="0,0.8")
     options.add_argument("--k", type=int, default=4)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -89,8 +102,7 @@ def main() -> None:
 
     model, tokenizer = load(chosen.model, chosen.device, getattr(torch, chosen.dtype))
     prompts = (chat_prompts if chosen.prompts == "chat" else library_prompts)(tokenizer, chosen.answers, chosen.seed)
-    temperatures = [float(word) for word in chosen.temperatures.split(",")]
-    texts = {t: answers(model, tokenizer, prompts, chosen.length, t, chosen.seed) for t in temperatures}
+    texts = {t: answers(model, tokenizer, prompts, chosen.length, t, chosen.seed) for t in chosen.temperatures}
     drafting = Drafting(model)
     known = {
         t: [
@@ -102,12 +114,11 @@ def main() -> None:
     }
     name, start = chosen.name or Path(chosen.model).name, time.perf_counter()
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    words = chosen.views.split(";") if ";" in chosen.views else chosen.views.split(",")
     with open(chosen.out, "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()
-        for word in words:
-            kind, skipped, path = view_of(word.strip(), tuple(DRAFT_WEIGHTS))
+        for word in chosen.views:
+            kind, skipped, path = view_of(word, tuple(DRAFT_WEIGHTS))
             drafting.set_view(kind, skipped, None if path is None else fitted_weights.load(path, kind))
             shown = (
                 f"{kind} {Path(path).stem}"
@@ -116,7 +127,7 @@ def main() -> None:
                 if skipped
                 else kind
             )
-            for temperature in temperatures:
+            for temperature in chosen.temperatures:
                 found = [accepted(drafting, answer, chosen.k, temperature) for answer in known[temperature]]
                 for drafts in found[0]:
                     parts = [one[drafts].cpu() for one in found]

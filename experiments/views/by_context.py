@@ -29,6 +29,7 @@ from drafting import Answer, Drafting, accepted, answers, library_prompts, load
 
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.scripts import among, numbers
 
 SIXTEEN_BITS = 2  # bytes of a number of the target and of its KV cache
 BITS = {"int4": 4.5, "int8": 8.25}  # of a number of a copy, with the scales of its groups
@@ -67,11 +68,19 @@ def parsed(word: str) -> tuple[str, tuple[int, ...], int | None]:
     return kind, skipped, int(window) if window else None
 
 
+def views(text: str) -> list[str]:
+    """A type for argparse: views with ';' between them."""
+    words = [word.strip() for word in text.split(";")]
+    for word in words:
+        among(DRAFT_WEIGHTS, "kind of copies")(parsed(word)[0])
+    return words
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", required=True, help="a folder or a Hugging Face id")
-    options.add_argument("--contexts", default="128,512,960")
-    options.add_argument("--views", required=True, help="by ';'")
+    options.add_argument("--contexts", type=numbers, default="128,512,960")
+    options.add_argument("--views", type=views, required=True, help="by ';'")
     options.add_argument("--answers", type=int, default=12, help="of each length")
     options.add_argument("--length", type=int, default=32, help="tokens of an answer")
     options.add_argument("--k", type=int, default=8, help="longest draft")
@@ -79,15 +88,15 @@ def main() -> None:
     options.add_argument("--out", type=Path, required=True)
     chosen = options.parse_args()
     model, tokenizer = load(chosen.model, chosen.device, torch.float32 if chosen.device == "cpu" else torch.bfloat16)
-    contexts = [int(word) for word in chosen.contexts.split(",")]
     texts = {at: [answers(model, tokenizer, [prompt], chosen.length, 0.0, 0)[0]
-                  for prompt in library_prompts(tokenizer, chosen.answers, 0, at)] for at in contexts}  # fmt: skip
+                  for prompt in library_prompts(tokenizer, chosen.answers, 0, at)]
+             for at in chosen.contexts}  # fmt: skip
     drafting, rows = Drafting(model), []
     for context, made in texts.items():
         long = [Answer.of(drafting, torch.tensor(ids, device=chosen.device), first, 0.0)
                 for ids, first in made if len(ids) - first > chosen.k]  # fmt: skip
         found: dict[str, list[torch.Tensor]] = {}
-        for word in (word.strip() for word in chosen.views.split(";")):
+        for word in chosen.views:
             kind, skipped, drafting.window = parsed(word)
             drafting.set_view(kind, skipped)
             found[word] = [accepted(drafting, answer, chosen.k)["most likely"].cpu() for answer in long]

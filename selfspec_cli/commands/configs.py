@@ -59,17 +59,17 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
 
 
 def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
-    """What an ordinary model drafts with, where the user names neither layers nor weights: copies of all its layers. On
-    a CPU, which dequantises copies and so saves nothing on fewer bits, only the closest. None for a model that says at
-    which layer it exits, and for a model of which there can be none."""
+    """What an ordinary model drafts with, where the user names neither layers nor weights: copies of all its layers.
+    None on a CPU, which dequantises copies and so gains nothing by them, for a model that says at which layer it exits,
+    and for a model of which there can be none."""
     first = several(overrides)[0]
     named = {word.partition("=")[0] for word in overrides}
     layers = model_facts(first).layers
-    if named & {"layer", *own_settings()} or first.model.exit_layer or not layers:
+    if named & {"layer", *own_settings()} or first.model.exit_layer or not layers or device_of(first) == "cpu":
         return []
     found, kinds = [], sorted((kind.bits or 0, name) for name, kind in DRAFT_WEIGHTS.items() if kind.kernels)
     # The one that reads least, and the one that is closest to the model.
-    for _, name in kinds[-1:] if device_of(first) == "cpu" else (kinds[0], kinds[-1]):
+    for _, name in (kinds[0], kinds[-1]):
         try:
             found += exits([*overrides, f"layer={layers}", f"draft_weights={name}"], ())
         except ConfigError:

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from selfspec_cli.config.schema import ConfigError, Method, RunConfig
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.engine import deployment
 from selfspec_cli.engine.deployment import Deployment
+from selfspec_cli.engine.server import listening_error
 from selfspec_cli.record import archive, folder, tables
 from selfspec_cli.record.load_columns import asked
 from selfspec_cli.record.point import Point
@@ -173,17 +173,13 @@ def check_port(options: Sequence[str]) -> None:
     parser.add_argument("--uds")
     try:
         found = parser.parse_known_args(list(options))[0]
-        with socket.socket(socket.AF_INET6 if ":" in found.host else socket.AF_INET) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if found.uds is None:
-                tried.bind((found.host, found.port))
+        error = listening_error(found.host, found.port) if found.uds is None else None
     except (argparse.ArgumentError, OverflowError):
-        pass  # what vLLM does not understand it says itself
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
-            ) from error
+        return  # what vLLM does not understand it says itself
+    if error is not None and error.errno == errno.EADDRINUSE:
+        raise ConfigError(
+            f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"
+        ) from error
 
 
 def _several(
@@ -196,6 +192,7 @@ def _several(
         planned = {"dry_run": True, "commands": lines, "speculative_config": made.speculative_config}
         return emit(planned) if as_json else say("\n".join(lines))
     preflight.check_device(cfg)
+    check_port(more)
     replicas.serve(servers, front, Path(cfg.results_dir) / "logs", note)
 
 

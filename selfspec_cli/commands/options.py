@@ -11,6 +11,7 @@ from selfspec_cli.commands import screen
 from selfspec_cli.commands.screen import emit, guard
 from selfspec_cli.commands.shared import Debug, Json, command
 from selfspec_cli.config import options
+from selfspec_cli.config.schema import ConfigError
 
 
 @command(
@@ -31,6 +32,8 @@ def show_options(
         if markdown:
             return print(options.markdown(), end="")
         rows, choices = options.rows(word), options.choices(word)
+        if not rows and not choices:
+            raise ConfigError(options.unknown(word))
         if as_json:
             return emit({"options": [asdict(row) for row in rows], "choices": [asdict(one) for one in choices]})
         screen.show_options(rows, choices)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from selfspec_cli.commands.screen import emit, note, say
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.engine.server import listening_error
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.settings import GatewaySettings
 
@@ -33,6 +34,10 @@ def gateway(words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
         return _demo(made, as_json)
     from selfspec_cli.gateway.server import serve
 
+    if (error := listening_error(made.host, made.port)) is not None:  # before servers load their models
+        raise ConfigError(
+            f"port={made.port}: it cannot listen on {made.host}:{made.port} ({error.strerror})"
+        ) from error
     serve(made, note)
 
 
@@ -70,7 +75,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for name, value in found["checks"].items():
         say(f"{name}: {value}")
-    say(f"every request: {found['log']}")
+    say(f"log of every request: {found['log']}")
 
 
 def _cell(value: Any) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shlex
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ from rich.text import Text
 
 from selfspec_cli import load_patterns
 from selfspec_cli.config.options import Choice, Row
-from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.extras import remedy
@@ -83,13 +86,23 @@ def guard(as_json: bool, debug: bool, then: str = BEGINS_AGAIN) -> Iterator[None
 
 
 def _of_disk(error: OSError) -> str | None:
-    """What to do about a folder that cannot be written, or a full disk; None for any other error."""
+    """What to do about a folder of results or heads that cannot be written, or a full disk; None for other errors."""
     place = error.filename or "a file"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.filename is None or not _is_written_to(Path(os.fsdecode(error.filename))):
+            return None  # such as a program that may not be run: the error names it
         return f"{place}: {error.strerror}; choose another folder (results_dir=, head_dir=), or make this one writable"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{place}: {error.strerror}; free some space, or choose a folder on another disk (results_dir=)"
     return None
+
+
+def _is_written_to(place: Path) -> bool:
+    """Whether a place is one of this command's folders of results and heads, as they were typed or by default, or in
+    one."""
+    default = {name: getattr(RunConfig(), name) for name in ("results_dir", "head_dir")}
+    typed = [value for name, _, value in (word.partition("=") for word in sys.argv) if name in default]
+    return any(place.absolute().is_relative_to(Path(folder).absolute()) for folder in [*default.values(), *typed])
 
 
 def _shortened(text: str, lines: int = 12, width: int = 2000) -> str:
@@ -189,8 +202,6 @@ def show_options(rows: list[Row], choices: list[Choice]) -> None:
         default = f"  (threshold: {one.default} if none is given)" if one.default else ""
         Console(soft_wrap=True).print(Text.assemble((f"{one.key}={one.name}", "bold"), (default, "dim")))
         say(f"    {one.help}")
-    if not rows and not choices:
-        say("no setting has to do with that word")
 
 
 def show_checks(checks: list[Check]) -> None:
@@ -278,8 +289,8 @@ def show_views(found: Views) -> None:
         say(f"{name}: {path}")
 
 
-def show_tuned(document: dict[str, Any]) -> None:
-    """What tuning measured last, what it chose, and how to use it."""
+def show_tuned(document: dict[str, Any], words: Sequence[str]) -> None:
+    """What tuning measured last, what it chose, and how to use it. words: that name the choice."""
     for found in sorted(document["finalists"], key=lambda found: -found["speedup"]):
         limit = f"{found['threshold']:.3g}" if found["threshold"] is not None else ""
         pair = (found["speedup_low"], found["speedup_high"])
@@ -289,7 +300,7 @@ def show_tuned(document: dict[str, Any]) -> None:
     say(f"{' '.join(document['overrides'])}: {document['speedup']:.2f}x plain decoding, the greatest of "
         f"{len(document['finalists'])} finalists, so measure it anew; found in {document['seconds']:.0f} s and "
         f"{document['trials']} trials", "bold")  # fmt: skip
-    say(f"written to {document['file']}; use it with: selfspec sweep tuned={Path(document['file']).stem}")
+    say(f"written to {document['file']}; use it with: {shlex.join(['selfspec', 'sweep', *words])}")
 
 
 def rows_document(rows: list[Record]) -> list[dict[str, Any]]:

@@ -58,5 +58,5 @@ def tune(
         if as_json:
             emit(document | {"deploy": deploy})
         else:
-            screen.show_tuned(document)
+            screen.show_tuned(document, serving)
             deploying.show(deploy)

@@ -91,6 +91,12 @@ class Screen(Progress):
             self.say(f"{what}: {done:,} of {total:,}"
                      + ("" if left is None else f", about {progress_table.duration(left)} left"))  # fmt: skip
 
+    def ended(self, what: str, done: int, total: int) -> None:
+        self.state.counts.pop(what, None)
+        self.refresh()
+        if self._live is None and what != "repeats" and done < total:
+            self.say(f"{what}: ended after {done:,} of {total:,}")
+
     def speeds(self, tok_s: Sequence[float]) -> None:
         arm = self.state.arms.get(self.state.current or "")
         if arm is not None:

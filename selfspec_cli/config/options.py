@@ -11,6 +11,7 @@ from selfspec_cli.config.schema import GROUPS, RunConfig
 from selfspec_cli.early_exit import knobs, settings
 from selfspec_cli.early_exit.contexts import CONTEXTS
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.heads import HEADS
 
@@ -56,6 +57,13 @@ def choices(word: str = "") -> list[Choice]:
     made += [Choice("draft_weights", kind.name, "", kind.help) for kind in DRAFT_WEIGHTS.values()]
     made += [Choice("draft_context", kind.name, "", f"{kind.form()}: {kind.help}") for kind in CONTEXTS.values()]
     return [one for one in made if word.lower() in f"{one.key} {one.name} {one.help}".lower()]
+
+
+def unknown(word: str) -> str:
+    """What to say of a word that neither `rows` nor `choices` know."""
+    near = nearest(word, [row.key for row in rows()] + [one.name for one in choices()])
+    meant = f"did you mean {near!r}? " if near else ""
+    return f"no setting or choice has {word!r} in its name or description; {meant}selfspec options lists them all"
 
 
 def draft_rows() -> list[Row]:

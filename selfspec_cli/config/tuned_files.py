@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
+from selfspec_cli.config.choices import file_choices
 from selfspec_cli.config.model_digest import SHORT, model_fingerprint, safe_name
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.errors import closest, nearest
 
 FOLDER = "tuned"
 _KEYS = ("title", "model", "overrides")
@@ -52,9 +53,11 @@ def find(name: str, folders: Iterable[Path]) -> list[TunedFile]:
     names = {file: match[1] for file in found if (match := pattern.fullmatch(file))}
     wanted = [found[file] for file, model in names.items() if model == safe_name(name)]
     if not wanted:
-        known = sorted(set(names.values()))
-        which = closest(name, known, FOLDER) if known else f"tuned={name}: no model was tuned yet"
-        raise ConfigError(f"{which}; make it with: selfspec tune model={name}")
+        known, models = sorted(set(names.values())), file_choices("model")
+        model = name if name in models else nearest(name, models) or name
+        meant = "" if model == name else f"; did you mean {model!r}?"
+        which = closest(name, known, FOLDER) if known else f"tuned={name}: no model was tuned yet{meant}"
+        raise ConfigError(f"{which}; make it with: selfspec tune model={model}")
     return [_read(file, name) for file in wanted]
 
 

@@ -20,7 +20,12 @@ def closest(word: object, allowed: Iterable[str], noun: str = "value", meant: st
     """
     names = list(allowed)
     message = f"{noun} {word!r} is not known; allowed: {', '.join(names)}"
-    by_lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
-    meant = meant or (by_lower[near[0]] if near else None)
+    meant = meant or nearest(word, names)
     return f"{message}; did you mean {meant!r}?" if meant else message
+
+
+def nearest(word: object, allowed: Iterable[str]) -> str | None:
+    """The word of `allowed` that is spelt most like `word`; None where none is like it."""
+    by_lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[near[0]] if near else None

@@ -217,6 +217,17 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def listening_error(host: str, port: int) -> OSError | None:
+    """Why a server could not listen at this address; None where it could. An empty host is every address."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
 def ask(url: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> str:
     """The text of an answer; body: posted as JSON.
 

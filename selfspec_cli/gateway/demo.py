@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 
 from selfspec_cli.gateway import server
+from selfspec_cli.gateway.backends.base import log_of
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.settings import GatewaySettings
 from selfspec_cli.gateway.stub import stub
@@ -71,9 +72,7 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
         gateway = server.made(settings)
         async with server.opened(gateway, say) as supervisor:
             if not await supervisor.ready(START_SECONDS):
-                ended = [name for name, process in supervisor.processes.items() if process.poll() is not None]
-                raise DemoFailed(f"not all servers came up in {START_SECONDS:.0f} s"
-                                 + (f"; {', '.join(ended)} ended: see its log" if ended else ""))  # fmt: skip
+                raise DemoFailed(_not_ready(supervisor))
             web = server.server(gateway)
             serving = asyncio.ensure_future(web.serve())
             while not web.started:
@@ -92,6 +91,14 @@ async def _run(settings: GatewaySettings, say: Say) -> dict[str, Any]:
         "checks": checks,
         "log": str(log),
     }
+
+
+def _not_ready(supervisor: Supervisor) -> str:
+    ended = [one for one in supervisor.replicas
+             if (process := supervisor.processes.get(one.name)) and process.poll() is not None]  # fmt: skip
+    said = [f"{one.name} ended before it answered; its log: {log_of(one.settings, supervisor.folder)}" for one in ended]
+    return "; ".join(said) or (f"not all servers came up in {START_SECONDS:.0f} s; their logs are in "
+                               f"{supervisor.folder}")  # fmt: skip
 
 
 async def _traffic(

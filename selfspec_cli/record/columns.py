@@ -82,6 +82,8 @@ class Details:
     seed: int | None = None
     repeats: int | None = None
     draft_context: str | None = None  # what drafts attend to, where `draft_window` does not say it; empty: everything
+    adaptive_length: bool | None = None  # draft lengths by what is accepted of each request
+    bandit: bool | None = None  # thresholds and draft lengths by Thompson sampling
     baseline_reused: bool | None = None  # whether an earlier command had measured it
     model_fingerprint: str | None = None
     efficiency: float | None = None  # speedup / predicted
@@ -108,7 +110,9 @@ class Details:
     sm_util: float | None = None  # share of the time that SMs were busy, 0 to 1 (NVML, mean over the repeats)
     dram_util: float | None = None  # share of the memory bandwidth (NVML)
     power_w: float | None = None  # mean board power (NVML)
-    cost: float | None = None  # money: launcher.price_hour for measuring; the start of the engine is not in it
+    cpu_own: float | None = None  # while timed, this command's share of the processor cores, 0 to 1
+    cpu_others: float | None = None  # that of other programs, or of other guests of the machine
+    cost: float | None = None  # money: launcher.price_hour for measuring, and an equal share of the start of the engine
 
 
 @dataclass

@@ -70,7 +70,8 @@ class Comparison:
 class Measurement:
     """What one arm did on a live engine.
 
-    outputs: a digest of each request's output tokens in the last repeat. engine: facts of the engine by the names of a
+    outputs: a digest of each request's output tokens in the last repeat, "" for a prompt of a load test that was not
+    answered. engine: facts of the engine by the names of a
     row's columns (layer, weights_mib, draft_mib, kv_blocks, peak_mem_mib, sm_util, ...) and `step_bytes`. perplexity:
     None where it was not asked for. seconds: that measuring took, warm-up and perplexity included.
     """
@@ -93,10 +94,11 @@ class Point:
     with nothing.
 
     id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
-    start_seconds: that starting its engine took. arm: what was measured, by the names of a row's columns. figures: of a
-    point whose raw values were not kept, the columns of both tables that were, and its drafting summary. arm_key: names
-    the arm, whatever the workload (`Keys.arm`); None in files from before there was one. quality: columns that
-    `quality.attach` found for the arm; no part of the file, for they are found later.
+    start_seconds: that starting its engine took. start_shared_by: points that the engine was started for; None in files
+    from before there was one. arm: what was measured, by the names of a row's columns. figures: of a point whose raw
+    values were not kept, the columns of both tables that were, and its drafting summary. arm_key: names the arm,
+    whatever the workload (`Keys.arm`); None in files from before there was one. quality: columns that `quality.attach`
+    found for the arm; no part of the file, for they are found later.
     """
 
     id: str
@@ -123,6 +125,7 @@ class Point:
     figures: dict[str, Any] | None = None
     repeats: tuple[Repeat, ...] = ()
     arm_key: str | None = None
+    start_shared_by: int | None = None
     quality: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,9 +156,10 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
     """
     theirs = baseline.tok_s
     interval = speedup_interval(ours.tok_s, theirs) or (None, None)
-    same = None
-    if real_text and ours.outputs and len(ours.outputs) == len(baseline.outputs):
-        same = sum(one == other for one, other in zip(ours.outputs, baseline.outputs, strict=True))
+    both = []
+    if real_text and len(ours.outputs) == len(baseline.outputs):
+        pairs = zip(ours.outputs, baseline.outputs, strict=True)
+        both = [one == other for one, other in pairs if one and other]
     return Comparison(
         baseline=baseline.id,
         key=baseline.key,
@@ -165,8 +169,8 @@ def compare(ours: Measurement, baseline: Point, *, reused: bool, real_text: bool
         low=interval[0],
         high=interval[1],
         perplexity=baseline.perplexity,
-        identical=same,
-        outputs=None if same is None else len(ours.outputs),
+        identical=sum(both) if both else None,
+        outputs=len(both) or None,
     )
 
 

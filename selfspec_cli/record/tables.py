@@ -46,7 +46,7 @@ def identity(cfg: RunConfig, layer: int | None = None) -> dict[str, Any]:
         columns |= DraftView.of(cfg).columns()
         columns |= {"gate": str(cfg.gate.kind), "threshold": gate_threshold(cfg)}
         columns["free_drafts"] = cfg.free_drafts or None
-        columns["length_table"] = cfg.length_table
+        columns |= {name: getattr(cfg, name) or None for name in LENGTHS}
         columns["read_first"] = None if cfg.read_first else False
     return columns
 
@@ -56,10 +56,14 @@ def _name_of(path: str | None) -> str | None:
     return Path(path).name if path else None
 
 
-def _lengths_of(point: Point) -> str | None:
-    """The table of lengths of a point from before there was the column."""
+LENGTHS = ("length_table", "adaptive_length", "bandit")
+"""What decides how long a draft is, beside k and the gate."""
+
+
+def _lengths_of(point: Point) -> dict[str, Any]:
+    """`LENGTHS` of a point from before there were their columns."""
     config = point.config or {}
-    return config.get("length_table") if config.get("method") == "layer_skip" else None
+    return {name: config.get(name) or None for name in LENGTHS if config.get("method") == "layer_skip"}
 
 
 def planned(cfg: RunConfig, key: str | None = None) -> Record:
@@ -73,7 +77,7 @@ def row(point: Point) -> Record:
     record = Record(
         run_id=point.run_id,
         time=point.time,
-        **({"draft_weights_file": copies, "length_table": _lengths_of(point)} | point.arm),
+        **({"draft_weights_file": copies} | _lengths_of(point) | point.arm),
         device=point.device,
         status=OK if point.ok else f"{FAILED}: {point.reason}",
         key=point.key,
@@ -135,14 +139,13 @@ def drafts_per_round(drafted: int, verified: VerifyCounts) -> float | None:
 
 
 def _cost(point: Point) -> float | None:
-    """Money for measuring a point, where the price of an hour and the seconds are known.
-
-    The start of its engine is not in it: points that share the engine would each count it.
-    """
+    """Money for measuring a point and for an equal share of the start of its engine, where the price of an hour and the
+    seconds are known. Without the start, where it is not known how many points shared it."""
     price = ((point.config or {}).get("launcher") or {}).get("price_hour")
     if price is None or point.seconds is None:
         return None
-    return float(price) * point.seconds / 3600
+    start = (point.start_seconds or 0.0) / point.start_shared_by if point.start_shared_by else 0.0
+    return float(price) * (point.seconds + start) / 3600
 
 
 def _measured(record: Record, point: Point) -> Record:
@@ -165,7 +168,8 @@ def _measured(record: Record, point: Point) -> Record:
     return _with_prediction(_with_drafting(record, point), engine.get("step_bytes"))
 
 
-ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w")
+ENGINE_COLUMNS = ("peak_mem_mib", "weights_mib", "kv_blocks", "sm_util", "dram_util", "power_w", "cpu_own",
+                  "cpu_others")  # fmt: skip
 
 
 ACTIVE = "active_requests_"

@@ -63,6 +63,8 @@ def _arm(row: Record) -> str:
     if row.arm == "skip":
         return f"skip {layer} · {head}"
     lengths = f", by load {shown_lengths(row.length_table)}" if row.length_table else ""
+    lengths += ", by acceptance" if row.adaptive_length else ""
+    lengths += ", by bandit" if row.bandit else ""
     return f"{layer} k={row.k}{lengths} · {head} · {gate_label(row)}{tail}"
 
 
@@ -181,8 +183,8 @@ def headline(rows: Iterable[Record]) -> str:
     rows = list(rows)
     candidates, known = fastest(rows)
     if not candidates:
-        return _nothing_compared(rows)
-    return " ".join([_fastest_in_words(candidates, known), *_of_the_host(rows)])
+        return " ".join([_nothing_compared(rows), *_of_others(rows)])
+    return " ".join([_fastest_in_words(candidates, known), *_of_the_host(rows), *_of_others(rows)])
 
 
 def _nothing_compared(rows: Iterable[Record]) -> str:
@@ -205,6 +207,27 @@ def _of_the_host(rows: Iterable[Record]) -> list[str]:
         return []
     return [f"While plain decoding was timed the GPU's multiprocessors were busy {busy:.0%} of the time, so the "
             "speedup says as much of the host as of the GPU."]  # fmt: skip
+
+
+OTHERS, TAKEN = 0.1, 0.75
+"""Shares of the processor cores: what others may have while a point is timed, and what is taken by all together where
+that slows the point down. On a machine of which most is idle, others are in nobody's way."""
+
+
+def disturbed(row: Record) -> bool:
+    """Whether other programs took a considerable part of the processor while the row's point was timed."""
+    return (row.cpu_others or 0) >= OTHERS and (row.cpu_others or 0) + (row.cpu_own or 0) >= TAKEN
+
+
+def _of_others(rows: Sequence[Record]) -> list[str]:
+    """What is said where others had the processor too."""
+    measured = [row for row in rows if row.status == OK]
+    busy = [row for row in measured if disturbed(row)]
+    if not busy:
+        return []
+    most = max(row.cpu_others or 0 for row in busy)
+    return [f"Do not trust these figures: other programs had up to {most:.0%} of the processor while {len(busy)} of "
+            f"{len(measured)} arms were timed. Measure again when nothing else runs here."]  # fmt: skip
 
 
 def _fastest_in_words(candidates: Sequence[Record], known: bool) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from selfspec_cli.record.columns import Record
 from selfspec_cli.record.point import OK
 from selfspec_cli.record.targets import Target, less_is_better
-from selfspec_cli.report.rows import groups, label, overview, times
+from selfspec_cli.report.rows import disturbed, groups, label, overview, times
 
 
 def _number(digits: int) -> Callable[[float | None], str]:
@@ -103,9 +103,15 @@ COLUMNS: list[Column] = [
     ("goodput", "requests a second that keep the limits that were stated", lambda row: _number(2)(row.goodput)),
     ("failed", "requests that failed", lambda row: str(row.failed_requests) if row.failed_requests else ""),
     (
+        "others",
+        "share of the processor that other programs had while the arm was timed, where it was so much that the arm's "
+        "figures are not to be trusted",
+        lambda row: f"{row.cpu_others:.0%} !" if disturbed(row) else "",
+    ),
+    (
         "cost",
-        "money for measuring the point and for the start of its engine, which points may share; `launcher.price_hour` "
-        "is the price of an hour",
+        "money for measuring the point and for its share of the start of the engine, divided equally among the points "
+        "that use it; `launcher.price_hour` is the price of an hour",
         lambda row: _number(4)(row.cost),
     ),
     (
@@ -158,7 +164,7 @@ def filled(rows: Sequence[Record], shown: Sequence[Column]) -> list[Column]:
     return [column for place, column in enumerate(shown) if place == 0 or any(column[2](row) for row in measured)]
 
 
-FIRST = ("arm", "speedup", "tok/s", "same", "accept", "verdict", "target", "tok/step")
+FIRST = ("arm", "speedup", "tok/s", "others", "same", "accept", "verdict", "target", "tok/step")
 """The columns of a narrow terminal, the most important first; the others follow in their own order."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import RunConfig
@@ -16,7 +17,7 @@ from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import point
 from selfspec_cli.record.point import Measurement
-from selfspec_cli.stages import measure, quality
+from selfspec_cli.stages import cores, measure, quality
 from selfspec_cli.texts.prompts import workload_prompts
 
 
@@ -24,18 +25,25 @@ def run(cfg: RunConfig, engine: Engine, progress: Progress = ignore) -> Measurem
     """Warm up, time `cfg.repeats` repeats, score held-out text."""
     began = time.perf_counter()
     reset_peak_memory()
+    start: list[cores.Moment | None] = []
+
+    def timed() -> None:
+        engine.call("early_exit_meter_start")
+        start.append(cores.now())
+
     (arm,) = measure.run(
         engine,
         cfg,
         workload_prompts(cfg, engine),
         repeats=cfg.repeats,
         warmup=cfg.warmup,
-        timed=lambda: engine.call("early_exit_meter_start"),
+        timed=timed,
         progress=progress,
     )
-    facts = {"layer": engine.layer, "weights_mib": engine.weights_mib, "draft_mib": engine.draft_mib,
+    used = cores.shares(start[0], cores.now())
+    facts: dict[str, Any] = {"layer": engine.layer, "weights_mib": engine.weights_mib, "draft_mib": engine.draft_mib,
              "kv_blocks": engine.kv_blocks, "max_model_len": engine.max_model_len}  # fmt: skip
-    facts |= engine.call("early_exit_meter_stop")
+    facts |= engine.call("early_exit_meter_stop") | used
     facts["step_bytes"] = engine.call("early_exit_step_bytes")
     interrupts.check()
     perplexity = quality.perplexity(engine, cfg)

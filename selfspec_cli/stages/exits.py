@@ -206,6 +206,7 @@ def record(
             engine.generate(some, work.output_len, batch=work.batch, temperature=work.temperature, seed=cfg.seed)
             progress(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
             if left() <= 0:
+                progress.ended(f"requests logged at {name_of(cfg)}", start + len(some), len(prompts))
                 break
         log = read()
     if not len(log.drafted):

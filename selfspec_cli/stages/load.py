@@ -23,6 +23,7 @@ from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import latency
 from selfspec_cli.record.point import Measurement, Repeat, median
+from selfspec_cli.stages import cores
 from selfspec_cli.stages.load_prompts import Prompts, of_model, of_text
 
 FOLDER = "load"  # of raw samples, in the results folder
@@ -70,7 +71,7 @@ class Loader:
         for number in range(cfg.warmup):
             self._warm_up(cfg, server, prompts)
             progress("repeats", number + 1, total)
-        before = server.resident_mib()
+        before, start = server.resident_mib(), cores.now()
         runs: list[tuple[Run, Repeat]] = []
         for number in range(cfg.load.repeats):
             job, used = self.job(cfg, server, prompts, number), server.cpu_seconds()
@@ -86,6 +87,8 @@ class Loader:
         if not runs:
             raise KeyboardInterrupt
         facts |= _facts([run for run, _ in runs], prompts, before, server, place)
+        if server.process is not None:  # one that ran already would count among the others
+            facts |= cores.shares(start, cores.now())
         return Measurement(
             repeats=tuple(repeat for _, repeat in runs),
             outputs=answers(runs[-1][0], len(prompts.bodies)),
@@ -185,11 +188,11 @@ def _uninterrupted(run: Run) -> Run:
 
 
 def answers(run: Run, prompts: int) -> tuple[str, ...]:
-    """A digest of the first answer to each prompt; empty where not every prompt was answered."""
+    """A digest of the first answer to each prompt, "" for one that was not answered; nothing without any answer."""
     found: dict[int, str] = {}
     for one in run.good:
         found.setdefault(one.number % prompts, one.digest)
-    return tuple(found[number] for number in range(prompts)) if len(found) == prompts else ()
+    return tuple(found.get(number, "") for number in range(prompts)) if found else ()
 
 
 def unlike(runs: Sequence[Run], prompts: int) -> int:

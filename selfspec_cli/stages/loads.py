@@ -136,7 +136,7 @@ def survey(
         plain, *arms = measure.run(engine, at, workload_prompts(at, engine), [measure.PLAIN, *tried], repeats=repeats)
         found.append(_judged(requests, plain, arms))
         progress("loads", number + 1, len(wanted))
-    progress("loads", len(wanted), len(wanted))
+    progress.ended("loads", len(found), len(wanted))
     return found
 
 

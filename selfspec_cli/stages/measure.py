@@ -133,7 +133,7 @@ def run(
         seconds = sum(part.seconds for generations in taken for part in generations)
         last = number + 1 == warmup + repeats
         if number >= warmup and not last and another is not None and not another(seconds):
-            progress("repeats", warmup + repeats, warmup + repeats)
+            progress.ended("repeats", number + 1, warmup + repeats)
             break
     return arms
 

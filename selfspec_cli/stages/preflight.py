@@ -198,8 +198,8 @@ def _early_layers_of_an_ordinary_model(cfg: RunConfig) -> str | None:
     if cfg.method is not Method.layer_skip or cfg.layer or cfg.model.exit_layer or view.options() or layer is None:
         return None
     return (f"model={cfg.model.name}: its first {layer} layers draft, from which only models that were trained for "
-            "early exit gain; others draft with copies of all layers, such as draft_weights=int4 (selfspec tune "
-            "compares them)")  # fmt: skip
+            "early exit gain; others draft with copies of all layers on a GPU, such as draft_weights=int4, which "
+            "selfspec tune tries there")  # fmt: skip
 
 
 def _gate_and_head(cfg: RunConfig) -> tuple[str, Path] | None:

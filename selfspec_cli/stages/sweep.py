@@ -40,6 +40,8 @@ class Engine(Protocol):
 
 OpenEngine = Callable[[RunConfig], AbstractContextManager[Any]]
 Bench = Callable[[RunConfig, Any, Progress], Measurement]
+Started = tuple[float, int]
+"""Seconds that the start of an engine took, and for how many points it was started."""
 
 
 @dataclass
@@ -105,12 +107,12 @@ class _Run:
         except Exception as error:
             self.result.warnings.append(f"{what}: {_reason(error)}")
 
-    def fail(self, planned: Planned, error: Exception, prefix: str = "", start_seconds: float | None = None) -> None:
+    def fail(self, planned: Planned, error: Exception, prefix: str = "", started: Started | None = None) -> None:
         """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
         self.result.bad_input += isinstance(error, BAD_INPUT)
-        self.save(_point(self, planned, None, start_seconds, reason=(prefix + _reason(error))[:300]))
+        self.save(_point(self, planned, None, started, reason=(prefix + _reason(error))[:300]))
 
 
 def run(
@@ -198,17 +200,17 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             for planned in waiting:  # none of them can start: they share this engine
                 context.fail(planned, error)
             return
-        start_seconds = time.perf_counter() - began
+        started = time.perf_counter() - began, len(waiting)
         try:
             while waiting and context.go_on():
                 interrupts.check()
-                if not _measure(context, waiting.pop(0), engine, start_seconds):
+                if not _measure(context, waiting.pop(0), engine, started):
                     break
         finally:
             context.or_warn("closing an engine", stack.close)
 
 
-def _measure(context: _Run, planned: Planned, engine: Engine, start_seconds: float) -> bool:
+def _measure(context: _Run, planned: Planned, engine: Engine, started: Started) -> bool:
     """Measure one point and save it; False when the engine can no longer be trusted."""
     cfg = planned.cfg
     context.progress.measuring(planned)
@@ -217,9 +219,9 @@ def _measure(context: _Run, planned: Planned, engine: Engine, start_seconds: flo
             engine.set_gate(str(cfg.gate.kind), gate_threshold(cfg), calibrations.map_of(cfg))
         measured = context.bench(cfg, engine, context.progress)
     except Exception as error:
-        context.fail(planned, error, start_seconds=start_seconds)
+        context.fail(planned, error, started=started)
         return isinstance(error, BAD_INPUT)
-    point = _point(context, planned, measured, start_seconds)
+    point = _point(context, planned, measured, started)
     if planned.is_baseline:
         context.baselines[planned.key] = (point, False)
     context.save(point)
@@ -230,7 +232,7 @@ def _point(
     context: _Run,
     planned: Planned,
     measured: Measurement | None,
-    start_seconds: float | None,
+    started: Started | None,
     reason: str | None = None,
 ) -> Point:
     """Everything that is known of a point, measured or failed."""
@@ -249,7 +251,8 @@ def _point(
         status=OK if reason is None else FAILED,
         reason=reason,
         seconds=measured.seconds,
-        start_seconds=start_seconds,
+        start_seconds=started and started[0],
+        start_shared_by=started and started[1],
         device=planned.device,
         arm=tables.identity(cfg, measured.engine.get("layer")),
         command=[Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -211,11 +211,14 @@ def doubts(finalists: Sequence[Finalist]) -> list[str]:
 def short_of_time(finalists: Sequence[Finalist], wanted: WorkloadConfig, untried: Sequence[str]) -> list[str]:
     """What there was no time for: all of the workload, other exits."""
     few = min((one.cfg.workload for one in finalists), key=lambda work: (work.num_prompts, work.output_len))
-    found = []
-    if few != wanted:
-        found.append(f"there was time for {few.num_prompts} of the workload's {wanted.num_prompts} requests and for "
-                     f"{few.output_len} of their {wanted.output_len} tokens, so the speedups are rough; with more "
-                     "--minutes the same command goes on")  # fmt: skip
+    cut, found = [], []
+    if few.num_prompts < wanted.num_prompts:
+        cut.append(f"{few.num_prompts} of the workload's {wanted.num_prompts} requests")
+    if few.output_len < wanted.output_len:
+        cut.append(f"{few.output_len} of the {wanted.output_len} tokens of a request")
+    if cut:
+        found.append(f"there was time for {' and for '.join(cut)}, so the speedups are rough; with more --minutes the "
+                     "same command goes on")  # fmt: skip
     if untried:
         found.append(f"there was no time for {', '.join(untried)}; with more --minutes the same command tries them too")
     return found
@@ -238,7 +241,7 @@ def survey(
     found: list[Exit] = []
     worse: dict[tuple[DraftView, str], int] = {}
     late: list[RunConfig] = []
-    for number, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) >= 2:
             pass
@@ -249,7 +252,8 @@ def survey(
             best = max((known.best.speedup for known in found), default=0.0)
             found.append(one)
             worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
-        progress("exits", number + 1, len(cfgs))
+            progress("exits", len(found), len(cfgs))
+    progress.ended("exits", len(found), len(cfgs))
     return found, late
 
 
@@ -353,7 +357,7 @@ def _search(engine: Engine, found: Exit, folder: Path, budget: Budget, until: fl
         slowest, warmup = max(slowest, budget.spent - before), 0
         search.tell(study, {number: arm.median / plain.median for number, arm in zip(asked, measured, strict=True)})
         progress(f"trials {found.name}", search.completed(study), budget.trials)
-    progress(f"trials {found.name}", budget.trials, budget.trials)
+    progress.ended(f"trials {found.name}", search.completed(study), budget.trials)
     return search.completed(study)
 
 

@@ -20,8 +20,10 @@ from selfspec_cli.vllm_plugin import refusals, spec_config
 YES, REFUSED, BY_VLLM = "yes", "refused", "refused by vLLM"
 UNTRIED = "not tried"
 CASES = "tried"
-"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`; `gpu.jsonl.xz`, `gpu/lossless_h100.json` and
-`gpu/lossless_h200.json` of results/published."""
+"""0.32.0, batch-invariant kernels: `tests/gpu/test_v2_lossless.py`, and its records in `RECORDS`."""
+RECORDS = ("gpu/lossless_h100.json", "gpu/lossless_h200.json", "gpu.jsonl.xz/lossless.json",
+           "gpu.jsonl.xz/lossless_lengths.json", "gpu/lowbit.jsonl.xz/lossless_more_h200.json")  # fmt: skip
+"""Of results/published."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "NVLink",
             TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
             f"{CASES} (two H200, two H100; gates, lengths by acceptance, 4- and 8-bit copies, experts)"),
+        Row("expert parallelism", YES, "on shared weights; copies are refused", None, f"{CASES} (two H200; Qwen3-MoE)"),
         Row("pipeline parallelism", REFUSED, "draft and target share every layer, so all layers must be on one worker",
             refusal=engine(pipeline_parallel_size=2), instead="tensor_parallel_size splits the model over GPUs"),
         Row("data parallelism", REFUSED, "ranks would draft different numbers of steps and wait for each other",
@@ -116,14 +119,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: "
             "compressed-tensors W4A16 and W8A8, GPTQ (also in bfloat16) and AWQ, in float16 and with AVX-512, because "
-            "vLLM's product with 4-bit weights needs 16 bits and that",
-            WORKS_WITH + "test_quantised_targets", CASES),
+            "vLLM's product with 4-bit weights needs 16 bits and that. On a GPU in batch-invariant mode vLLM "
+            "multiplies AWQ's weights in float16 alone", WORKS_WITH + "test_quantised_targets",
+            f"{CASES} (W4A16, GPTQ, fp8; not AWQ)"),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
             WORKS_WITH + "test_multimodal_models"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
             "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
-            f"{CASES} (Llama, Falcon)"),
+            f"{CASES} (Llama; of StarCoder2 1 of 64 outputs differed)"),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
@@ -201,7 +205,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "engine/test_draft_lengths.py::test_vllms_list_of_lengths_by_batch_size_is_followed"),
         Row("draft length by load, by context and by request", YES, "",
             "engine/test_draft_lengths.py::"
-            "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted"),
+            "test_load_context_and_requests_own_wishes_together_while_requests_are_preempted", CASES),
         Row("drafts from a request's own text (free_drafts)", YES, "before the model's own drafts, on both runners; "
             "greedy and sampled, with every gate", "engine/test_free_drafts.py::"
             "test_with_a_table_adaptive_length_copies_a_window_and_preemption", CASES),
@@ -213,7 +217,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
             WORKS_WITH + "test_keys_and_values_that_another_engine_made"),
         Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
-            "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets"),
+            "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets", CASES),
         Row("drafts with a window of the context (draft_window)", YES, "",
             "engine/test_views.py::test_drafts_with_a_window_are_others_and_the_output_is_the_targets", CASES),
         Row("the same for layers with a sliding window of their own", REFUSED, "they count positions in the context",
@@ -231,12 +235,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("fp8", YES, "on CUDA for bfloat16 models and GPUs of capability 8.9 or more",
             COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets", CASES),
         Row("int8, int4", YES, "groups of 64; on CUDA for bfloat16 models",
-            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets",
-            f"{CASES} (Llama, 8 and 4 bits)"),
+            COPIES + "test_copies_draft_and_however_wrong_they_are_the_output_is_the_targets", CASES),
         Row("copies with tensor parallelism", YES, "each rank copies its share",
-            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts"),
+            TWO + "test_two_ranks_draft_on_their_shares_of_weights_and_experts",
+            f"{CASES} (int8 and int4 on two H200, int4 on two H100)"),
         Row("copies of experts", YES, "router and shared experts stay the target's own",
-            COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets"),
+            COPIES + "test_experts_are_copied_and_however_wrong_they_are_the_output_is_the_targets",
+            f"{CASES} (Mixtral; Qwen3-MoE in fp8)"),
         Row("copies fitted to data (draft_weights_path)", YES, "",
             "engine/test_fit_weights.py::test_fitted_copies_draft_better_and_the_output_is_the_targets", CASES),
         Row("copies fitted to data, with tensor parallelism", REFUSED, "the file holds whole weights",
@@ -255,7 +260,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
 }  # fmt: skip
 
 NOT_TRIED = (
-    "expert parallelism (on shared weights; copies are refused)",
     "sleep mode (a GPU's; vLLM ignores it on a CPU)",
     "`method: skip` with adapters",
     "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "

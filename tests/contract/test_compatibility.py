@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from compatibility import BY_VLLM, ONES, PLAIN, REFUSED, ROWS, YES, part
+from compatibility import BY_VLLM, CASES, ONES, PLAIN, RECORDS, REFUSED, ROWS, YES, part
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.record import archive
 from selfspec_cli.vllm_plugin import refusals
 
 pytestmark = pytest.mark.contract
@@ -56,6 +58,59 @@ def test_a_row_says_what_tried_it(row):
     file, _, name = row.cpu.partition("::")
     tree = ast.parse((REPO / "tests" / file).read_text(encoding="utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row.cpu
+
+
+MOE, QUANTISED = ("mixtral", "qwen3_moe", "llama4"), ("+int4", "+gptq", "+awq")
+SEEN = {  # the beginning of a row's name -> whether a case on a GPU is one of it; of (case, engine, spec)
+    "tensor parallelism": lambda case, engine, spec: "tensor_parallel_size" in engine,
+    "expert parallelism": lambda case, engine, spec: "enable_expert_parallel" in engine,
+    "mixture of experts": lambda case, engine, spec: case["model"] in MOE,
+    "latent attention (MLA)": lambda case, engine, spec: case["model"] == "deepseek_v2",
+    "quantised targets": lambda case, engine, spec: is_quantised(case),
+    "multimodal models": lambda case, engine, spec: case["requests"] == "pictures",
+    "vLLM's Transformers backend": lambda case, engine, spec: engine.get("model_impl") == "transformers",
+    "positions of several dimensions": lambda case, engine, spec: case["model"].endswith("+positions"),
+    "LoRA requests": lambda case, engine, spec: "enable_lora" in engine,
+    "drafts drawn": lambda case, engine, spec: spec.get("draft_sample_method") == "probabilistic",
+    "preemption": lambda case, engine, spec: "kv_cache_memory_bytes" in engine,
+    "torch.compile, eager": lambda case, engine, spec: "compilation_config" in engine,
+    "draft length by batch size": lambda case, engine, spec: "num_speculative_tokens_per_batch_size" in spec,
+    "draft length by load": lambda case, engine, spec: "length_table" in spec,
+    "drafts from a request's own text": lambda case, engine, spec: "free_drafts" in spec,
+    "weights replaced": lambda case, engine, spec: case["requests"] == "replaced",
+    "layers left out": lambda case, engine, spec: "skip_layers" in spec,
+    "drafts with a window": lambda case, engine, spec: "draft_window" in spec,
+    "fp8": lambda case, engine, spec: spec.get("draft_weights") == "fp8",
+    "int8, int4": lambda case, engine, spec: spec.get("draft_weights") in ("int8", "int4"),
+    "copies with tensor parallelism": lambda case, engine, spec: (
+        "draft_weights" in spec and "tensor_parallel_size" in engine
+    ),
+    "copies of experts": lambda case, engine, spec: "draft_weights" in spec and case["model"] in MOE,
+    "copies fitted to data (": lambda case, engine, spec: "draft_weights_path" in spec,
+    "copies of quantised weights": lambda case, engine, spec: "draft_weights" in spec and is_quantised(case),
+}
+
+
+def is_quantised(case):
+    return "quantization" in case["engine"] or case["model"].endswith(QUANTISED)
+
+
+@pytest.fixture(scope="module")
+def on_a_gpu():
+    """Every case of the published records in which early exit changed no output, though some drafts were accepted."""
+    found = []
+    for name in RECORDS:
+        document = json.loads(archive.read_text(REPO / "results" / "published" / name))
+        parts = document["groups"].values() if "groups" in document else [document]
+        found += [case for part in parts for case in part["cases"] if "model" in case]
+    return [case for case in found if case["accepted"] and not case["different"]]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_row_says_tried_on_a_gpu_where_a_record_shows_it_and_nowhere_else(name, on_a_gpu):
+    (row,) = [row for row in ALL if row.what.startswith(name) and row.works == YES]
+    shown = any(SEEN[name](case, case["engine"], case["spec"]) for case in on_a_gpu)
+    assert row.gpu.startswith(CASES) == shown, row
 
 
 def test_every_refusal_of_ours_has_a_row():

@@ -11,7 +11,9 @@ import aiohttp
 import pytest
 from fake import Fake, answer
 
-from selfspec_cli.gateway import server
+from selfspec_cli.commands import routing
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.gateway import demo, server
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import BackendKind
 from selfspec_cli.gateway.replica import State
@@ -79,6 +81,24 @@ async def test_a_port_that_is_taken_is_bad_input(tmp_path):
         _, logged = await process.communicate()
     assert process.returncode == 2
     assert f"port={port}" in logged.decode()
+
+
+def test_a_port_that_is_taken_is_found_before_a_server_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "serve", lambda settings, say: pytest.fail("servers were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["two_servers", "host=127.0.0.1", f"port={port}", f"results_dir={tmp_path}"]
+        with pytest.raises(ConfigError, match=rf"port={port}: it cannot listen on 127\.0\.0\.1:{port} \(.*in use"):
+            routing.gateway(words, as_json=False, dry_run=False)
+
+
+def test_a_demo_whose_server_ends_says_which_and_where_its_log_is(tmp_path, monkeypatch):
+    ends = BackendKind("tiny", "a server", lambda settings: None, lambda settings, port: [sys.executable, "-c", "x"])
+    monkeypatch.setitem(BACKENDS._found, "tiny", ends)
+    backends = [BackendSettings(name="early", kind="tiny", words=["x=1"]), BackendSettings(name="stub", kind="openai")]
+    with pytest.raises(demo.DemoFailed, match=r"^early ended before it answered; its log: ") as failed:
+        demo.run(GatewaySettings(results_dir=str(tmp_path), backends=backends), lambda text: None)
+    assert "NameError" in Path(str(failed.value).rpartition("its log: ")[2]).read_text()
 
 
 def command(settings, port):

@@ -13,7 +13,7 @@ from selfspec_cli.engine.live import Engine, Generation
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.latency import RequestTimes, itl, tpot, ttft
 from selfspec_cli.record.point import output_digests
-from selfspec_cli.stages import bench
+from selfspec_cli.stages import bench, cores
 
 WORK = WorkloadConfig(prompts="random", input_len=4, output_len=6, num_prompts=3, batch=2)
 
@@ -110,7 +110,9 @@ class FakeEngine:
         return Generation([[number] * output_len] * len(prompts), 0.5 * number, times, None)
 
 
-def test_a_measurement_keeps_every_repeat_and_the_last_outputs():
+def test_a_measurement_keeps_every_repeat_and_the_last_outputs(monkeypatch):
+    moments = iter([cores.Moment(0, 0, 0), cores.Moment(1000, 100, 600)])  # none before warming up is over
+    monkeypatch.setattr(cores, "now", lambda: next(moments))
     engine, seen, speeds = FakeEngine(), [], []
 
     class Heard(Progress):
@@ -127,6 +129,7 @@ def test_a_measurement_keeps_every_repeat_and_the_last_outputs():
     assert found.tok_s == pytest.approx((18.0, 12.0, 9.0))
     assert found.outputs == output_digests([[4] * 6] * 3)
     assert (found.engine["kv_blocks"], found.engine["layer"], found.engine["sm_util"]) == (99, 4, 0.5)
+    assert (found.engine["cpu_own"], found.engine["cpu_others"]) == (0.6, 0.3)
     assert found.perplexity is None
     assert found.seconds > 0
     assert seen == [("repeats", number, 4) for number in (1, 2, 3, 4)]

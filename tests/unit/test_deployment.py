@@ -12,9 +12,10 @@ import pytest
 from commands import call, document, model_folder
 from points import against, baseline
 
+from selfspec_cli.artifacts import tuned
 from selfspec_cli.commands import deploying
 from selfspec_cli.config import facts
-from selfspec_cli.config.compose import load_config
+from selfspec_cli.config.compose import compose_runs, load_config
 from selfspec_cli.config.schema import (
     ConfigError,
     EngineConfig,
@@ -30,6 +31,7 @@ from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.engine import deployment
 from selfspec_cli.record import folder
 from selfspec_cli.record.head_rows import HeadRow
+from selfspec_cli.stages import tune
 from selfspec_cli.stages.head_plan import HeadPlan
 
 NAMES = ("file", "words", "environment")
@@ -136,6 +138,26 @@ def test_what_does_not_pay_is_not_deployed(model):
     assert "tuned" not in found["selfspec"]
 
 
+def test_the_words_that_tune_ends_with_use_its_result(model, monkeypatch):
+    def found(cfgs, *, conf, model_words, **more):
+        chosen = replace(cfgs[0], layer=2, k=3)
+        words = [*model_words, *tuned.overrides(chosen)]
+        file = tuned.write(conf, chosen, words, "a title")
+        measured = {"k": 3, "gate": "none", "threshold": None, "speedup": 1.5, "speedup_low": None,
+                    "speedup_high": None, "plain_tok_s": 9.0}  # fmt: skip
+        finalist = tune.Finalist(chosen, measured)
+        return tune.TuneResult(finalist, [finalist], [], 1, 1.0, str(file), words)
+
+    monkeypatch.setattr(tune, "run", found)
+    result = call("tune", "model=./model", "layer=2")
+    assert result.exit_code == 0, result.output
+    (words,) = [line.partition("use it with: ")[2] for line in result.stdout.splitlines() if "use it with: " in line]
+    program, verb, *settings = shlex.split(words)
+    assert (program, verb) == ("selfspec", "sweep") and "tuned=model" in settings
+    (cfg,) = compose_runs(None, settings)
+    assert (cfg.layer, cfg.k, cfg.model.path) == (2, 3, "./model")
+
+
 def test_a_head_that_is_gone_is_said_and_fails_nothing(model, capsys):
     found = deploying.chosen("heads", RunConfig(model=model, layer=2, head=HeadConfig("lsq"), results_dir="out"), 1.5)
     assert "selfspec fit-lsq --layer 2" in found["error"]
@@ -188,6 +210,17 @@ def test_serve_becomes_the_server(model, monkeypatch, tmp_path):
     assert "--speculative-config" in became["words"]
     assert "starting: " in result.stderr
     assert "VLLM_LOGGING_LEVEL" not in set(became["environment"]) - set(os.environ)
+
+
+def test_a_port_in_use_is_refused_before_replicas_are_started(model, monkeypatch):
+    monkeypatch.setattr(facts, "installed_device", lambda: "cpu")
+    monkeypatch.setattr(deploying.replicas, "_places", lambda cfg, count: [{}] * count)
+    monkeypatch.setattr(deploying.replicas, "serve", lambda *words: pytest.fail("replicas were started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = call("serve", "model=./model", "layer=2", "replicas=2", "router=gateway", "--", "--port", port)
+    assert result.exit_code == 2, result.output
+    assert f"port {port} is in use" in result.stderr
 
 
 def save(results, found, cfg):

@@ -242,6 +242,7 @@ def test_two_servers_are_measured_with_the_same_requests_and_compared(toy, tmp_p
     assert (row.requests, row.failed_requests, row.clients, row.identical, row.outputs) == (16, 0, 2, 4, 4)
     assert row.tpot_p99_ms >= row.tpot_ms > 0
     assert set(point.engine["categories"]) == {"a", "b"} and point.engine["sent_again"] == 0
+    assert row.cpu_own is None  # a server that ran already is one of the others
     # A baseline and an arm: two runs of eight requests each, and a warm-up in which each client asked once.
     assert sorted(json.dumps(body) for _, body in asked_of_slower) == sorted(json.dumps(body) for _, body in toy.asked)
     assert all(body["ignore_eos"] and body["max_tokens"] == 8 for _, body in toy.asked)
@@ -303,7 +304,8 @@ def sample(number, sent=0.0, digest="d", error=None):
 def test_answers_are_of_the_first_time_that_each_prompt_was_asked():
     run = Run([sample(1, 1.0, "b"), sample(0, 0.0, "a"), sample(2, 2.0, "c")])
     assert load.answers(run, 2) == ("a", "b")
-    assert load.answers(run, 4) == ()  # one was never asked: nothing to compare
+    assert load.answers(run, 4) == ("a", "b", "c", "")  # one was never asked
+    assert load.answers(Run([]), 4) == ()
     assert load.unlike([run], 2) == 1  # prompt 0 got "a" and "c"
     assert load.unlike([Run([sample(0), sample(2)])], 2) == 0
 

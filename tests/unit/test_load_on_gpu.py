@@ -232,3 +232,29 @@ def test_several_api_servers_are_those_in_python(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.arguments(["--out", str(tmp_path / "load.json"), "--api-servers", "2", "--rust-frontend"])
     assert "of which --rust-frontend takes the place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "said"),
+    [
+        ("--groups", "closd", "did you mean 'closed'?"),
+        ("--groups", "closed,closed 12:3", "did you mean 'closed 128'?"),
+        ("--clients", "8,x", "whole numbers"),
+        ("--lengths-at", "x", "whole numbers"),
+        ("--between", "32", "--between"),
+        ("--wanted", "fast", "numbers"),
+        ("--table", "1:x", "--table"),
+    ],
+)
+def test_a_word_that_names_nothing_is_refused_before_a_server_starts(script, tmp_path, capsys, option, word, said):
+    with pytest.raises(SystemExit) as ended:
+        script.arguments(["--out", str(tmp_path / "load.json"), option, word])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_levels_may_be_named_by_their_group_its_first_word_or_alone(script, tmp_path):
+    words = "off,off by table 1,closed:2@20,closed 8@5,clients come and go"
+    given = script.arguments(["--out", str(tmp_path / "load.json"), "--clients", "1,8", "--groups", words])
+    names = {level.name for level in script.planned(given)}
+    assert {"off by table 1", "off by request 1", "closed 1 (2)", "closed 8", script.VARYING} <= names

@@ -17,6 +17,7 @@ from selfspec_cli.config.schema import LoadConfig
 from selfspec_cli.engine import server
 from selfspec_cli.engine.server import ServerError, front_end, open_server
 from selfspec_cli.record import folder, tables
+from selfspec_cli.stages import cores
 
 pytestmark = pytest.mark.slow
 TOY = Path(__file__).with_name("openai_server.py")
@@ -50,7 +51,8 @@ def processes(word):
 
 
 @pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
-def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path):
+def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "LEAST_SECONDS", 0.01)  # these loads are short
     results = tmp_path / "results"
     result = call("load", *WORDS, f"results_dir={results}", "--ttft-limit", "60000", "--json", "--", "--seed", "7")
     assert result.exit_code == 0, result.stderr
@@ -64,6 +66,7 @@ def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path):
     for point, row in zip(points, rows, strict=True):
         assert (row.requests, row.failed_requests, row.kv_blocks) == (6, 0, 77)
         assert row.goodput == pytest.approx(row.req_s)
+        assert row.cpu_own is not None and row.cpu_others is not None
         assert row.rss_mib > 1 and len(point.repeats) == 1
     for row in rows[2:]:
         assert row.speedup and row.baseline in {point.id for point in points[:2]}

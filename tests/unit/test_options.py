@@ -63,7 +63,11 @@ def test_options_shows_what_has_to_do_with_a_word():
     assert [one["name"] for one in found["choices"]] == ["varH"]
     (k,) = [row for row in document(call("options", "draft length", "--json"))["options"] if row["key"] == "k"]
     assert (k["unit"], k["allowed"], k["spec_key"]) == ("tokens", "from 1 to 256", "num_speculative_tokens")
-    assert "no setting has to do with that word" in call("options", "zzz").stdout
+    wrong = call("options", "acceptence_length")
+    assert wrong.exit_code == 2 and wrong.stdout == "" and "'acceptence_length'" in wrong.stderr
+    assert "did you mean 'acceptance_length'?" in wrong.stderr
+    wrong = call("options", "qqqqqq", "--json")
+    assert wrong.exit_code == 2 and document(wrong)["exit_code"] == 2 and "did you mean" not in wrong.stderr
     assert "tau_v" in call("options", "tau").stdout
     assert call("options", "--markdown").stdout == options.markdown()
 

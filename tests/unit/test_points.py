@@ -8,7 +8,7 @@ from selfspec_cli.config.schema import GateConfig, Method, RunConfig
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.record import archive, columns, tables
 from selfspec_cli.record.intervals import speedup_interval
-from selfspec_cli.record.point import from_json, head_from_line, output_digests, to_json
+from selfspec_cli.record.point import compare, from_json, head_from_line, output_digests, to_json
 
 OWN = DraftCounters(5).snapshot() | {"drafted": 40, "rounds": 10, "steps": 40, "active_histogram": [0, 40]}
 
@@ -115,9 +115,21 @@ def test_what_was_not_measured_is_empty_and_not_zero():
     assert cells["ppl"] == cells["speedup"] == ""
 
 
+def test_outputs_are_compared_where_both_sides_have_one():
+    """One client asks few of the prompts before its time is over, and a slower server fewer."""
+    base = replace(baseline(), outputs=("a", "b", "", ""))
+    found = compare(measured(100.0, outputs=("a", "x", "c", "")), base, reused=False, real_text=True)
+    assert (found.identical, found.outputs) == (1, 2)
+    for outputs in (("", "", "c", "d"), (), ("a", "b")):
+        found = compare(measured(100.0, outputs=outputs), base, reused=False, real_text=True)
+        assert (found.identical, found.outputs) == (None, None)
+
+
 def test_a_point_costs_what_its_machine_costs_for_its_time_where_the_price_is_known():
     made = point(config={"launcher": {"price_hour": 3.0}})
-    assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # the start may be shared, so it is not in it
+    assert tables.row(made).cost == pytest.approx(3.0 * 2.0 / 3600)  # how many points shared the start is not known
+    shared = replace(made, start_seconds=10.0, start_shared_by=4)
+    assert tables.row(shared).cost == pytest.approx(3.0 * (2.0 + 10.0 / 4) / 3600)
     for unknown in (point(), point(config=None), point(config={"launcher": {"price_hour": None}}),
                     replace(made, seconds=None)):  # fmt: skip
         assert tables.row(unknown).cost is None
@@ -177,6 +189,8 @@ def test_a_row_names_the_file_of_the_copies_that_drafted_and_an_order_that_is_no
 def test_points_from_before_the_column_name_the_file_of_their_copies():
     before = point(config={"draft_weights_path": "fits/copies.safetensors"})
     assert tables.row(before).draft_weights_file == "copies.safetensors"
+    chosen = replace(before, config={"method": "layer_skip", "adaptive_length": True, "bandit": False})
+    assert (tables.row(chosen).adaptive_length, tables.row(chosen).bandit) == (True, None)
     assert tables.row(point()).draft_weights_file is None
     assert tables.row(point(arm={**ARM, "draft_weights_file": None}, config=before.config)).draft_weights_file is None
 

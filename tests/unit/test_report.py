@@ -154,6 +154,18 @@ def test_the_headline_says_where_the_gpu_had_little_to_do(busy, doubt):
     assert ("the host" in found) == bool(doubt)
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "mark"), [(None, None, ""), (0.9, 0.05, ""), (0.1, 0.4, ""), (0.5, 0.38, "38% !")]
+)
+def test_an_arm_that_was_timed_on_a_busy_machine_is_marked(own, others, mark):
+    base, arm = replace(BASE, cpu_own=own, cpu_others=others), replace(ARM, cpu_own=0.9, cpu_others=0.02)
+    text = printed([base, arm])
+    assert ("others" in text.split("\n")[1].split()) == bool(mark) and mark in text
+    said = "other programs had up to 38% of the processor while 1 of 2 arms were timed"
+    assert (said in rows.headline([base, arm, FAILED])) == bool(mark)
+    assert (said.replace("1 of 2 arms", "1 of 1 arms") in rows.headline([base])) == bool(mark)
+
+
 def test_a_server_that_ran_already_is_no_arm_that_is_missing():
     alone = replace(ARM, arm="server", speedup=None, speedup_low=None, speedup_high=None)
     for found in (rows.headline([alone]), rows.overview(rows.groups([alone]))):
@@ -386,6 +398,8 @@ def test_a_label_names_what_is_not_the_default():
     assert rows.label(fitted) == "E=4 k=5 · lens · int4 draft of copies.safetensors · varH ≤ 5 · launched first"
     tables = [rows.label(replace(ARM, length_table=text)) for text in ("2:8*1.4 8:6*1.6", "2:4")]
     assert tables == ["E=4 k=5, by load 2:8 8:6 · lens · varH ≤ 5", "E=4 k=5, by load 2:4 · lens · varH ≤ 5"]
+    chosen = [rows.label(replace(ARM, adaptive_length=True, length_table="2:4")), rows.label(replace(ARM, bandit=True))]
+    assert chosen == ["E=4 k=5, by load 2:4, by acceptance · lens · varH ≤ 5", "E=4 k=5, by bandit · lens · varH ≤ 5"]
     drawn = replace(ARM, draft_sample_method="probabilistic")
     assert rows.label(drawn) == "E=4 k=5 · lens · varH ≤ 5 · probabilistic drafts"
     own = "vLLM draft_model of 4 layers k=5 · probabilistic drafts"

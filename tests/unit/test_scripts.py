@@ -27,6 +27,8 @@ def test_a_word_that_is_not_allowed_is_named_with_the_nearest_one_that_is():
 def test_numbers_and_files():
     assert scripts.numbers("1,8,32") == [1, 8, 32]
     assert "1,x" in refused(scripts.numbers, "1,x")
+    assert scripts.decimals("0,0.8") == [0.0, 0.8]
+    assert "0,x" in refused(scripts.decimals, "0,x")
     archive = ROOT / "results" / "published" / "gpu.jsonl.xz"
     assert scripts.existing(str(archive / "two_gpus")) == archive / "two_gpus"
     assert "nothing_here" in refused(scripts.existing, str(archive / "nothing_here"))

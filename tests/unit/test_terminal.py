@@ -216,6 +216,11 @@ def test_a_long_count_in_a_pipe_is_spoken_of_now_and_then():
     assert lines[-1] == "trials E3-lens: 100 of 100"
     assert 4 <= len(lines) <= 7
     assert lines[1] == "log: a.log" and "about" in lines[0]
+    screen("exits", 3, 5)
+    screen.ended("exits", 3, 5)
+    screen.ended("trials E3-lens", 100, 100)  # that it is complete was said
+    assert text.getvalue().splitlines()[len(lines) :] == ["exits: ended after 3 of 5"]
+    assert screen.state.counts == {}
 
 
 def test_durations():

@@ -28,6 +28,7 @@ from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
+from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.stages import exits, measure, search, tune
 from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.loads import every_width
@@ -123,9 +124,10 @@ def lab(tmp_path, monkeypatch):
     work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
-    def run(minutes=500.0, trials=12, chosen=cfgs, loads=()):
+    def run(minutes=500.0, trials=12, chosen=cfgs, loads=(), progress=ignore):
         budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
-        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"])
+        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"],
+                        progress=progress)  # fmt: skip
 
     found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0, opening=OPENING)
     return found
@@ -356,7 +358,7 @@ def test_a_slow_machine_keeps_the_minutes_and_says_what_it_left_out(lab, minutes
     result = lab.run(minutes=minutes, trials=1000, chosen=chosen)
     assert lab.clock.now - began <= 60 * minutes
     assert result.choice.cfg.workload == work
-    assert any("requests and for" in warning and "of their 512 tokens" in warning for warning in result.warnings)
+    assert any("of the 512 tokens of a request" in warning for warning in result.warnings)
     surveys = sum(engine.recorded for engine in lab.opened)
     again = lab.run(minutes=5000, trials=6, chosen=chosen)
     assert sum(engine.recorded for engine in lab.opened) > surveys  # what was short of time is logged anew
@@ -402,6 +404,41 @@ def test_an_engine_that_would_not_be_open_in_time_is_left_out(lab, monkeypatch):
     monkeypatch.setattr(tune, "batch_seconds", lambda found: 1e6)
     result = lab.run(minutes=250)
     assert len({finalist.cfg.layer for finalist in result.finalists}) == 1
+
+
+def test_what_there_was_time_for_names_only_what_was_cut(lab):
+    def said(**given):
+        work = replace(wanted, **given)
+        return tune.short_of_time([tune.Finalist(replace(lab.cfgs[0], workload=work), {})], wanted, ())
+
+    wanted = WorkloadConfig(num_prompts=8, output_len=256)
+    assert said() == []
+    (requests,), (tokens,), (both,) = said(num_prompts=3), said(output_len=64), said(num_prompts=1, output_len=16)
+    assert requests.startswith("there was time for 3 of the workload's 8 requests, so")
+    assert tokens.startswith("there was time for 64 of the 256 tokens of a request, so")
+    assert "1 of the workload's 8 requests and for 16 of the 256 tokens of a request, so" in both
+
+
+def test_what_ends_early_is_not_counted_as_complete(lab):
+    class Heard(Progress):
+        def __init__(self):
+            self.counts, self.over = {}, {}
+
+        def __call__(self, what, done, total):
+            self.counts[what] = (done, total)
+
+        def ended(self, what, done, total):
+            assert self.counts.get(what, (done, total)) == (done, total)
+            self.over[what] = (done, total)
+
+    heard = Heard()
+    layers = [1, 3, 12, 18, 20, 22]  # the last ones are not looked at, because those before expect less and less
+    chosen = [replace(lab.cfgs[0], layer=layer) for layer in layers]
+    lab.run(chosen=chosen, minutes=600, trials=1000, progress=heard)
+    surveys = sum(engine.recorded for engine in lab.opened)
+    assert heard.over["exits"] == (surveys, 6) and surveys < 6
+    (trials,) = {over for what, over in heard.over.items() if what.startswith("trials")}
+    assert 0 < trials[0] < trials[1] == 1000
 
 
 def test_a_race_ends_before_the_repeat_that_has_no_time():

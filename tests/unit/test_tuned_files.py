@@ -82,6 +82,16 @@ def test_a_model_that_was_never_tuned_says_how_to():
     assert "selfspec tune model=N" in refusal("tuned=N")
 
 
+def test_a_misspelt_name_is_answered_with_a_model_that_there_is():
+    said = refusal("tuned=refrence")
+    assert "'reference'" in said and "selfspec tune model=reference" in said
+    file = tune("orgA", *WORDS)
+    file.rename(file.with_name(file.name.replace("M-", "reference-")))
+    said = refusal("tuned=refrence")
+    assert "allowed: reference" in said and "did you mean 'reference'" in said
+    assert said.endswith("selfspec tune model=reference")
+
+
 @pytest.mark.parametrize("text", ["overrides: [k=3]", "- k=3", "{", "title: x\ngrid: 3"])
 def test_a_file_of_another_shape_is_named(text):
     file = tune("orgA", *WORDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 
@@ -146,3 +147,6 @@ def test_views_are_written_in_four_ways(drafting_module):
     assert acceptance.view_of("int4@1,3-4", kinds) == ("int4", (1, 3, 4), None)
     assert acceptance.view_of("14-16", kinds) == ("shared", (14, 15, 16), None)
     assert acceptance.view_of("int4=a/b.safetensors", kinds) == ("int4", (), "a/b.safetensors")
+    assert acceptance.views("int4@1,3; int8") == ["int4@1,3", "int8"]
+    with pytest.raises(argparse.ArgumentTypeError, match="did you mean 'int8'"):
+        acceptance.views("int4,itn8")

@@ -19,6 +19,8 @@ import pytest
 from selfspec_cli import children
 
 START_SECONDS = 480  # two processes import vLLM one after the other
+# These servers are eager. What vLLM compiles all the same is a small function for log-probabilities, for half a minute.
+NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
 
@@ -51,7 +53,7 @@ def served(
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     with open(log, "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *command], stdout=out, stderr=out, cwd=folder,
-                                   env=inherited | environment, start_new_session=True)  # fmt: skip
+                                   env=inherited | NOTHING_COMPILED | environment, start_new_session=True)  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
         _wait(process, url, log)

@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def engines_are_counted_and_start_quickly() -> None:
     counting.count()
     quick_starts.replace_kernels_once()
+    quick_starts.rank_tokens_without_compiling()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -41,5 +41,13 @@ def replace_kernels_once() -> None:
     CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
+def rank_tokens_without_compiling() -> None:
+    """vLLM compiles the one function that ranks a token for its log-probability, again in every engine."""
+    from vllm.v1.sample import sampler
+
+    compiled = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = compiled._torchdynamo_orig_callable
+
+
 def _ours_and_vllms() -> set[str]:
     return {name for name in sys.modules if name.startswith(("vllm", "selfspec_cli"))}

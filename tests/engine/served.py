@@ -16,7 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from selfspec_cli import children
+
 START_SECONDS = 480  # two processes import vLLM one after the other
+# These servers are eager. What vLLM compiles all the same is a small function for log-probabilities, for half a minute.
+NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
 
@@ -42,22 +46,20 @@ def metric(url: str, name: str, **labels: str) -> float:
 def served(
     folder: Path, words: Sequence[str], options: Sequence[str] = (), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
-    """(process, address, log) of `selfspec serve WORDS -- OPTIONS` once it answers; it is gone afterwards."""
+    """(process, address, log) of `selfspec serve WORDS -- OPTIONS` once it answers; it is gone afterwards, and so is
+    the process of its engine, which outlives a server that a test kills."""
     port, log = free_port(), folder / "server.log"
     command = ["serve", *words, *LIMITS, "--", "--port", str(port), "--host", "127.0.0.1", *ONE_PROCESS_FEWER, *options]
     inherited = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     with open(log, "wb") as out:
         process = subprocess.Popen([sys.executable, "-m", "selfspec_cli", *command], stdout=out, stderr=out, cwd=folder,
-                                   env=inherited | environment)  # fmt: skip
+                                   env=inherited | NOTHING_COMPILED | environment, start_new_session=True)  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
         _wait(process, url, log)
         yield process, url, log
     finally:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(120)
-        process.kill()
+        children.end(process, signal.SIGINT, 120)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

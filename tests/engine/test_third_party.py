@@ -4,6 +4,7 @@ and swept in vLLM, with no edit of selfspec."""
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 from harness import layer_skip, live
 from models import LAYERS, save_tokenizer
 from test_fit_heads import config
+from typer.testing import CliRunner
 
+from selfspec_cli.commands.app import app
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES
 from selfspec_cli.early_exit.head_metadata import read_metadata
@@ -63,18 +66,25 @@ def test_a_head_of_another_package_is_fitted_saved_and_drafts(toy, expected, tmp
             assert counts.drafted < 3 * counts.rounds  # the gate ended some drafts
 
 
-def selfspec(*words: str) -> str:
-    """What a command prints in a process in which the package is installed."""
+def planned(*words: str) -> str:
+    """What a command would do, in a process of its own that finds the package by itself."""
     path = os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "selfspec_cli", *words]
+    command = [sys.executable, "-m", "selfspec_cli", *words, "--dry-run", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
+def measured(*words: str) -> None:
+    """Run a command in this process, which has imported vLLM already."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output[-4000:]
+
+
 def test_a_sweep_over_a_gate_and_a_head_of_another_package(toy, expected, tmp_path):
-    """Fitted in this process, for the test above has a fit, and swept in one that finds the package by itself."""
+    """Fitted in this process, for the test above has a fit. A new process finds the package by itself and plans what is
+    measured here."""
     model = tmp_path / "tiny"
     shutil.copytree(expected("llama").path, model)
     save_tokenizer(model)
@@ -84,12 +94,15 @@ def test_a_sweep_over_a_gate_and_a_head_of_another_package(toy, expected, tmp_pa
     fit.run(config(model, tmp_path / "heads"), layers=[EXIT], heads=("one_direction",), pairs=1000, ridge=1e-3,
             corpus="random")  # fmt: skip
     results = tmp_path / "results"
-    selfspec("sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}")
+    words = ["sweep", "head=lens,one_direction", "threshold=0.3,0.9", *grid, *given, f"results_dir={results}"]
+    (plan,) = planned(*words).splitlines()
+    arms = [point for engine in json.loads(plan)["engines"] for point in engine if point["arm"] == "layer_skip"]
+    points = {(point["head"], point["gate"], point["threshold"]) for point in arms}
+    assert points == {(head, "ratio", threshold) for head in ("lens", "one_direction") for threshold in (0.3, 0.9)}
+    measured(*words)
     with open(results / "summary.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["arm"] == "layer_skip"]
-    assert {(row["head"], row["gate"], float(row["threshold"])) for row in rows} == {
-        (head, "ratio", threshold) for head in ("lens", "one_direction") for threshold in (0.3, 0.9)
-    }
+    assert {(row["head"], row["gate"], float(row["threshold"])) for row in rows} == points
     assert all(row["status"] == "ok" for row in rows)
 
 

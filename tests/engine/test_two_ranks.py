@@ -30,8 +30,10 @@ SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 @pytest.fixture(autouse=True)
 def no_binding(monkeypatch):
-    """Two ranks share the cores that there are; vLLM would look for one each."""
+    """Two ranks share the cores that there are; vLLM would look for one each. They are eager, and their embedding is
+    not compiled either."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 

@@ -7,6 +7,7 @@ import pytest
 from fake import Fake, answer
 from running import running
 
+from selfspec_cli.gateway import control
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
@@ -152,8 +153,41 @@ async def test_the_control_surface(tmp_path):
             assert (await response.json())["takes_requests"] is True
         async with on.session.post(f"{on.url}/gateway/feedback", json={"request_id": "no", "quality": 1}) as response:
             assert response.status == 404
-        async with on.session.post(f"{on.url}/gateway/feedback", json={"quality": 3}) as response:
-            assert response.status == 422
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "word", "param"),
+    [
+        ("GET", "/v1/nothing", None, 404, "there is no GET /v1/nothing here", None),
+        ("PUT", "/gateway/routes", None, 405, "allowed: GET", None),
+        ("POST", "/gateway/feedback", b'{"quality": 3}', 400, "quality=3: ", "quality"),
+        ("POST", "/gateway/feedback", b'{"quality": "high"}', 400, "quality='high': ", "quality"),
+        ("POST", "/gateway/feedback", b"{}", 400, "quality: ", "quality"),
+        ("POST", "/gateway/feedback", b"{", 400, "JSON", None),
+        ("POST", "/gateway/feedback", b"", 400, "body: ", None),
+        ("POST", "/gateway/feedback", b'{"request_id": "no", "quality": 1}', 404, "'no' is not known", None),
+        ("POST", "/gateway/backends/a/stop", None, 404, "drain or resume", None),
+        ("DELETE", "/gateway/cache/1", None, 404, "no cache is configured", None),
+        ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError: no settings", None),
+    ],
+)
+async def test_every_error_of_the_control_surface_has_the_form_of_openai(
+    tmp_path, monkeypatch, method, path, body, status, word, param
+):
+    def broken(settings):
+        raise RuntimeError("no settings")
+
+    monkeypatch.setattr(control, "asdict", broken)
+    async with running([Fake("a")], tmp_path) as on:
+        head = {"content-type": "application/json"}
+        async with on.session.request(method, on.url + path, data=body, headers=head) as response:
+            found = json.loads(await response.read())
+            assert response.status == status
+            assert response.headers["content-type"] == "application/json"
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert word in found["error"]["message"]
+        assert (found["error"]["code"], found["error"]["param"]) == (status, param)
+        assert (await on.post(PROMPT))[0] == 200
 
 
 @pytest.mark.parametrize("text", [True, False])

@@ -177,7 +177,7 @@ async def test_a_slow_client_gets_everything_and_holds_up_nobody(tmp_path):
 
 
 class Long(Fake):
-    """Streams a token of 64 KiB a thousand times where the prompt is `long`, and counts the bytes that it got rid of."""
+    """Streams a token of 64 KiB a thousand times where the prompt is `long`; counts the bytes that it got rid of."""
 
     written = 0
 

@@ -69,12 +69,15 @@ def vllm(url: str, server: Server, given: argparse.Namespace, at_once: int, fold
 
 
 def guidellm(url: str, server: Server, given: argparse.Namespace, at_once: int, folder: Path) -> dict[str, Any]:
-    """`guidellm benchmark`."""
+    """`guidellm run`, of version 0.8."""
     made = folder / "guidellm.json"
-    words = [str(given.guidellm / "bin" / "guidellm"), "benchmark", "run", "--target", url, "--model", server.model,
-             "--processor", tokenizer(server), "--data", f"prompt_tokens={INPUT},output_tokens={given.tokens}",
-             "--profile", "concurrent", "--rate", str(at_once), "--max-requests", str(given.requests),
-             "--random-seed", str(at_once), "--output-path", str(made)]  # fmt: skip
+    words = [str(given.guidellm / "bin" / "guidellm"), "run", "--disable-progress",
+             "--backend", f"kind=openai_http,target={url},model={server.model},request_format=/v1/completions",
+             "--profile", f"kind=concurrent,streams={at_once}",
+             "--constraint", f"kind=max_requests,count={given.requests}",
+             "--tokenizer", json.dumps({"kind": "huggingface_auto", "model": tokenizer(server)}),
+             "--data", f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={given.tokens}",
+             "--seed", f"kind=static,value={at_once}", "--output", f"kind=json,path={made}"]  # fmt: skip
     run(words, folder / "guidellm.log", {"HF_HUB_OFFLINE": "1"})
     (found,) = json.loads(made.read_text())["benchmarks"]
     return {"completed": found["metrics"]["request_totals"]["successful"]}

@@ -44,16 +44,16 @@ from selfspec_cli.texts.chat import CODING
 POLICIES = ("least_time", "round_robin")
 BEFORE = "least_time_before"
 ANSWER_SECONDS = 120.0
-CHARACTERS = 400  # of held-out code, as a prompt
+CHARACTERS = 120  # of held-out code, as a prompt
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--bits", action="store_true", help="a third backend: the same weights, rounded to 4 bits")
-    parser.add_argument("--rates", type=float, nargs="+", default=[4, 8, 12], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=8.0, help="that each rate lasts")
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=7.0, help="that each rate lasts")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
     parser.add_argument("--out", type=Path, required=True)

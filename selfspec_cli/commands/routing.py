@@ -15,6 +15,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.engine.server import listening_error
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.settings import GatewaySettings
+from selfspec_cli.record.gateway_log import ALL
 
 DEMO = "demo"
 
@@ -58,21 +59,45 @@ def _demo(made: GatewaySettings, as_json: bool) -> None:
     emit(found) if as_json else _show(found)
 
 
+ROUTES = {
+    "backend": "route",
+    "routing": "plain",
+    "requests": "requests",
+    "cache hits": "hits",
+    "time to first token, ms": "ttft_ms",
+    "predicted, ms": "expected_ttft_ms",
+    "time per further token, ms": "tpot_ms",
+    "predicted per token, ms": "expected_tpot_ms",
+    "time to last token, ms": "e2e_ms",
+    "tokens of answers": "tokens",
+    "cost": "cost",
+    "server time, s": "machine_s",
+    "streams continued": "survived",
+}
+"""Headings, and the fields of `record.gateway_log.Route` under them."""
+
+GAINS = ("model", "backend", "compared", "requests", "baseline requests", "gain", "95 % interval")
+COMPARED = {"seconds": "time", "money": "cost"}
+BASELINE = "baseline: requests drawn at random that went to the first backend, without drafts and cache"
+
+
 def _show(found: dict[str, Any]) -> None:
-    columns = ("route", "plain", "requests", "hits", "ttft_ms", "expected_ttft_ms", "tpot_ms", "expected_tpot_ms",
-               "e2e_ms", "tokens", "cost", "machine_s", "survived")  # fmt: skip
-    table = Table(*columns, title="medians by route; prices are made up")
-    for row in found["routes"]:
-        table.add_row(*(_cell(row[column]) for column in columns))
     console = Console(width=None if Console().is_terminal else 160)
+    title = "What requests took, by backend: times are medians, the rest are sums; prices are made up"
+    table = Table(*ROUTES, title=title)
+    for row in found["routes"]:
+        shown = row | {"plain": "baseline" if row["plain"] else "by policy"}
+        table.add_row(*(_cell(shown[field]) for field in ROUTES.values()))
     console.print(table)
-    table = Table("model", "route", "of", "requests", "plain requests", "gain", "95 % interval",
-                  title="what it won: plain over routed, for one token of the answer; above 1 is a win")  # fmt: skip
+    title = "What routing won: baseline over routed, for one token of the answer; above 1 routing is better"
+    table = Table(*GAINS, title=title)
     for gain in found["gains"]:
         interval = "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}"
-        table.add_row(gain["model"], gain["route"], gain["of"], str(gain["requests"]), str(gain["plain_requests"]),
+        backend = "all together" if gain["route"] == ALL else gain["route"]
+        table.add_row(gain["model"], backend, COMPARED[gain["of"]], str(gain["requests"]), str(gain["plain_requests"]),
                       "" if gain["gain"] is None else f"{gain['gain']:.2f}", interval)  # fmt: skip
     console.print(table)
+    say(BASELINE)
     for name, value in found["checks"].items():
         say(f"{name}: {value}")
     say(f"log of every request: {found['log']}")

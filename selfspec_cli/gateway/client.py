@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -38,13 +39,15 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 class Client:
-    """Sends the answer. kept: what was sent, where it is to be kept and is not too long; else None."""
+    """Sends the answer. waits_since: monotonic seconds, while the client has no room for a part of a stream.
+    kept: what was sent, where it is to be kept and is not too long; else None."""
 
     def __init__(self, send: Send, headers: dict[str, str]) -> None:
         self._send = send
         self.headers = headers
         self.begun = False
         self.ended = False
+        self.waits_since: float | None = None
         self.kept: list[bytes] | None = None
         self._room = 0
 
@@ -63,7 +66,9 @@ class Client:
     async def part(self, data: bytes) -> None:
         """Send a part of a stream; returns when the client has room for more."""
         await self._part(data)
+        self.waits_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.waits_since = None
 
     async def last(self, data: bytes) -> None:
         """Send the last part of a stream."""
@@ -105,14 +110,22 @@ class Client:
         await self.end(event + END + DONE + END)
 
 
-def watch(receive: Receive, client: Client, task: asyncio.Task[Any]) -> asyncio.Task[bool]:
-    """Cancels a task when its client goes away before its answer was sent, and returns whether it did."""
+def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: float) -> asyncio.Task[str]:
+    """Cancels a task when its client goes away before its answer was sent, or has read nothing for `unread` seconds.
+    Returns why; nothing where the task was not cancelled."""
 
-    async def wait() -> bool:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    async def wait() -> str:
+        gone = ""
+        while not gone:
+            try:
+                async with asyncio.timeout(unread / 2):
+                    gone = "the client is gone" if (await receive())["type"] == "http.disconnect" else ""
+            except TimeoutError:
+                since = client.waits_since
+                if since is not None and time.monotonic() - since > unread:
+                    gone = f"the client read nothing for {unread:g} s"
         if client.ended:  # a server tells of every end in that way
-            return False
-        return task.cancel("the client is gone")
+            return ""
+        return gone if task.cancel(gone) else ""
 
     return asyncio.ensure_future(wait())

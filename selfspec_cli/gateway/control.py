@@ -8,12 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
 
 from selfspec_cli import __version__
 from selfspec_cli.gateway.core import Gateway
-from selfspec_cli.gateway.errors import GatewayError, document
+from selfspec_cli.gateway.errors import GatewayError, bad_request
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.replica import State
 
@@ -33,15 +35,6 @@ def control(gateway: Gateway) -> FastAPI:
     """The application for everything that is no answer of a model."""
     app = FastAPI(title="selfspec gateway", version=__version__)
 
-    @app.exception_handler(GatewayError)
-    async def refused(request: Request, error: GatewayError) -> Response:
-        return Response(error.body(), error.status, error.headers, "application/json")
-
-    @app.exception_handler(404)
-    async def unknown(request: Request, error: Exception) -> Response:
-        body = document(f"there is no {request.method} {request.url.path} here", "invalid_request_error", 404)
-        return Response(body, 404, media_type="application/json")
-
     @app.middleware("http")
     async def with_key(request: Request, call_next: Any) -> Any:
         path = request.url.path
@@ -51,12 +44,48 @@ def control(gateway: Gateway) -> FastAPI:
                 if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
                     raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
             except GatewayError as error:
-                return Response(error.body(), error.status, error.headers, "application/json")
-        return await call_next(request)
+                return _answer(error)
+        try:
+            return await call_next(request)
+        except Exception as error:  # a fault of ours is this request's alone
+            gateway.log.fault(error)
+            return _answer(GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error"))
 
+    _errors(app)
     _views(app, gateway)
     _actions(app, gateway)
     return app
+
+
+def _answer(error: GatewayError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error in OpenAI's form, as for the endpoints of models."""
+
+    @app.exception_handler(GatewayError)
+    async def refused(request: Request, error: GatewayError) -> Response:
+        return _answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        """FastAPI's own: a path that there is not, or a method that it does not take."""
+        where, headers = f"{request.method} {request.url.path}", dict(error.headers or {})
+        allowed = f"; allowed: {headers['Allow']}" if "Allow" in headers else ""
+        message = {404: f"there is no {where} here", 405: f"{where}: the method is not allowed here{allowed}"}
+        said = message.get(error.status_code, f"{where}: {error.detail}")
+        return _answer(GatewayError(said, error.status_code, "invalid_request_error", headers=headers))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        """A body that is not what is needed; the first problem of it."""
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _answer(bad_request(f"the body is not JSON: {first['ctx']['error']}"))
+        name = ".".join(str(part) for part in first["loc"] if part != "body")
+        given = "" if first["type"] == "missing" else f"={first['input']!r}"
+        return _answer(bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None))
 
 
 def _views(app: FastAPI, gateway: Gateway) -> None:

@@ -113,7 +113,7 @@ class Gateway:
         client, tenant, out = Client(send, {}), None, None
         self.inside += 1
         self.telemetry.inside.set(self.inside)
-        watching: asyncio.Task[bool] | None = None
+        watching: asyncio.Task[str] | None = None
         try:
             if scope["method"] != "POST":
                 raise GatewayError(
@@ -130,7 +130,7 @@ class Gateway:
             client.headers["x-request-id"] = asked.id
             current = asyncio.current_task()
             assert current is not None
-            watching = watch(receive, client, current)
+            watching = watch(receive, client, current, self.settings.limits.unread_seconds)
             with self.tracing.span(scope["path"], headers) as span:
                 await self._answer(asked, out, client, headers)
                 out.status = out.status or 200
@@ -144,7 +144,7 @@ class Gateway:
             assert task is not None
             task.uncancel()
             if out is not None:
-                out.status = VANISHED
+                out.status, out.error = VANISHED, watching.result()
         except GatewayError as error:
             if out is not None:
                 out.status, out.error = error.status, error.message

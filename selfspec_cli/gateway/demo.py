@@ -126,9 +126,11 @@ async def _traffic(
     say("two requests to the stub, which costs money")
     remote = [(await ask(session, url, prompt, {}, model="demo-stub")).status for prompt in PROMPTS[:2]]
     survived = await _kill(gateway, supervisor, session, url, say)
-    checks = {"texts are those of the plain server": f"{sum(texts)} of {len(texts)}", "stub": remote,
-              "stream survived": survived}  # fmt: skip
-    if not all(texts) or remote != [200, 200] or not survived["same text"]:
+    killed = ", ".join(f"{name} {value}" for name, value in survived.items())
+    checks = {"answers equal to those of the plain server": f"{sum(texts)} of {len(texts)}",
+              "HTTP status of the stub's answers": ", ".join(map(str, remote)),
+              "stream whose server was killed": killed}  # fmt: skip
+    if not all(texts) or not survived["same text"] or remote != [200, 200]:
         raise DemoFailed(f"an answer is not what it has to be: {checks}")
     return checks
 
@@ -147,8 +149,8 @@ async def _kill(
     broken = await ask(session, url, prompt, {"backend": "early", "cache": "none"}, tokens=tokens, after=(3, kill))
     gateway.log.write()
     row = _rows(Path(str(gateway.log.file)))[-1]
-    return {"same text": broken.text == whole.text, "continued by": row["route"], "lost_ms": row["lost_ms"],
-            "survived": row["survived"]}  # fmt: skip
+    return {"same text": broken.text == whole.text, "continued by": row["route"],
+            "milliseconds lost": round(row["lost_ms"] or 0.0)}  # fmt: skip
 
 
 async def ask(

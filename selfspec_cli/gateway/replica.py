@@ -60,11 +60,11 @@ class Replica:
     open_until: float = 0.0
     trying: bool = False
     flights: dict[int, Flight] = field(default_factory=dict)
+    begun: int = 0
     in_flight_at_look: int = 0
     _prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _clock: float = 0.0
     _clock_at: float = 0.0
-    _next: int = 0
 
     @property
     def name(self) -> str:
@@ -90,6 +90,15 @@ class Replica:
     def idle(self) -> bool:
         """Whether nothing is there."""
         return self.running() == 0
+
+    def look(self) -> tuple[int, int]:
+        """Its /metrics is asked for: (our requests there, how many there ever were), for `looked`."""
+        return len(self.flights), self.begun
+
+    def looked(self, before: tuple[int, int], load: Load) -> None:
+        """It has answered. Those that were sent meanwhile may be in what it says, as a busy server takes its time: they
+        are ours, and not others'."""
+        self.load, self.in_flight_at_look = load, before[0] + self.begun - before[1]
 
     # ---- tokens to prefill -------------------------------------------------------------------------------------------
 
@@ -119,7 +128,8 @@ class Replica:
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
-        return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
+        rest = token * max(0.0, asked.expected_tokens - 1)
+        return Prediction(first, token, first + rest, rest * self.timing.rounds.value())
 
     def slows(self, asked: Asked) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
@@ -144,8 +154,8 @@ class Replica:
         """A request is sent there; the number by which the other calls know it."""
         self._advance()
         flight = Flight(self.uncached(asked), self.ahead(), int(self.running()) + 1, self._clock)
-        self._next += 1
-        self.flights[self._next] = flight
+        self.begun += 1
+        self.flights[self.begun] = flight
         if self.open_until:
             self.trying = True
         for block in asked.blocks:
@@ -153,7 +163,7 @@ class Replica:
             self._prefixes.move_to_end(block)
         while len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)
-        return self._next
+        return self.begun
 
     def first_token(self, number: int, seconds: float) -> None:
         """Its first token has come; seconds: since it was sent."""
@@ -161,13 +171,15 @@ class Replica:
         flight.has_token = True
         self.timing.learn_ttft(flight.own, flight.ahead, seconds)
 
-    def end(self, number: int, tpot: float | None) -> float:
-        """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
-        took, which is shared by the requests that are there at once."""
+    def end(self, number: int, tpot: float | None, rounds: float | None = None) -> float:
+        """It is there no longer. tpot: seconds a token, where measured. rounds: likewise parts of its stream a token.
+        Returns the seconds of the machine that it took, which is shared by the requests that are there at once."""
         self._advance()
         flight = self.flights.pop(number)
         self.trying = False
         if tpot is not None:
+            if self.load.drafts and rounds:
+                self.timing.rounds.learn(rounds)
             self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock
 

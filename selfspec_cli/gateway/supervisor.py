@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepa
 
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 20.0
-WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
+WARM_TOKENS, WARM_WORDS = 32, 16  # of each of the first requests: a few drafts are not cut short by the end
 WARM_TOGETHER = 4  # of them at once: what one more costs is known before many come
 
 
@@ -167,6 +168,8 @@ class Supervisor:
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or one.load.drafts):
                     await self._read_metrics(one)
+            await self._read_metrics(one)
+        one.load = replace(one.load, rounds=0.0)  # drafts of such prompts say little of those of clients'
         for count, tokens, ttft, tpot in times:
             if count == 1:
                 one.timing.learn_ttft(tokens, 0.0, ttft)
@@ -185,11 +188,10 @@ class Supervisor:
         return first - began, (last - first) / (WARM_TOKENS - 1)
 
     async def _read_metrics(self, one: Replica) -> None:
-        inside = len(one.flights)
+        before = one.look()
         text = (await self.upstream.get(f"{one.url}/metrics", ANSWER_SECONDS, key_of(one))).decode(errors="replace")
         counts = read(text)
-        one.load = between(self.counts.get(one.name), counts, one.load)
-        one.in_flight_at_look = inside
+        one.looked(before, between(self.counts.get(one.name), counts, one.load))
         self.counts[one.name] = counts
 
 

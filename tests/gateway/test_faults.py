@@ -4,8 +4,12 @@ import asyncio
 import gc
 import json
 import os
+import socket
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
+from aiohttp import web
 from fake import Fake, answer
 from running import QUICK, running
 
@@ -170,6 +174,78 @@ async def test_a_slow_client_gets_everything_and_holds_up_nobody(tmp_path):
                 await asyncio.sleep(0.0005)
         lines = b"".join(parts).decode().split("\n\n")
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]) == answer("once upon", 1500)
+
+
+class Long(Fake):
+    """Streams a token of 64 KiB a thousand times where the prompt is `long`; counts the bytes that it got rid of."""
+
+    written = 0
+
+    async def stream(self, request, body):
+        if body["prompt"] != "long":
+            return await super().stream(request, body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        choice = {"index": 0, "text": "x" * 2**16, "finish_reason": None}
+        event = b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\n"
+        for _ in range(1000):
+            await response.write(event)
+            self.written += len(event)
+        return response
+
+
+@asynccontextmanager
+async def unread(on, count):
+    """Clients that ask for a long stream and read nothing of it."""
+    host, port = on.url.removeprefix("http://").split(":")
+    body = json.dumps(PROMPT | {"prompt": "long", "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    sockets = [socket.create_connection((host, int(port))) for _ in range(count)]
+    for one in sockets:
+        one.sendall(head.encode() + body)
+    try:
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+async def until(condition):
+    """Wait for it; the test's own limit of a minute ends what never comes."""
+    while not condition():
+        await asyncio.sleep(0.05)
+
+
+async def test_clients_that_do_not_read_fill_no_memory_and_hold_up_nobody(tmp_path):
+    count, whole = 10, 1000 * 2**16  # bytes of each stream
+    async with running([Long("a")], tmp_path) as on:
+        backend = on.fakes["a"]
+        before = resident()
+        async with unread(on, count):
+            await until(lambda: backend.running == count and backend.written > 0)
+            seen = -1
+            while backend.written != seen:  # until nobody takes any more
+                seen = backend.written
+                assert (await on.stream(PROMPT)).text == WANTED
+                await asyncio.sleep(0.5)
+            assert seen < count * whole / 2
+            assert resident() < before + 60, "MiB"
+            assert on.gateway.inside == count
+        await until(lambda: on.gateway.inside == 0 and backend.running == 0)
+        assert len(on.gateway.replicas[0].flights) == 0
+
+
+async def test_a_client_that_does_not_read_is_left_after_a_while(tmp_path):
+    """Its place at the backend is free again, for others."""
+    impatient = replace(QUICK, unread_seconds=0.5)
+    async with running([Long("a")], tmp_path, limits=impatient, backends={"a": {"at_once": 1}}) as on:
+        async with unread(on, 1):
+            await until(lambda: len(on.gateway.replicas[0].flights) == 1)
+            assert (await on.post(PROMPT))[0] == 503
+            await until(lambda: on.gateway.inside == 0 and on.fakes["a"].running == 0)
+            assert (await on.stream(PROMPT | {"max_tokens": 1500})).text == answer("once upon", 1500)
+        row = next(row for row in await on.rows() if row["status"] == 499)
+        assert "read nothing" in row["error"]
 
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path):

@@ -1,5 +1,6 @@
 """The way of one request: what comes through unchanged, and what is refused."""
 
+import asyncio
 import hashlib
 import json
 
@@ -7,6 +8,7 @@ import pytest
 from fake import Fake, answer
 from running import running
 
+from selfspec_cli.gateway import control
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.supervisor import WARM_TOGETHER
 from selfspec_cli.gateway.timing import FEW
@@ -152,8 +154,41 @@ async def test_the_control_surface(tmp_path):
             assert (await response.json())["takes_requests"] is True
         async with on.session.post(f"{on.url}/gateway/feedback", json={"request_id": "no", "quality": 1}) as response:
             assert response.status == 404
-        async with on.session.post(f"{on.url}/gateway/feedback", json={"quality": 3}) as response:
-            assert response.status == 422
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "word", "param"),
+    [
+        ("GET", "/v1/nothing", None, 404, "there is no GET /v1/nothing here", None),
+        ("PUT", "/gateway/routes", None, 405, "allowed: GET", None),
+        ("POST", "/gateway/feedback", b'{"quality": 3}', 400, "quality=3: ", "quality"),
+        ("POST", "/gateway/feedback", b'{"quality": "high"}', 400, "quality='high': ", "quality"),
+        ("POST", "/gateway/feedback", b"{}", 400, "quality: ", "quality"),
+        ("POST", "/gateway/feedback", b"{", 400, "JSON", None),
+        ("POST", "/gateway/feedback", b"", 400, "body: ", None),
+        ("POST", "/gateway/feedback", b'{"request_id": "no", "quality": 1}', 404, "'no' is not known", None),
+        ("POST", "/gateway/backends/a/stop", None, 404, "drain or resume", None),
+        ("DELETE", "/gateway/cache/1", None, 404, "no cache is configured", None),
+        ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError: no settings", None),
+    ],
+)
+async def test_every_error_of_the_control_surface_has_the_form_of_openai(
+    tmp_path, monkeypatch, method, path, body, status, word, param
+):
+    def broken(settings):
+        raise RuntimeError("no settings")
+
+    monkeypatch.setattr(control, "asdict", broken)
+    async with running([Fake("a")], tmp_path) as on:
+        head = {"content-type": "application/json"}
+        async with on.session.request(method, on.url + path, data=body, headers=head) as response:
+            found = json.loads(await response.read())
+            assert response.status == status
+            assert response.headers["content-type"] == "application/json"
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert word in found["error"]["message"]
+        assert (found["error"]["code"], found["error"]["param"]) == (status, param)
+        assert (await on.post(PROMPT))[0] == 200
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -173,3 +208,16 @@ async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tm
     async with running([Fake("a")], tmp_path) as on:
         timing = on.gateway.replicas[0].timing
         assert (timing.ttft.seen, timing.tpot.seen) == (FEW, FEW + WARM_TOGETHER)
+
+
+async def test_what_drafts_brought_the_warm_up_is_not_averaged_with_those_of_clients(tmp_path):
+    said = (
+        "vllm:num_requests_running 0\nvllm:spec_decode_num_drafts_total 40\nvllm:spec_decode_num_accepted_tokens_total"
+    )
+    async with running([Fake("a", metrics=f"{said} 40\n")], tmp_path) as on:
+        one = on.gateway.replicas[0]
+        assert one.load.tokens == 2.0  # all that is known yet
+        on.fakes["a"].metrics = f"{said} 140\n".replace("total 40", "total 60")
+        while one.load.tokens == 2.0:
+            await asyncio.sleep(0.02)
+        assert one.load.tokens == 6.0

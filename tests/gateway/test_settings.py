@@ -1,14 +1,18 @@
 """The configuration: files, overrides, and what is said of mistakes in them."""
 
+from dataclasses import asdict, replace
+
 import pytest
 from typer.testing import CliRunner
 
+from selfspec_cli.commands import routing
 from selfspec_cli.commands.app import app
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.settings import BackendSettings
+from selfspec_cli.record.gateway_log import Gain, Route
 
 ONE = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1"]
 
@@ -93,3 +97,20 @@ def test_the_command_shows_what_it_would_run_and_refuses_bad_input():
     assert '"price_hour": 1.0' in shown.stdout
     for words in ((), ("nothing",), ("demo", "two_servers"), ("two_servers", "prt=1")):
         assert CliRunner().invoke(app, ["gateway", *words, "--dry-run"]).exit_code == 2
+
+
+def test_the_tables_of_the_demo_have_headings_that_need_no_glossary(capsys):
+    route = Route("demo", "early", True, 6, 1, 20.0, 21.0, 5.0, 5.5, 250.0, 288, 0.001, 1.5, 0)
+    found = {
+        "routes": [asdict(route), asdict(replace(route, plain=False, ttft_ms=None))],
+        "gains": [asdict(Gain("demo", "all", "money", 24, 12, 1.5, 1.25, 1.75))],
+        "checks": {"streams that were continued": 1},
+        "log": "requests.jsonl",
+    }
+    routing._show(found)
+    shown = capsys.readouterr().out
+    words = " ".join(shown.replace("┃", " ").replace("│", " ").split())
+    assert "_" not in words.replace("requests.jsonl", "")  # no field's own name
+    assert "baseline" in words and "by policy" in words
+    assert "all together" in words and "1.25 to 1.75" in words
+    assert "streams that were continued: 1" in words

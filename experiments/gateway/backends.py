@@ -1,0 +1,176 @@
+"""Real vLLM servers of one model behind a gateway that is a process of its own, for the scripts of this folder.
+
+It needs orjson beside vLLM's own packages, and no other part of the extra `gateway` that vLLM does not bring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from selfspec_cli.config.machine import gpus
+from selfspec_cli.config.paths import model_path
+from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunConfig, WorkloadConfig
+from selfspec_cli.engine.server import Server, ask, free_port, open_server
+from selfspec_cli.gateway import server
+from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+
+EARLY, PLAIN, BITS = "early", "plain", "bits"
+GROUP = 128  # weights that share a scale
+READY_SECONDS, STOP_SECONDS = 60.0, 20.0
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served. Without --layer all layers draft."""
+    parser.add_argument("--model", default="reference", help="a folder, or `reference`, the embedded model")
+    parser.add_argument("--cpu", action="store_true", help="serve on this machine's CPU, in fp32, one core a server")
+    parser.add_argument("--layer", type=int, default=3, help="exit layer; 0: all layers draft")
+    parser.add_argument("--k", type=int, default=4, help="draft length, the longest one where there is a table")
+    parser.add_argument("--table", help="of draft lengths by requests, such as `2:8 8:6`")
+    parser.add_argument("--draft-weights", default="shared")
+
+
+def in_four_bits(folder: Path, made: Path) -> Path:
+    """A copy of a checkpoint whose layers' matrices are rounded to 4 bits, as GPTQ stores them: symmetric, GROUP inputs
+    share a scale, eight rows of a transposed matrix in one int32, and zero points of 8 less one."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for name in [one for one in tensors if ".layers." in one and one.endswith("proj.weight")]:
+        weight = tensors.pop(name).to(device).float().T  # inputs, outputs
+        groups = weight.reshape(-1, GROUP, weight.shape[1])
+        scales = (groups.abs().amax(1) / 7).clamp(min=1e-8)
+        codes = (groups / scales[:, None]).round().clamp(-8, 7).add(8).to(torch.int64).reshape(-1, 8, weight.shape[1])
+        packed = (codes << torch.arange(0, 32, 4, device=device)[:, None]).sum(1)
+        packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+        base = name.removesuffix("weight")
+        zeros = torch.full((scales.shape[0], scales.shape[1] // 8), 0x77777777, dtype=torch.int32)
+        places = torch.arange(weight.shape[0], dtype=torch.int32) // GROUP
+        tensors |= {base + "qweight": packed.cpu().contiguous(), base + "scales": scales.to(torch.float16).cpu(),
+                    base + "qzeros": zeros, base + "g_idx": places}  # fmt: skip
+    made.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith("index.json"):
+            shutil.copy(file, made)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True,
+                                     "desc_act": False, "checkpoint_format": "gptq"}  # fmt: skip
+    (made / "config.json").write_text(json.dumps(config))
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def configs(given: argparse.Namespace, scratch: Path, bits: bool = False) -> dict[str, RunConfig]:
+    """What each server serves, by its name. bits: also the model in 4 bits."""
+    name, cpu = Path(given.model).name, given.cpu
+    model = ModelConfig(name=name, path=given.model, dtype="float32" if cpu else "bfloat16", max_model_len=1024)
+    engine = EngineConfig(name="cpu" if cpu else "h100", device="cpu" if cpu else "cuda", enforce_eager=cpu,
+                          max_num_seqs=64, max_num_batched_tokens=None if cpu else 4096,
+                          gpu_memory_utilization=None if cpu else 0.3,
+                          kv_cache_gib=0.25 if cpu else 8.0, enable_prefix_caching=True)  # fmt: skip
+    work = WorkloadConfig(input_len=128, output_len=given.tokens, num_prompts=64)
+    early = RunConfig(model=model, workload=work, engine=engine, layer=given.layer or None, k=given.k,
+                      draft_weights=given.draft_weights, length_table=given.table, warmup=1)  # fmt: skip
+    plain = replace(early, method=Method.baseline, layer=None, k=None, draft_weights="shared",
+                    length_table=None)  # fmt: skip
+    found = {EARLY: early, PLAIN: plain}
+    if bits:
+        folder = in_four_bits(Path(model_path(model)), scratch / f"{name}-gptq")
+        found[BITS] = replace(plain, model=replace(model, name=f"{name}-gptq", path=str(folder)))
+    return found
+
+
+def place(number: int, cpu: bool) -> dict[str, str]:
+    """Where a server runs: a core or a GPU of its own, as long as there are enough of them."""
+    if cpu:
+        cores = sorted(os.sched_getaffinity(0))
+        return {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+    return {"CUDA_VISIBLE_DEVICES": str(number % max(1, len(gpus())))}
+
+
+@contextmanager
+def opened(wanted: Mapping[str, RunConfig], cpu: bool, logs: Path, scratch: Path) -> Iterator[dict[str, Server]]:
+    """All servers, started at once. Their threads live as long as the block: a process ends with its thread.
+
+    Raises:
+        ServerError: one of them did not start.
+    """
+    with ThreadPoolExecutor(len(wanted)) as pool, ExitStack() as stack:
+        opening = {}
+        for number, (name, cfg) in enumerate(wanted.items()):
+            (scratch / name).mkdir()
+            log = logs / f"{name}.log"
+            log.unlink(missing_ok=True)
+            cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / name
+            own = place(number, cpu) | {"VLLM_CACHE_ROOT": str(cache)}
+            opening[name] = pool.submit(stack.enter_context, open_server(cfg, (), log, scratch / name, own))
+        yield {name: one.result() for name, one in opening.items()}
+
+
+def _serve(text: str) -> None:
+    """The gateway's process: {"port", "policy", "options", "folder", "backends": {name: url}}."""
+    passed = json.loads(text)
+    backends = [BackendSettings(name=name, kind="quantised" if name == BITS else "local", url=url)
+                for name, url in passed["backends"].items()]  # fmt: skip
+    settings = GatewaySettings(port=passed["port"], policy=passed["policy"], policy_options=passed["options"],
+                               backends=backends, results_dir=passed["folder"])  # fmt: skip
+    settings.ledger.plain_share = 0.0
+    server.serve(settings, lambda line: print(line, flush=True))
+
+
+@contextmanager
+def gateway(
+    servers: Mapping[str, Server],
+    policy: str,
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    checkout: Path | None = None,
+) -> Iterator[str]:
+    """The address of a gateway in front of these servers, once all of them take requests. folder: of its logs.
+    checkout: of this repository, whose gateway it is; otherwise this one's."""
+    port = free_port()
+    passed = {"port": port, "policy": policy, "options": {policy: dict(options or {})}, "folder": str(folder),
+            "backends": {name: one.url for name, one in servers.items()}}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "gateway.log", "wb") as log:
+        own = {"PYTHONPATH": str(checkout)} if checkout else {}
+        process = subprocess.Popen([sys.executable, __file__, json.dumps(passed)], stdout=log, stderr=log,
+                                   env=os.environ | own)  # fmt: skip
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + READY_SECONDS
+    try:
+        while not _all_up(url, len(servers)):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the gateway did not start: {log.name}")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        process.kill()
+
+
+def _all_up(url: str, count: int) -> bool:
+    with suppress(OSError, ValueError):
+        return len(json.loads(ask(f"{url}/health", seconds=2.0))["backends"]) == count
+    return False
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,212 @@
+"""Early exit and plain decoding of one model behind the gateway, under a rising load: is `least_time` worth its name?
+
+    python experiments/gateway/rising_load.py --cpu --out results/published/gateway_cpu.json
+    python experiments/gateway/rising_load.py --model ./qwen2.5-coder-1.5b --layer 0 --k 12 --table "2:8 8:6 24:5 48:4" \
+        --draft-weights int4 --bits --rates 4 16 48 96 --seconds 4 --tokens 128 --out gateway_gpu.json
+
+The servers start at once, each on a core or a GPU of its own as long as there are enough. Then the same load is asked of the
+gateway under several kinds of routing, one after the other: `least_time`, `round_robin`, and each backend alone
+(`fixed`). A gateway is started anew for each, so all know as little at the beginning. A load has several rates, one after the
+other, requests at random moments, and ends with its last answer. In each turn the requests are others and the kinds begin
+with another one.
+
+The claim (issue 40) is that the p99 to the last token of `least_time` is at most that of the better backend alone. The file has
+for each turn and for all of them p50 and p99 to the first token and to the last, by kind and by rate, and the requests by
+backend. It is written after each load; the logs of servers and gateways lie in a folder beside it. The command fails if a
+request does.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends import EARLY, add_model_arguments, configs, gateway, opened
+
+from selfspec_cli.config import machine
+from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.engine.server import Server, ServerError
+from selfspec_cli.gateway.connection import Connections
+from selfspec_cli.texts import library
+from selfspec_cli.texts.chat import CODING
+
+POLICIES = ("least_time", "round_robin")
+BEFORE = "least_time_before"
+ANSWER_SECONDS = 120.0
+CHARACTERS = 120  # of held-out code, as a prompt
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--bits", action="store_true", help="a third backend: the same weights, rounded to 4 bits")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6], help="requests a second")
+    parser.add_argument("--seconds", type=float, default=7.0, help="that each rate lasts")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--before", type=Path, help="another checkout, whose least_time is measured in turn with ours")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+# ---- clients ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """Of one request. Seconds; 0 for what did not come."""
+
+    rate: float
+    ttft: float = 0.0
+    e2e: float = 0.0
+    tokens: int = 0
+    route: str = ""
+    failed: str = ""
+
+
+async def ask_one(connections: Connections, url: str, body: dict[str, Any], rate: float) -> Answer:
+    """One stream."""
+    found, began, rest = Answer(rate), time.perf_counter(), b""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    try:
+        head = {"content-type": "application/json"}
+        stream = await connections.ask("POST", url + path, head, json.dumps(body).encode(), ANSWER_SECONDS)
+        if stream.status != 200:
+            raise OSError(f"HTTP {stream.status}")
+        while part := await stream.read(ANSWER_SECONDS):
+            found.ttft = found.ttft or time.perf_counter() - began
+            rest = (rest + part)[-4096:]
+        connections.give_back(stream)
+        usage = re.findall(rb'"completion_tokens": ?(\d+)', rest)
+        found.tokens, found.route = int(usage[-1]), stream.headers["x-selfspec-backend"]
+    except (OSError, LookupError) as error:
+        found.failed = f"{type(error).__name__}: {error}"
+    found.e2e = time.perf_counter() - began
+    return found
+
+
+def prompt(draw: random.Random, chat: bool) -> dict[str, Any]:
+    """A coding task for a chat model; for the embedded one the beginning of held-out code at a random place."""
+    if chat:
+        return {"messages": [{"role": "user", "content": draw.choice(CODING)}]}
+    _, text = draw.choice(library.held_out_text())
+    start = draw.randrange(max(1, len(text) - CHARACTERS))
+    return {"prompt": text[start : start + CHARACTERS]}
+
+
+async def load(url: str, given: argparse.Namespace, turn: int) -> list[Answer]:
+    """Every rate for its seconds, requests at random moments; the same ones for each kind of a turn."""
+    draw, tasks, connections = random.Random(turn), [], Connections(5.0)
+    start, at = time.perf_counter(), 0.0
+    for number, rate in enumerate(given.rates):
+        while at < (number + 1) * given.seconds:
+            body = {"model": "auto", "max_tokens": given.tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+                    "stream_options": {"include_usage": True}} | prompt(draw, not given.cpu)  # fmt: skip
+            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+            tasks.append(asyncio.ensure_future(ask_one(connections, url, body, rate)))
+            at += draw.expovariate(rate)
+    found = list(await asyncio.gather(*tasks))
+    connections.close()
+    return found
+
+
+# ---- what came of it -------------------------------------------------------------------------------------------------
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, Any]:
+    """A row: milliseconds to the first token and to the last, and requests by backend."""
+    fine = [one for one in answers if not one.failed]
+    row: dict[str, Any] = {"requests": len(answers), "completed": len(fine)}
+    for name in ("ttft", "e2e"):
+        values = sorted(1000 * getattr(one, name) for one in fine)
+        for share in (50, 99):
+            row[f"{name}_p{share}_ms"] = round(values[len(values) * share // 100], 1) if values else None
+    row["by_backend"] = dict(sorted(Counter(one.route for one in fine).items()))
+    if failed := [one.failed for one in answers if one.failed]:
+        row["failed"] = failed[:5]
+    return row
+
+
+def rows(answers: Sequence[Answer]) -> dict[str, Any]:
+    """All of them, and those of each rate."""
+    rates = dict.fromkeys(one.rate for one in answers)
+    by_rate = {f"{rate:g}": figures([one for one in answers if one.rate == rate]) for rate in rates}
+    return figures(answers) | {"rates": by_rate}
+
+
+def behind(kinds: dict[str, Any]) -> float | None:
+    """Milliseconds by which the p99 of least_time is above that of the better backend alone; below 0: it is shorter."""
+    alone = [row["e2e_p99_ms"] for kind, row in kinds.items() if kind not in (*POLICIES, BEFORE)]
+    ours = kinds.get(POLICIES[0], {}).get("e2e_p99_ms")
+    return None if ours is None or not alone or None in alone else round(ours - min(alone), 1)
+
+
+def document(answers: dict[tuple[int, str], list[Answer]]) -> dict[str, Any]:
+    """Every turn, and all together."""
+    turns: dict[int, dict[str, Any]] = {}
+    pooled: dict[str, list[Answer]] = {}
+    for (turn, kind), found in answers.items():
+        turns.setdefault(turn, {})[kind] = rows(found)
+        pooled.setdefault(kind, []).extend(found)
+    together = {kind: rows(found) for kind, found in pooled.items()}
+    said = "least_time_p99_above_the_better_alone_ms"
+    return {"all_turns": {said: behind(together), "kinds": together},
+            "turns": [{said: behind(kinds), "kinds": kinds} for kinds in turns.values()]}  # fmt: skip
+
+
+def measure(servers: dict[str, Server], given: argparse.Namespace, logs: Path, head: dict[str, Any]) -> int:
+    """Every kind in every turn; how many requests failed."""
+    kinds: list[tuple[str, dict[str, Any]]] = [(policy, {}) for policy in POLICIES]
+    kinds += [("fixed", {"backend": name}) for name in servers]
+    if given.before is not None:
+        kinds.append((BEFORE, {}))
+    answers: dict[tuple[int, str], list[Answer]] = {}
+    for turn in range(given.turns):
+        first = turn % len(kinds)
+        for policy, options in (*kinds[first:], *kinds[:first]):
+            kind = options.get("backend", policy)
+            checkout = given.before if policy == BEFORE else None
+            name = POLICIES[0] if policy == BEFORE else policy
+            with gateway(servers, name, logs / f"{turn}_{kind}", options, checkout) as url:
+                answers[turn, kind] = asyncio.run(load(url, given, turn))
+            print(turn, kind, json.dumps(figures(answers[turn, kind])), flush=True)
+            given.out.write_text(json.dumps(head | document(answers), indent=1) + "\n", encoding="utf-8")
+    return sum(bool(one.failed) for found in answers.values() for one in found)
+
+
+def main() -> int:
+    given = arguments()
+    logs = given.out.with_suffix(".logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    said = [word for word in sys.argv[1:] if word not in ("--out", "--before", str(given.out), str(given.before))]
+    words = {name: value for name, value in vars(given).items() if name not in ("out", "before")}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch, began = Path(folder), time.monotonic()
+        wanted = configs(given, scratch, given.bits)
+        head = {"command": " ".join(["python experiments/gateway/rising_load.py", *said]), "settings": words,
+                "device": machine.device(wanted[EARLY]), "versions": machine.versions()}  # fmt: skip
+        try:
+            with opened(wanted, given.cpu, logs, scratch) as servers:
+                print(f"{', '.join(servers)} answer after {time.monotonic() - began:.0f} s", flush=True)
+                return 1 if measure(servers, given, logs, head) else 0
+        except (ConfigError, ServerError) as error:
+            print(error, file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads of a library must not keep a GPU

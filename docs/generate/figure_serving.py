@@ -238,7 +238,11 @@ def _in_both_orders(name: str) -> str:
     asked = [level for level, over in found["compared"].items() if "launched first" in over]
     for level in sorted(asked, key=lambda name: int(name.split()[1])):
         sides = found["rows"][level]
-        for side, order in (("plain", "plain vLLM"), ("launched first", "launched first"), ("early exit", "read first")):
+        for side, order in (
+            ("plain", "plain vLLM"),
+            ("launched first", "launched first"),
+            ("early exit", "read first"),
+        ):
             one, plain = sides[side], sides["plain"]
             rows.append((level.split()[1], order, number(one["tok_s"], 5), ratio(one["tok_s"] / plain["tok_s"]),
                          *(number(one[name], 3) for name in ("ttft_ms", "ttft_p99_ms")),

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--bits", action="store_true", help="a third backend: the same weights, rounded to 4 bits")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6], help="requests a second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 3, 4], help="requests a second")
     parser.add_argument("--seconds", type=float, default=7.0, help="that each rate lasts")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--turns", type=int, default=3)

@@ -41,41 +41,33 @@ def read(text: str) -> Counts:
     return Counts(**found)
 
 
-MEMORY = 300.0  # rounds of drafting that the newest ones are averaged with
-
-
 @dataclass(frozen=True)
 class Load:
     """The state of a server: requests, and what a round of drafting costs (work, in plain steps) and brings (tokens).
 
-    rounds: on how many the last two rest. known: whether it says anything at all. drafts: whether it can draft. caches:
-    whether its prefix cache is used.
+    known: whether it says anything at all. drafts: whether it can draft. caches: whether its prefix cache is used.
     """
 
     running: float = 0.0
     waiting: float = 0.0
     work: float = 1.0
     tokens: float = 1.0
-    rounds: float = 0.0
     drafts: bool = False
     caches: bool = True
     known: bool = False
 
 
 def between(before: Counts | None, now: Counts, last: Load) -> Load:
-    """The load by two looks. What a round costs and brings is averaged with up to MEMORY rounds before it: a second has
-    the rounds of few requests, and their mean alone would send everybody to and fro. Where none ended it stays."""
-    work, tokens, rounds = last.work, last.tokens, _more(before, now, "drafts")
-    anew = before is not None and (before.drafts or 0.0) > (now.drafts or 0.0)  # what another process did is not its
-    kept = 0.0 if anew else min(last.rounds, MEMORY)
+    """The load by two looks; where no round ended between them, what a round costs and brings stays as it was."""
+    work, tokens = last.work, last.tokens
+    rounds = _more(before, now, "drafts")
     if rounds:
-        share = rounds / (kept + rounds)
-        tokens += share * (1.0 + (_more(before, now, "accepted") or 0.0) / rounds - tokens)
+        tokens = 1.0 + (_more(before, now, "accepted") or 0.0) / rounds
         ours, steps = _more(before, now, "draft_rounds"), _more(before, now, "draft_steps")
         if ours and steps is not None and now.draft_cost is not None:
-            work += share * (1.0 + now.draft_cost * steps / ours - work)
+            work = 1.0 + now.draft_cost * steps / ours
     caches = now.prefix_queries is None or now.prefix_queries > 0
-    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens, kept + (rounds or 0.0),
+    return Load(now.running or 0.0, now.waiting or 0.0, work, tokens,
                 now.drafts is not None, caches, now.running is not None)  # fmt: skip
 
 

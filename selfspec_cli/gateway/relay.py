@@ -29,7 +29,7 @@ DRAIN_SECONDS = 0.5  # for the end of an answer, behind its last event
 
 @dataclass
 class Relay:
-    """What is known of an answer while it is sent. last: when the newest token came. parts: events with tokens."""
+    """What is known of an answer while it is sent. last: when the newest token came."""
 
     gateway: Gateway
     asked: Asked
@@ -40,7 +40,6 @@ class Relay:
     first: float | None = None
     first_of_rest: float | None = None
     last: float | None = None
-    parts: int = 0
     finished: bool = False
     rest: continuation.Rest | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -164,12 +163,12 @@ class Relay:
 
     def _ended(self, replica: Replica, number: int) -> None:
         """The backend has done with it, well or not."""
-        out, tpot, rounds = self.out, None, None
+        out, tpot = self.out, None
         single = self.rest is None and (self.asked.body.get("n") or 1) == 1
         if self.finished and single and out.tokens and out.tokens > 1 and self.first and self.last:
             tpot = (self.last - self.first) / (out.tokens - 1)
-            out.tpot, rounds = tpot, self.parts / out.tokens
-        seconds = replica.end(number, tpot if out.tokens and out.tokens >= 4 else None, rounds)
+            out.tpot = tpot
+        seconds = replica.end(number, tpot if out.tokens and out.tokens >= 4 else None)
         out.machine_seconds = (out.machine_seconds or 0.0) + seconds
         own = replica.settings
         priced = own.price_hour / 3600 * seconds if own.price_hour else 0.0
@@ -261,7 +260,6 @@ class Relay:
         """An event as the client gets it; None for one that it does not get."""
         if events.is_usage(event):
             return self._usage(event)
-        self.parts += 1
         if events.is_finish(event):
             self.finished = True
         if self.rest is None:

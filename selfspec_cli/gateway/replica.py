@@ -128,8 +128,7 @@ class Replica:
         if first is None or step is None:
             return None
         token = step * self.load.work / self.load.tokens
-        rest = token * max(0.0, asked.expected_tokens - 1)
-        return Prediction(first, token, first + rest, rest * self.timing.rounds.value())
+        return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
 
     def slows(self, asked: Asked) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
@@ -171,15 +170,13 @@ class Replica:
         flight.has_token = True
         self.timing.learn_ttft(flight.own, flight.ahead, seconds)
 
-    def end(self, number: int, tpot: float | None, rounds: float | None = None) -> float:
-        """It is there no longer. tpot: seconds a token, where measured. rounds: likewise parts of its stream a token.
-        Returns the seconds of the machine that it took, which is shared by the requests that are there at once."""
+    def end(self, number: int, tpot: float | None) -> float:
+        """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
+        took, which is shared by the requests that are there at once."""
         self._advance()
         flight = self.flights.pop(number)
         self.trying = False
         if tpot is not None:
-            if self.load.drafts and rounds:
-                self.timing.rounds.learn(rounds)
             self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock
 

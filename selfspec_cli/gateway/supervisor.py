@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ from selfspec_cli.gateway.upstream import BackendFailed, Upstream, key_of, prepa
 
 ANSWER_SECONDS = 5.0
 STOP_SECONDS = 20.0
-WARM_TOKENS, WARM_WORDS = 32, 16  # of each of the first requests: a few drafts are not cut short by the end
+WARM_TOKENS, WARM_WORDS = 8, 16  # of each of the first requests
 WARM_TOGETHER = 4  # of them at once: what one more costs is known before many come
 
 
@@ -168,8 +167,6 @@ class Supervisor:
                 times += [(count, len(prompts[0]) / 4, *both) for both in found if learnt]
                 if count == 1 and (not learnt or one.load.drafts):
                     await self._read_metrics(one)
-            await self._read_metrics(one)
-        one.load = replace(one.load, rounds=0.0)  # drafts of such prompts say little of those of clients'
         for count, tokens, ttft, tpot in times:
             if count == 1:
                 one.timing.learn_ttft(tokens, 0.0, ttft)

@@ -56,44 +56,21 @@ class Line:
         self.seen += 1
 
 
-class Spread:
-    """The standard deviation of what was measured as a share of its mean; older values are forgotten as by a line."""
-
-    def __init__(self) -> None:
-        self._mean, self._square, self._seen = 0.0, 0.0, 0
-
-    def value(self) -> float:
-        """0 before two values were seen."""
-        variance = max(0.0, self._square - self._mean**2)
-        return float(variance**0.5 / self._mean) if self._mean else 0.0
-
-    def learn(self, value: float) -> None:
-        """One value, above 0."""
-        self._seen += 1
-        gain = max(1.0 - FORGET, 1.0 / self._seen)
-        self._mean += gain * (value - self._mean)
-        self._square += gain * (value * value - self._square)
-
-
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds. e2e: to the last token, for the number of tokens that the answer is expected to have. spread: the
-    standard deviation of e2e between requests, as far as their drafts are worth more or less."""
+    """Seconds. e2e: to the last token, for the number of tokens that the answer is expected to have."""
 
     ttft: float
     tpot: float
     e2e: float
-    spread: float
 
 
 @dataclass
 class Timing:
-    """The two lines of one backend, in seconds, how the rounds that a token takes differ between requests, and the
-    greatest rate of prefill that was seen, in tokens a second."""
+    """The two lines of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second."""
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
     tpot: Line = field(default_factory=lambda: Line((1.0, 1e-2)))
-    rounds: Spread = field(default_factory=Spread)
     prefill_rate: float | None = None
 
     def learn_ttft(self, own: float, ahead: float, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 A backend prefills one prompt after the other, and generates for all others at once: with n of them a token takes
 step + slope * n seconds, times work / tokens of its drafts. What the policy sees is a `Replica`, which learns from the
-simulated times as it does from real ones, and from looks at /metrics where a server is looked at.
+simulated times as it does from real ones.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.gateway.asked import Asked
-from selfspec_cli.gateway.load import Counts, Load, between
+from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import Ended
 from selfspec_cli.gateway.replica import Replica, State
@@ -23,7 +23,7 @@ from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
 @dataclass
 class Job:
-    """A request under way. left: tokens still to come. luck: tokens that a round brings it, over the mean."""
+    """A request under way. left: tokens still to come."""
 
     asked: Asked
     tokens: int
@@ -33,16 +33,11 @@ class Job:
     left: float
     first: float | None = None
     ended: float = 0.0
-    luck: float = 1.0
 
 
 @dataclass
 class Server:
-    """One simulated backend. rate: tokens prefilled a second. extra: seconds a step besides, by the time.
-
-    spread: of the tokens that a round brings, from request to request, as a share of the mean. look_seconds: it is
-    looked at once a second, and takes so long to answer with what is there then; None: never.
-    """
+    """One simulated backend. rate: tokens prefilled a second. extra: seconds a step besides, by the time."""
 
     name: str
     step: float = 0.02
@@ -52,36 +47,13 @@ class Server:
     tokens: float = 1.0
     extra: Callable[[float], float] = lambda at: 0.0
     settings: dict[str, Any] = field(default_factory=dict)
-    spread: float = 0.0
-    look_seconds: float | None = None
     jobs: list[Job] = field(default_factory=list)
-    counts: Counts = field(default_factory=lambda: Counts(running=0.0, waiting=0.0))
-    look_at: float = 0.0
-    looking: tuple[int, int] | None = None
-    seen: Counts | None = None
     replica: Replica = field(init=False)
 
     def __post_init__(self) -> None:
         self.replica = Replica(BackendSettings(name=self.name, **self.settings), vllm=True, models=("toy",),
                                state=State.up)  # fmt: skip
         self.replica.load = Load(work=self.work, tokens=self.tokens, drafts=self.tokens > 1, known=False)
-        self.draw = random.Random(0)
-        if self.tokens > 1:
-            self.counts = replace(self.counts, drafts=0.0, accepted=0.0)
-
-    def take(self, job: Job) -> None:
-        """A request has come."""
-        job.luck = max(1.0 / self.tokens, self.draw.gauss(1.0, self.spread)) if self.spread else 1.0
-        self.jobs.append(job)
-
-    def look(self, at: float) -> None:
-        """Begin a look at /metrics, or end the one that was begun."""
-        if self.looking is None:
-            self.looking, self.look_at = self.replica.look(), at + (self.look_seconds or 0.0)
-            return
-        said = replace(self.counts, running=float(len(self.jobs)))
-        self.replica.looked(self.looking, between(self.seen, said, self.replica.load))
-        self.seen, self.looking, self.look_at = said, None, at + 1.0
 
     def token_seconds(self, at: float) -> float:
         running = sum(job.prefill <= 0 for job in self.jobs)
@@ -91,9 +63,7 @@ class Server:
         """Seconds to the next end of a prefill or of an answer."""
         waiting = [job for job in self.jobs if job.prefill > 0]
         soon = [waiting[0].prefill / self.rate] if waiting else []
-        soon += [job.left * self.token_seconds(at) / job.luck for job in self.jobs if job.prefill <= 0]
-        if self.look_seconds is not None:
-            soon.append(max(0.0, self.look_at - at))
+        soon += [job.left * self.token_seconds(at) for job in self.jobs if job.prefill <= 0]
         return min(soon, default=float("inf"))
 
     def advance(self, at: float, seconds: float) -> None:
@@ -101,11 +71,7 @@ class Server:
         made = seconds / self.token_seconds(at)
         for job in self.jobs:
             if job.prefill <= 0:
-                job.left -= made * job.luck
-                if self.counts.drafts is not None and self.counts.accepted is not None:
-                    rounds, brought = made / self.tokens, self.tokens * job.luck
-                    self.counts = replace(self.counts, drafts=self.counts.drafts + rounds,
-                                          accepted=self.counts.accepted + rounds * (brought - 1.0))  # fmt: skip
+                job.left -= made
         if waiting:
             waiting[0].prefill -= seconds * self.rate
 
@@ -169,8 +135,6 @@ def simulate(
             server.advance(clock["at"], ahead)
         clock["at"] += ahead
         for server in servers:
-            if server.look_seconds is not None and server.look_at <= clock["at"] + 1e-12:
-                server.look(clock["at"])
             for job in list(server.jobs):
                 finished = _step(server, job, clock["at"])
                 if finished:
@@ -191,7 +155,7 @@ def simulate(
             routes[server.name] += 1
             number = replica.begin(asked)
             own = replica.flights[number].own
-            server.take(Job(asked, request.answer, number, clock["at"], own + 1e-9, request.answer))
+            server.jobs.append(Job(asked, request.answer, number, clock["at"], own + 1e-9, request.answer))
     assert len(done) == len(requests)
     return Result([job.ended - job.at for job, _ in done], [job.first - job.at for job, _ in done], cost,
                   sum(qualities) / len(qualities) if qualities else 0.0, routes)  # fmt: skip
@@ -205,7 +169,7 @@ def _step(server: Server, job: Job, at: float) -> bool:
     if job.first is None or job.left > 1e-6:
         return False
     tpot = (at - job.first) / (job.tokens - 1) if job.tokens > 1 else None
-    server.replica.end(job.number, tpot, 1.0 / (server.tokens * job.luck))
+    server.replica.end(job.number, tpot)
     job.ended = at
     return True
 

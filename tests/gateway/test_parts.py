@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import time
-from dataclasses import replace
 
 import pytest
 from fake import Fake
@@ -171,11 +170,6 @@ def test_what_a_server_says_of_itself():
     assert (same.tokens, same.work) == (load.tokens, load.work)  # no round ended: nothing new is known
     anew = between(Counts(drafts=100, accepted=250), Counts(running=0, drafts=10, accepted=0), load)
     assert anew.tokens == 1.0  # the server was started anew
-    after = between(Counts(drafts=10, accepted=25), Counts(drafts=20, accepted=25), load)
-    assert after.tokens == pytest.approx((3.5 + 1.0) / 2)  # ten rounds of either kind
-    before = replace(load, rounds=5000.0)
-    later = between(Counts(drafts=0, accepted=0), Counts(drafts=300, accepted=0), before)
-    assert later.tokens == pytest.approx((3.5 + 1.0) / 2)  # however many there were, few are remembered
     assert not between(None, read("nothing\n"), Load()).known
 
 
@@ -192,28 +186,6 @@ def test_requests_that_come_while_a_backend_is_looked_at_are_not_those_of_others
     assert one.idle()
     one.looked(one.look(), Load(running=3.0, known=True))
     assert one.running() == 3  # these are others'
-
-
-def test_how_unequal_drafts_are_is_learnt_from_the_answers():
-    one = Replica(BackendSettings(name="a"), state=State.up, load=Load(drafts=True))
-    asked = Asked("/v1/completions", {"prompt": "x"})
-    asked.expected_tokens = 101.0
-
-    def answered(rounds):
-        one.first_token(one.begin(asked), 0.1)
-        one.end(next(iter(one.flights)), 0.02, rounds)
-        return one.predict(asked)
-
-    for _ in range(20):
-        known = answered(0.3)
-    assert known.spread == pytest.approx(0.0, abs=1e-6)
-    for number in range(400):
-        known = answered(0.2 if number % 2 else 0.4)
-    assert known.spread == pytest.approx(100 * 0.02 / 3, rel=0.05)  # of a mean of 0.3
-    one.load = Load(drafts=False)
-    before = one.timing.rounds.value()
-    answered(5.0)
-    assert one.timing.rounds.value() == before  # parts of a stream without drafts say nothing
 
 
 def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():

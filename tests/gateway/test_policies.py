@@ -96,30 +96,6 @@ def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better
     assert ours.p99() < 0.8 * turn.p99()
 
 
-def drafts_of_unequal_worth():
-    """Drafts bring some requests much more than others, and the servers are looked at while they are busy."""
-    plain_one = Server("plain", step=0.006, slope=0.001, rate=3000.0, look_seconds=0.1)
-    return [Server("early", step=0.006, slope=0.0015, rate=3000.0, work=2.0, tokens=3.0, spread=0.3, look_seconds=0.1),
-            plain_one]  # fmt: skip
-
-
-@pytest.mark.parametrize("rates", [(1.0, 2.0, 4.0), (4.0, 8.0, 12.0)])
-def test_where_drafts_are_worth_little_to_some_the_p99_is_that_of_the_better_backend_alone(rates):
-    """The mean of early exit is the better one, and its p99 the worse one: it is that of the unlucky requests."""
-    ours, alone = [], {"early": [], "plain": []}
-    for seed in range(1, 5):
-        requests, at = [], 0.0
-        for rate in rates:
-            requests += [replace(one, at=one.at + at) for one in plain(rate=rate, count=60, seed=seed)]
-            at = requests[-1].at
-        ours.append(simulate("least_time", warmed(drafts_of_unequal_worth()), requests))
-        for name, found in alone.items():
-            found.append(simulate("fixed", drafts_of_unequal_worth(), requests, backend=name))
-    better = min(sum(one.p99() for one in found) for found in alone.values())
-    assert sum(one.p99() for one in ours) <= better
-    assert sum(one.mean() for one in alone["early"]) < sum(one.mean() for one in alone["plain"])
-
-
 class Measured(Server):
     """A token's milliseconds by the requests that run, as on an H200 (gateway_gpu.json); between them log-log."""
 

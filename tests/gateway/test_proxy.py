@@ -1,6 +1,5 @@
 """The way of one request: what comes through unchanged, and what is refused."""
 
-import asyncio
 import hashlib
 import json
 
@@ -208,16 +207,3 @@ async def test_the_warm_up_teaches_what_a_token_takes_alone_and_beside_others(tm
     async with running([Fake("a")], tmp_path) as on:
         timing = on.gateway.replicas[0].timing
         assert (timing.ttft.seen, timing.tpot.seen) == (FEW, FEW + WARM_TOGETHER)
-
-
-async def test_what_drafts_brought_the_warm_up_is_not_averaged_with_those_of_clients(tmp_path):
-    said = (
-        "vllm:num_requests_running 0\nvllm:spec_decode_num_drafts_total 40\nvllm:spec_decode_num_accepted_tokens_total"
-    )
-    async with running([Fake("a", metrics=f"{said} 40\n")], tmp_path) as on:
-        one = on.gateway.replicas[0]
-        assert one.load.tokens == 2.0  # all that is known yet
-        on.fakes["a"].metrics = f"{said} 140\n".replace("total 40", "total 60")
-        while one.load.tokens == 2.0:
-            await asyncio.sleep(0.02)
-        assert one.load.tokens == 6.0

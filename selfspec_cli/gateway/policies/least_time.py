@@ -13,10 +13,6 @@ Nobody is sent to a slower backend for the good of the others alone, since a few
 backend that is fastest when idle is left only for one where the request itself is expected to end sooner, by MARGIN of
 the share by which that one is slower when idle: predictions are not exact, and a mistake costs as much as that.
 
-Compared are times with `caution` times their spread: drafts are worth little to some requests, and these are the p99
-of a backend whose mean is the best. So a backend whose times vary is left sooner than one whose times are known. That
-costs a part of the mean; with caution 0 means are compared.
-
 It loses to round robin where times cannot be predicted: when what makes a backend slow is neither its requests nor the
 prompt (a neighbour on its machine), it follows what was true a few requests ago.
 """
@@ -33,9 +29,9 @@ from selfspec_cli.gateway.timing import FEW
 MARGIN = 0.2
 
 
-def by_time(asked: Asked, replicas: Sequence[Replica], caution: float = 0.0) -> Choice:
+def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
     """The order by predicted time that the request adds; backends without a prediction come first, as long as no more
-    requests than a prediction needs are on their way there. caution: spreads that are added to each time."""
+    requests than a prediction needs are on their way there."""
     known = {replica.name: replica.predict(asked) for replica in replicas}
     new = [one for one in fewest_first(replicas) if known[one.name] is None and len(one.flights) < FEW]
     if new:
@@ -53,24 +49,23 @@ def by_time(asked: Asked, replicas: Sequence[Replica], caution: float = 0.0) -> 
         if own is None or best is None:
             return True, float("inf")
         slower = 1.0 - idle[fastest.name] / idle[replica.name] if idle[replica.name] else 0.0
-        late = own.e2e + caution * own.spread
-        if late > (best.e2e + caution * best.spread) * (1.0 - MARGIN * slower):
-            return replica is not fastest, late
-        return False, late + replica.slows(asked)
+        if own.e2e > best.e2e * (1.0 - MARGIN * slower):
+            return replica is not fastest, own.e2e
+        return False, own.e2e + replica.slows(asked)
 
     ordered = sorted(replicas, key=order)
     return Choice(tuple(ordered), "least_time", known[ordered[0].name])
 
 
 class _LeastTime(Chooser):
-    def __init__(self, explore: int, caution: float) -> None:
-        self.explore, self.caution = explore, caution
+    def __init__(self, explore: int) -> None:
+        self.explore = explore
         self.count = 0
         self.asked_at: dict[str, int] = {}
 
     def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
         self.count += 1
-        choice = by_time(asked, replicas, self.caution)
+        choice = by_time(asked, replicas)
         if self.explore and self.count % self.explore == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
             rest = [one for one in choice.order if one is not oldest]
@@ -82,6 +77,6 @@ class _LeastTime(Chooser):
 POLICY = Policy(
     "least_time",
     "the backend at which a request adds least time, its own and others', by load, prompt, prefix cache and drafts",
-    lambda options, slo: _LeastTime(int(options["explore"]), float(options["caution"])),
-    {"explore": 500, "caution": 1.0},
+    lambda options, slo: _LeastTime(int(options["explore"])),
+    {"explore": 500},
 )

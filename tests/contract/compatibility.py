@@ -119,8 +119,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "drafts change greedy output too", refusal=latents_on_a_cpu, instead="without a speculative_config"),
         Row("quantised targets", YES, "the draft runs on the target's own quantised weights. On a CPU: "
             "compressed-tensors W4A16 and W8A8, GPTQ (also in bfloat16) and AWQ, in float16 and with AVX-512, because "
-            "vLLM's product with 4-bit weights needs 16 bits and that. On a GPU in batch-invariant mode vLLM "
-            "multiplies AWQ's weights in float16 alone", WORKS_WITH + "test_quantised_targets",
+            "vLLM's product with 4-bit weights needs 16 bits and that; W8A8 in bfloat16 on processors with AMX, where "
+            "float16 ends vLLM's process. On a GPU in batch-invariant mode vLLM multiplies AWQ's weights in float16 "
+            "alone", WORKS_WITH + "test_quantised_targets",
             f"{CASES} (W4A16, GPTQ, fp8; not AWQ)"),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",

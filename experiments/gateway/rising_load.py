@@ -10,7 +10,7 @@ gateway under several kinds of routing, one after the other: `least_time`, `roun
 other, requests at random moments, and ends with its last answer. In each turn the requests are others and the kinds begin
 with another one.
 
-The claim (issue 40) is that the p99 to the last token of `least_time` is at most that of the better backend alone. The file has
+The claim is that the p99 to the last token of `least_time` is at most that of the better backend alone. The file has
 for each turn and for all of them p50 and p99 to the first token and to the last, by kind and by rate, and the requests by
 backend. It is written after each load; the logs of servers and gateways lie in a folder beside it. The command fails if a
 request does.

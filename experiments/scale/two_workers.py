@@ -3,8 +3,9 @@
     python experiments/scale/two_workers.py --out two_workers.json                        # joblib and Ray, two GPUs
     python experiments/scale/two_workers.py --runs joblib:2,joblib:1 --seconds 200 --out two_workers.json
 
-Each run is the command of a user, in a folder of results of its own. The first one also fills caches of compiled
-kernels, so it is slower than it would be again. The file is written after each run; none begins after `--seconds`.
+Each run is the command of a user, in a folder of results of its own. A short sweep of the same engines by all workers
+comes first and is not counted: it fills the caches of compiled kernels. The file is written after each run; none begins
+after `--seconds`.
 Where a timeout outside of this script ends it (SIGTERM), the run under way is ended too, and kept with what it had
 measured.
 """
@@ -26,6 +27,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.scripts import among
 
 RUNS = "joblib:2,joblib:1,ray:2,joblib:2"
+LENGTH = "workload.output_len="
 
 
 class Terminated(Exception):
@@ -48,6 +50,11 @@ def launched(text: str) -> list[tuple[str, str]]:
             raise argparse.ArgumentTypeError(f"{word!r}: write LAUNCHER:WORKERS, such as joblib:2")
         pairs.append((kind, workers))
     return pairs
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same engines, which generate hardly anything."""
+    return [*(word for word in words if not word.startswith(LENGTH)), f"{LENGTH}8"]
 
 
 def run(kind: str, workers: str, words: list[str], results: Path, limit: float) -> dict[str, Any]:
@@ -94,6 +101,9 @@ def main() -> None:
     ends, found = time.monotonic() + given.seconds, []
     signal.signal(signal.SIGTERM, terminated)
     with tempfile.TemporaryDirectory() as place:
+        most = max((workers for _, workers in given.runs), key=int)
+        warm = run("joblib", most, shortened(given.words), Path(place) / "warm", given.seconds)
+        print(f"warm-up: {warm['seconds']} s, exit code {warm['exit_code']}", flush=True)
         for number, (kind, workers) in enumerate(given.runs):
             left = ends - time.monotonic()
             if left < 10 or signal.getsignal(signal.SIGTERM) != terminated:

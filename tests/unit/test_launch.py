@@ -142,6 +142,7 @@ def test_cores_near_a_gpu_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(devices.Path, "read_text", lambda *_, **__: "0-3,8-11\n")
     monkeypatch.setattr(devices, "own_cores", lambda: [2, 3, 4, 8])
     assert devices.near_cores("0") == [2, 3, 8]
+    assert devices.of_gpus(["0", "1"]) == {"CUDA_VISIBLE_DEVICES": "0,1", devices.CORES: "2,3,8"}
 
 
 # ---- workers

@@ -54,6 +54,12 @@ def gpu_numbers(visible: str | None, count: int) -> list[str]:
     return visible.split(",") if visible else [str(number) for number in range(count)]
 
 
+def of_gpus(numbers: Sequence[str]) -> dict[str, str]:
+    """Environment variables of a worker that has these GPUs: which they are, and the cores beside the first."""
+    near = near_cores(numbers[0])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)} | ({CORES: ",".join(map(str, near))} if near else {})
+
+
 def near_cores(gpu: str) -> list[int]:
     """Those of this process' cores that are on the side of the memory (the NUMA node) to which a GPU is attached; empty
     where nothing says or this process has none of them."""

@@ -52,7 +52,7 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
 
     def one(unit: Unit) -> None:
         with pool.taken(1 if on_cpu else unit.gpus) as mine:
-            environment = _cores(pairs[mine[0]]) if on_cpu else _gpus([gpus[number] for number in mine])
+            environment = _cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
             if stop.is_set():
                 return
             try:
@@ -86,8 +86,3 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
 
 def _cores(cores: list[int]) -> dict[str, str]:
     return {devices.CORES: ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}
-
-
-def _gpus(numbers: list[str]) -> dict[str, str]:
-    near = devices.near_cores(numbers[0])
-    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers)} | ({devices.CORES: ",".join(map(str, near))} if near else {})

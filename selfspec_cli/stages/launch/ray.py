@@ -54,7 +54,11 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     on_cpu = device_of(cfg) == "cpu"
 
     def streamed(document: dict[str, Any]) -> Iterator[str | Ended]:
-        yield from points_of(document, {})
+        own: dict[str, str] = {}
+        if not on_cpu:  # as under joblib; Ray limits a task to the one thread of the one CPU that it asks for
+            own = devices.of_gpus(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+            os.environ.pop("OMP_NUM_THREADS", None)
+        yield from points_of(document, own)
 
     remote = ray.remote(streamed)
     count = workers(cfg)

@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import TrialState
 
 from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.gates import GATES
@@ -31,9 +34,6 @@ def open_study(journal: Path, name: str, outcomes: Sequence[Outcome], log: Draft
 
     Only gates that the cost model finds worth it are in its space; a new study begins with each one's best setting.
     """
-    import optuna
-    from optuna.storages.journal import JournalFileBackend, JournalStorage
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -84,15 +84,11 @@ def tell(study: Any, speedups: Mapping[int, float]) -> None:
 
 def completed(study: Any) -> int:
     """Trials that were measured."""
-    from optuna.trial import TrialState
-
     return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
 
 
 def best(study: Any, log: DraftLog, count: int) -> list[Setting]:
     """The settings of the fastest trials, each once."""
-    from optuna.trial import TrialState
-
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     ranked = sorted(trials, key=lambda trial: -trial.value)
     settings = [_setting(trial.params["gate"], trial.params["k"], trial.params["passing"], log) for trial in ranked]

@@ -485,6 +485,8 @@ def model_dir(model: str) -> Path:
 def engine(case: Case, drafting: bool) -> Iterator[Live]:
     talks = case.requests in ("company", "pictures", "wishes", "short")
     changes, spec = {**GPU, **case.engine, "skip_tokenizer_init": not talks}, dict(case.spec)
+    if not drafting:  # vLLM's memory pool that can be given away is for one engine of a process
+        changes.pop("enable_sleep_mode", None)
     if drafting and spec.get("draft_weights_path") == FITTED:
         spec["draft_weights_path"] = str(fitted(case.model))
     with live(model_dir(case.model), layer_skip(case.layer, case.k, **spec) if drafting else None, **changes) as it:
@@ -502,6 +504,8 @@ def generated(it: Live, case: Case) -> list[Any]:
         return before + it.generate(prompts, params)
     if case.requests == "asleep":
         before = it.generate(prompts, params)
+        if not it.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+            return before + it.generate(prompts, params)
         it.llm.sleep(level=2)
         it.llm.wake_up()
         it.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir(case.model))})

@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 
-# Runs `selfspec doctor` where some modules are not installed.
+# Runs a command of selfspec where some modules are not installed.
 WITHOUT = """
 import sys
 
@@ -36,7 +36,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 absent = sys.argv[1].split(",")
-sys.argv = ["selfspec", "doctor"]
+sys.argv = ["selfspec", *sys.argv[2:]]
 sys.meta_path.insert(0, Absent())
 from selfspec_cli.__main__ import main
 main()
@@ -72,10 +72,14 @@ def test_what_serving_imports_is_not_of_the_bench():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["typer", "rich", "hydra"])
-def test_the_command_without_the_bench_says_in_one_line_what_to_install(module):
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("typer", "doctor"), ("rich", "doctor"), ("hydra", "doctor"), ("optuna", "tune")],  # tune: before any engine
+)
+def test_a_command_without_the_bench_says_in_one_line_what_to_install(module, command):
     every = ",".join(extras.EXTRAS["bench"]) if module == "typer" else module
-    run = subprocess.run([sys.executable, "-c", WITHOUT, every], capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", WITHOUT, every, command, *["--dry-run"] * (command == "tune")]
+    run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.returncode == 2, run.stderr
     assert "pip install 'selfspec[bench]'" in run.stderr
     assert run.stderr.count("\n") == 1

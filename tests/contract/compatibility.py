@@ -122,17 +122,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "vLLM's product with 4-bit weights needs 16 bits and that; W8A8 in bfloat16 on processors with AMX, where "
             "float16 ends vLLM's process. On a GPU in batch-invariant mode vLLM multiplies AWQ's weights in float16 "
             "alone", WORKS_WITH + "test_quantised_targets",
-            f"{CASES} (W4A16, GPTQ, fp8; not AWQ)"),
+            f"{CASES} (W4A16, GPTQ, fp8, AWQ in float16)"),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
-            WORKS_WITH + "test_multimodal_models"),
+            WORKS_WITH + "test_multimodal_models", f"{CASES} (Qwen2-VL)"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
             "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
             f"{CASES} (Llama; of StarCoder2 1 of 64 outputs differed)"),
         Row("architectures with MTP layers of their own (MiMo, DeepSeek-V3, ...)", YES, "drafts are made with their "
             "decoder's layers, not with the MTP layers", ARCHITECTURES),
         Row("positions of several dimensions (M-RoPE: Qwen2-VL, ...)", YES, "a generated token has one position in all "
-            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL on prompts of text",
+            "dimensions, behind pictures too: Qwen2-VL, Qwen2.5-VL, Qwen3-VL; on a GPU Qwen2-VL",
             WORKS_WITH + "test_positions_of_several_dimensions", CASES),
         Row("recurrent states (Mamba, hybrids)", REFUSED, "rejected drafts would stay in the state",
             refusal=target("is_hybrid"), instead="without a speculative_config, or with vLLM's method 'ngram'"),

@@ -1,5 +1,5 @@
 """Commands that take overrides: their `--help` (what Typer says, and every draft setting, from the schema), and the
-answer to words of the first sprint."""
+answers to words of the first sprint and to options of vLLM's that are not behind --."""
 
 from __future__ import annotations
 
@@ -15,18 +15,37 @@ from selfspec_cli.commands.screen import guard
 from selfspec_cli.config import options
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit import old_words
+from selfspec_cli.early_exit.errors import nearest
+
+PASS_ON = ("serve", "load")
+"""Commands that hand what stands behind -- to vLLM's server."""
 
 
 class TakesSettings(TyperCommand):
     """A command whose arguments are KEY=VALUE."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Answer words of the first sprint, exit code 2, before Typer calls them unknown."""
+        """Answer words of the first sprint and options of vLLM's, exit code 2, before Typer calls them unknown."""
+        name = str(ctx.info_name)
         with guard("--json" in args, "--debug" in args):
-            answer = old_words.answer_for_arguments(str(ctx.info_name), args)
+            answer = old_words.answer_for_arguments(name, args)
+            if answer is None and name in PASS_ON:
+                answer = self._answer_for_options(name, args)
             if answer is not None:
                 raise ConfigError(answer)
         return super().parse_args(ctx, args)
+
+    def _answer_for_options(self, name: str, args: list[str]) -> str | None:
+        own = [option for param in self.params for option in param.opts if option.startswith("--")]
+        before = args[: args.index("--")] if "--" in args else args
+        typed = [word.partition("=")[0] for word in before if word.startswith("--")]
+        strange = next((word for word in typed if word not in (*own, "--help")), None)
+        if strange is None:
+            return None
+        message = f"option {strange!r} is not known; allowed: {', '.join(own)}"
+        if meant := nearest(strange[2:], [option[2:] for option in own]):
+            return f"{message}; did you mean '--{meant}'?"
+        return f"{message}; options of vLLM's server stand behind --, such as: selfspec {name} ... -- {strange} ..."
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; Typer prints its part by itself too."""

@@ -76,6 +76,9 @@ def test_what_starts_an_engine_has_a_dry_run(command):
     [
         (("swep",), "sweep"),
         (("sweep", "--jsn"), "--json"),
+        (("serve", "--jsn"), "did you mean '--json'?"),
+        (("serve", "--port", "8123"), "stand behind --, such as: selfspec serve ... -- --port ..."),
+        (("load", "--port=8123"), "stand behind --, such as: selfspec load ... -- --port ..."),
         (("sweep", "gate=varh"), "'varH'"),
         (("sweep", "tua=1"), "'tau'"),
         (("sweep", "gate=margn"), "did you mean 'margin'"),

@@ -8,6 +8,10 @@ this one. `--engines old,new,again` has a second engine of this checkout in the 
 engines of one checkout differ is what the host adds. Only one of them works at a time. They take turns, whose order is
 turned round each time, and the figures are medians of the turns.
 
+`--steps` also says where the time of a run goes, on the host and on the device (`in_steps`), so that a difference of
+two checkouts is known to be in handing requests on, in the number of steps, in the order of reading and launching, in
+what the host does in a step, or in a part of the device's work. Recording takes some microseconds a step.
+
 8b: the shape of Llama 3 8B with random weights, the first 8 of 32 layers, k=3, acceptance set to 3. A folder: its first
 --layer layers on copies (--draft-weights), --k drafts, on code that the reference model has not seen. The file is
 written after each turn of all engines.
@@ -26,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,6 +55,7 @@ def arguments() -> argparse.Namespace:
         "--memory-share", type=float, default=0.28, help="of the GPU's memory that each engine may take"
     )
     parser.add_argument("--seconds", type=float, default=580.0, help="after which no turn begins")
+    parser.add_argument("--steps", action="store_true", help="also where the time of a run goes")
     parser.add_argument("--cpu", action="store_true", help="try the script: fp32, eager")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # this process is that one
@@ -95,12 +101,99 @@ def prompts(given: argparse.Namespace) -> list[list[int]]:
     return [texts[n % len(texts)][start : start + INPUT_LEN] for n, start in enumerate(starts)]
 
 
+def record_steps(worker: Any) -> None:
+    """Called in the process of an engine's worker: from now on its steps are kept, for `in_steps`.
+
+    It wraps vLLM's own methods and nothing of selfspec's, so it fits every checkout, and plain decoding.
+    """
+    import torch
+
+    runner = worker.model_runner
+    execute, sample = runner.execute_model, runner.sample_tokens
+    steps: list[dict[str, Any]] = []
+    worker.recorded_steps = steps
+
+    def moment() -> tuple[float, Any]:
+        """Now, and an event at this place of the device's work."""
+        event = torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else None
+        if event is not None:
+            event.record()
+        return time.perf_counter(), event
+
+    def execute_model(scheduled: Any, *arguments: Any, **more: Any) -> Any:
+        if not scheduled.num_scheduled_tokens:
+            return execute(scheduled, *arguments, **more)
+        behind = bool(steps) and "read" not in steps[-1]
+        step = {"rows": len(scheduled.num_scheduled_tokens), "new": len(scheduled.scheduled_new_reqs), "behind": behind}
+        steps.append(step | {"begin": moment()})
+        answer = execute(scheduled, *arguments, **more)
+        steps[-1]["forward"] = moment()
+        return answer
+
+    def sample_tokens(*arguments: Any, **more: Any) -> Any:
+        answer, step = sample(*arguments, **more), steps[-1]
+        step["end"], get_output = moment(), getattr(answer, "get_output", None)
+
+        def read() -> Any:
+            output = get_output()  # type: ignore[misc]
+            step["read"] = time.perf_counter()
+            return output
+
+        if get_output is None:  # without asynchronous scheduling
+            step["read"] = time.perf_counter()
+        else:
+            answer.get_output = read
+        return answer
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def in_steps(worker: Any) -> dict[str, Any]:
+    """Called in the process of an engine's worker after a run: what its steps were, times in milliseconds.
+
+    steps; with_new: those that new requests joined; full: the others that had as many requests as any. Of these:
+    read_first: the share that was launched after the tokens of the step before were read. Medians: host_to_forward,
+    from those tokens to the end of launching the forward pass, in steps of that order; host_launch, of a whole step. On
+    the device, where work that is launched late makes the part before it longer: idle, between two steps; forward;
+    drafting: sampling and what is behind it; round: all of them, and longest the longest.
+    """
+    import torch
+
+    steps, worker.recorded_steps[:] = list(worker.recorded_steps), []
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+
+    def add(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(1000 * seconds)
+
+    most = max((step["rows"] for step in steps), default=0)
+    full = [(before, step) for before, step in pairwise(steps) if step["rows"] == most and not step["new"]]
+    for before, step in full:
+        if not step["behind"] and "read" in before:
+            add("host_to_forward", step["forward"][0] - before["read"])
+        add("host_launch", step["end"][0] - step["begin"][0])
+        marks = [before["end"][1], step["begin"][1], step["forward"][1], step["end"][1]]
+        if None not in marks:
+            for name, (one, other) in zip(("idle", "forward", "drafting"), pairwise(marks), strict=True):
+                add(name, one.elapsed_time(other) / 1000)
+            add("round", marks[0].elapsed_time(marks[-1]) / 1000)
+    return {
+        "steps": len(steps), "with_new": sum(step["new"] > 0 for step in steps), "full": len(full),
+        "read_first": sum(not step["behind"] for _, step in full) / len(full) if full else None,
+        **{name: round(statistics.median(values), 3) for name, values in found.items()},
+        **({"longest": round(max(found["round"]), 3)} if "round" in found else {}),
+    }  # fmt: skip
+
+
 def serve(given: argparse.Namespace, asked: list[list[int]], answers: TextIO) -> None:
     """Be one engine: for each line of standard input, a number of requests, a line of what they took."""
     from vllm import LLM, SamplingParams
 
     import selfspec_cli
 
+    if given.steps:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of this file go to the engine's process
     began = time.perf_counter()
     llm = LLM(**engine_arguments(given))
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
@@ -113,14 +206,29 @@ def serve(given: argparse.Namespace, asked: list[list[int]], answers: TextIO) ->
     def say(what: dict[str, Any]) -> None:
         print(json.dumps(what), file=answers, flush=True)
 
+    handed_on = [0.0]  # when the engine got the last request
+    add_request: Any = llm.llm_engine.add_request
+
+    def add_and_look(*arguments: Any, **more: Any) -> Any:
+        added = add_request(*arguments, **more)
+        handed_on[0] = time.perf_counter()
+        return added
+
+    if given.steps:
+        llm.llm_engine.add_request = add_and_look  # type: ignore[method-assign]
+        llm.collective_rpc(record_steps)
     say({"start_s": time.perf_counter() - began, "checkout": str(Path(selfspec_cli.__file__).parents[1])})
     for line in sys.stdin:
         before, began = drafted(), time.perf_counter()
         done = llm.generate([{"prompt_token_ids": ids} for ids in asked[: int(line)]], params, use_tqdm=False)
         seconds, after = time.perf_counter() - began, drafted()
         rounds, outputs = after[0] - before[0], [list(one.outputs[0].token_ids) for one in done]
-        say({"batch": int(line), "tok_s": sum(map(len, outputs)) / seconds, "outputs": outputs,
-             "accepted_a_round": (after[1] - before[1]) / rounds if rounds else None})  # fmt: skip
+        answer = {"batch": int(line), "tok_s": sum(map(len, outputs)) / seconds, "outputs": outputs,
+                  "accepted_a_round": (after[1] - before[1]) / rounds if rounds else None}  # fmt: skip
+        if given.steps:
+            handing_on = {"handing_on": round(1000 * (handed_on[0] - began), 3)}
+            answer["in_steps"] = handing_on | llm.collective_rpc(in_steps)[0]
+        say(answer)
     os._exit(0)
 
 
@@ -166,6 +274,14 @@ def entry_point(place: Path) -> Path:
     return info.parent
 
 
+def middle(found: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of each number over some runs."""
+    names = dict.fromkeys(name for one in found for name, value in one.items() if value is not None)
+    return {
+        name: round(statistics.median(one[name] for one in found if one.get(name) is not None), 3) for name in names
+    }
+
+
 def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """By requests at once: tokens a second of each engine, median (least to greatest), and their ratios."""
     shown: dict[str, Any] = {}
@@ -180,6 +296,11 @@ def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
         for one, other in (("new", "old"), ("again", "new"), ("old", "plain"), ("new", "plain")):
             if one in median and other in median:
                 row[f"{one} over {other}"] = round(median[one] / median[other], 3)
+        row |= {
+            f"{name} in steps": found
+            for name in median
+            if (found := middle([run["in_steps"] for run in here if run["engine"] == name and "in_steps" in run]))
+        }
         last = {run["engine"]: run["outputs"] for run in here}
         if {"old", "new"} <= last.keys():
             row["equal outputs"] = sum(map(list.__eq__, last["old"], last["new"]))

@@ -28,17 +28,21 @@ def check(sampling_params: Any, model_config: Any, settings: Mapping[str, Any]) 
 
     Raises VLLMValidationError, which vLLM raises for its own parameters and answers over HTTP with status 400.
     """
-    from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
-
     if sampling_params.min_p > NO_MIN_P and (origin := min_p_of_model(model_config)):
+        from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
+
         raise VLLMValidationError(
             f"min_p = {sampling_params.min_p} is not supported with speculative decoding (vLLM's own words: min_p and "
             f"logit_bias are not yet supported with speculative decoding). {origin}",
             parameter="min_p",
         )
+    if not sampling_params.extra_args:
+        return  # as most do; the requests of a batch are taken in one after the other, and each waits for those before
     try:
         RequestSettings.of(sampling_params.extra_args, ResolvedSettings.from_dict(settings))
     except SettingsError as error:
+        from selfspec_cli.vllm_plugin.vllm_names import VLLMValidationError
+
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from error
 
 

@@ -17,6 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Processes that tests start compile selfspec's own files once, and not each for itself: up to a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # See processes/sitecustomize.py, which the processes that tests start import from here.
 gc.set_threshold(50_000)
 os.environ["PYTHONPATH"] = os.pathsep.join(

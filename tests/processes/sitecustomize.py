@@ -6,12 +6,17 @@ them time and again: a fifth of the import's processor time.
 
 SELFSPEC_TESTS_FOUND=FOLDER keeps what Transformers finds out in every process that imports it, in a second and a half
 of processor time: which distribution has which package, and which of its own files has which class.
+
+SELFSPEC_TESTS_FORK=1 spares a server the second import: the process of its engine is forked, where vLLM spawns it. A
+forked one holds the port of a server that is killed, and it does not register the plugin for itself. So it is for tests
+of something else; tests/engine/test_server.py has the spawned one.
 """
 
 import functools
 import gc
 import hashlib
 import importlib.metadata
+import multiprocessing
 import os
 import pickle
 import sys
@@ -60,3 +65,7 @@ class InTransformers:
 if folder := os.environ.get("SELFSPEC_TESTS_FOUND"):
     importlib.metadata.packages_distributions = found_once(importlib.metadata.packages_distributions, Path(folder))
     sys.meta_path.insert(0, InTransformers(Path(folder)))
+
+if os.environ.get("SELFSPEC_TESTS_FORK") == "1":
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forking

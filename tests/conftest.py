@@ -1,8 +1,11 @@
 """What every test process needs to know before vLLM is imported."""
 
-import gc
+import atexit
 import os
+import runpy
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that reaches for the netw
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Processes that tests start compile selfspec's own files once, and not each for itself: up to a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # See processes/sitecustomize.py, which the processes that tests start import from here.
-gc.set_threshold(50_000)
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).with_name("processes")), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+PROCESSES = Path(__file__).with_name("processes")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(PROCESSES), *filter(None, [os.environ.get("PYTHONPATH")])])
+if "SELFSPEC_TESTS_FOUND" not in os.environ:  # the first process, whose environment the others get
+    os.environ["SELFSPEC_TESTS_FOUND"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["SELFSPEC_TESTS_FOUND"], ignore_errors=True)
+runpy.run_path(str(PROCESSES / "sitecustomize.py"))
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ FULL = os.environ.get("SELFSPEC_FULL") == "1"
 """Every gate over every prompt, instead of over some of them."""
 
 PROMPTS = 32
-LENGTHS = (64, 128, 200) if FULL else (48, 96, 144)  # tokens that requests generate, alternating: 3,024 in all
+LENGTHS = (64, 128, 200) if FULL else (32, 64, 96)  # tokens that requests generate, alternating: 2,016 in all
 
 
 @dataclass(frozen=True)

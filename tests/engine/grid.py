@@ -27,7 +27,7 @@ FEW: tuple[Point, ...] = ((LAYERS // 4, 5), (LAYERS - 1, 3))
 """What the other architectures are tried with, the first one longer."""
 
 SOME = (1, *range(0, PROMPTS, 3))
-"""Eleven requests of 48 tokens and one of 96: few steps, some leave early."""
+"""Eleven requests of 32 tokens and one of 64: few steps, some leave early."""
 
 
 def points(name: str, start: Point) -> list[Point]:

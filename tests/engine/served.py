@@ -21,6 +21,7 @@ from selfspec_cli import children
 START_SECONDS = 480  # two processes import vLLM one after the other
 # These servers are eager. What vLLM compiles all the same is a small function for log-probabilities, for half a minute.
 NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+ENGINE_FORKED = {"SELFSPEC_TESTS_FORK": "1"}  # one import of vLLM fewer: tests/processes/sitecustomize.py
 ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]  # the engine's worker in the engine's own process
 LIMITS = ["model.max_model_len=512", "engine.enforce_eager=true", "engine.max_num_seqs=4", "engine.kv_cache_gib=0.125"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import START_SECONDS, free_port, metric, served
+from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +54,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     storage = ["--kv-transfer-config", EXAMPLE % tmp_path_factory.mktemp("storage")]
     with (
         served(folders[0], ["layer=3", "k=4", "gate=margin"], storage) as (process, early, _),
-        served(folders[1], ["method=baseline"], storage) as (_, plain, _),
+        served(folders[1], ["method=baseline"], storage, **ENGINE_FORKED) as (_, plain, _),
         gateway(folders[2], early, plain) as url,
     ):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import GATES
 from models import LAYERS, save_tiny, save_tokenizer
+from served import ENGINE_FORKED
 
 from selfspec_cli.record import folder, tables
 
@@ -36,7 +37,7 @@ def test_baseline_and_arm_are_measured_under_the_same_load(tmp_path):
              "load.requests=12", "load.repeats=2", f"results_dir={tmp_path / 'results'}"]  # fmt: skip
     command = [sys.executable, "-m", "selfspec_cli", "load", *words, "--tpot-limit", "100000", "--json", "--",
                "--distributed-executor-backend", "uni"]  # fmt: skip
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | ENGINE_FORKED
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads(done.stdout.splitlines()[-1])

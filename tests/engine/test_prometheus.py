@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import programs
 import pytest
-from served import START_SECONDS, free_port, metric, served
+from served import ENGINE_FORKED, START_SECONDS, free_port, metric, served
 
 pytestmark = [pytest.mark.engine, programs.needs("prometheus", "promtool")]
 
@@ -32,7 +32,7 @@ WINDOW = "10m"  # of a rate; Grafana puts in one that fits its own zoom
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(tmp_path_factory.mktemp("server"), SETTINGS) as (_, url, _):
+    with served(tmp_path_factory.mktemp("server"), SETTINGS, **ENGINE_FORKED) as (_, url, _):
         yield url
 
 

@@ -238,7 +238,7 @@ def test_memory_stops_growing(server, plain):
     pytest.fail(f"resident memory grows with every three storms, in MiB: {[round(size) for size in sizes]}")
 
 
-def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plain, start):
+def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plain, start, monkeypatch):
     """Last in this file."""
     begun = threading.Event()
 
@@ -263,6 +263,7 @@ def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plai
     with pytest.raises(servers.ServerError, match="exit code -9"):
         _until_gone(server)
     children.end(server.process, signal.SIGKILL, 0)  # the engine's process, which may not know yet
+    monkeypatch.setenv("SELFSPEC_TESTS_FORK", "1")  # the one that was killed had a spawned engine
     again = start()
     assert crowd(again, 32) == plain[0][:32]
     at_rest(again)

@@ -1,9 +1,71 @@
-"""What every Python process that a test starts runs first (`tests/conftest.py` puts this folder on its path).
+"""What every Python process that a test starts runs first (`tests/conftest.py` puts this folder on its path, and runs
+this file in the tests' own processes).
 
 Importing vLLM makes some millions of objects that stay. With Python's usual threshold the garbage collector walks over
 them time and again: a fifth of the import's processor time.
+
+SELFSPEC_TESTS_FOUND=FOLDER keeps what Transformers finds out in every process that imports it, in a second and a half
+of processor time: which distribution has which package, and which of its own files has which class.
+
+SELFSPEC_TESTS_FORK=1 spares a server the second import: the process of its engine is forked, where vLLM spawns it. A
+forked one holds the port of a server that is killed, and it does not register the plugin for itself. So it is for tests
+of something else; tests/engine/test_server.py has the spawned one.
 """
 
+import functools
 import gc
+import hashlib
+import importlib.metadata
+import multiprocessing
+import os
+import pickle
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 gc.set_threshold(50_000)
+
+
+def found_once(find, folder):
+    """`find`, whose results are read from `folder` where a process with the same path has called it."""
+
+    @functools.wraps(find)
+    def read(*args, **more):
+        asked = repr((find.__name__, args, more, sys.path)).encode()
+        kept = folder / hashlib.sha256(asked).hexdigest()
+        if not kept.exists():
+            own = kept.with_suffix(f".{os.getpid()}")
+            own.write_bytes(pickle.dumps(find(*args, **more)))
+            own.replace(kept)
+        return pickle.loads(kept.read_bytes())
+
+    return read
+
+
+class InTransformers:
+    """Finds the module of Transformers that reads its source files, and replaces the function that does."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "transformers.utils.import_utils":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            module.define_import_structure = found_once(module.define_import_structure, self.folder)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if folder := os.environ.get("SELFSPEC_TESTS_FOUND"):
+    importlib.metadata.packages_distributions = found_once(importlib.metadata.packages_distributions, Path(folder))
+    sys.meta_path.insert(0, InTransformers(Path(folder)))
+
+if os.environ.get("SELFSPEC_TESTS_FORK") == "1":
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forking

@@ -93,7 +93,10 @@ def mutants_of(path: Path, root: Path, every: int = 1) -> Iterator[Mutant]:
 
 
 def _changed(old: list[str], new: list[str]) -> tuple[str, str]:
-    """The lines that differ, each joined into one."""
+    """The lines that differ, each joined into one; where lines are only missing, with the line before them."""
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    last = next((i for i, (a, b) in enumerate(zip(old[first:][::-1], new[first:][::-1], strict=False)) if a != b), 0)
+    rest = old[first:][::-1], new[first:][::-1]
+    whole = min(map(len, rest))
+    last = next((i for i, (a, b) in enumerate(zip(*rest, strict=False)) if a != b), whole)
+    first = max(first - 1, 0) if last == whole else first
     return tuple(" ".join(" ".join(lines[first : len(lines) - last]).split()) for lines in (old, new))  # type: ignore

@@ -293,16 +293,32 @@ def _import_anew(path: Path, source: str) -> None:
     sys.meta_path.insert(0, Mutated())
 
 
+def unknown(suite: str, words: list[str], suites: dict[str, Any]) -> str | None:
+    """What is wrong with the name of a suite, or with parts of its modules' paths; None: nothing."""
+    modules = suites[suite]["modules"] if suite in suites else []
+    strange = [word for word in words if not any(word in name for name in modules)]
+    if suite in suites and not strange:
+        return None
+    from selfspec_cli.early_exit.errors import closest  # not before: in a run, modules are imported under coverage
+
+    if suite not in suites:
+        return closest(suite, suites, "suite")
+    return closest(strange[0], dict.fromkeys(Path(name).stem for name in modules), f"module of the suite {suite}")
+
+
 def main() -> int:
     """Run a suite; 0 once every mutant has its verdict."""
     suites = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["selfspec-mutants"]
     parser = argparse.ArgumentParser(description="mutation testing; the suites are in pyproject.toml")
-    parser.add_argument("suite", choices=suites)
+    parser.add_argument("suite", help=", ".join(suites))
     parser.add_argument("--module", action="append", help="only modules with this in their path")
     parser.add_argument("--out", type=Path, help="JSON lines are added to it; default mutants/SUITE.jsonl")
     parser.add_argument("--since", help="a revision: tests that it did not have run last, and are told apart")
     parser.add_argument("--every", type=int, default=1, help="a sample: with 8 every eighth mutant of each module")
     options = parser.parse_args()
+    sys.path[:0] = [str(ROOT)]
+    if wrong := unknown(options.suite, options.module or [], suites):
+        parser.error(wrong)
     suite = suites[options.suite]
     modules = [ROOT / name for name in suite["modules"] if not options.module or any(m in name for m in options.module)]
     out = options.out or ROOT / "mutants" / f"{options.suite}.jsonl"
@@ -310,7 +326,6 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a process with more threads hangs in its first parallel operation
     os.environ.update(suite.get("environment", {}))
     os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT)]
     sys.dont_write_bytecode = True
     for name in suite.get("preload", []):
         importlib.import_module(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bounds
 import pytest
 import torch
 from all_statistics import all_statistics, statistic
@@ -25,6 +26,7 @@ from selfspec_cli.vllm_plugin.weights import gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
+bounds.watch()
 
 ROWS, K, VOCAB, MAX_LEN = 5, 3, 2100, 64  # two blocks of logits: the interpreter takes its time for each
 
@@ -154,11 +156,14 @@ def test_a_calibrated_gate_is_a_threshold_on_its_feature(feature, tau):
     ps = (0.1, 0.1, 0.5, 0.9)
     calibration = Calibration(feature, (0.1, 0.3, 0.5, 0.7), ps if rising else ps[::-1])
     state = new_state()
-    gate = DeviceGate(state, "calibrated", tau, calibration)
+    gate = DeviceGate(state, "none", None, None)
+    gate.set("calibrated", tau, calibration.to_dict())
     sign, limit = state.gate_rule.tolist()
     values = torch.linspace(0, 1, 98)  # no knot and no crossing among them, where rounding decides
     assert state.features[int(state.gate_feature)] == feature
     assert torch.equal(sign * values >= sign * limit, calibration.probability(values) >= tau), gate.threshold
+    gate.set("none", None)
+    assert int(state.gate_feature) == -1
 
 
 def test_a_gate_without_a_device_expression_is_refused_and_changes_nothing(monkeypatch):
@@ -235,7 +240,9 @@ def test_counters_count_as_the_cpus_do():
             active &= statistic("maxp", logits[:requests]) >= gate.threshold
             if step + 1 < K and not active.any():
                 plain.ended_early()
+    assert state.landed() is None  # a copy has begun, and the snapshot waits for it
     mine, theirs = state.snapshot(), plain.snapshot()
+    assert state.landed() == {name: count for name, count in mine.items() if name != "active_histogram"}
     theirs["active_histogram"] += [0] * (ROWS + 1 - len(theirs["active_histogram"]))
     theirs.pop("seconds")
     assert mine == theirs
@@ -272,7 +279,10 @@ def test_what_was_never_drafted_is_no_draft_to_the_verifier():
     lengths = torch.tensor([2, 0, 1], dtype=torch.int32)
     mapping = torch.tensor([2, 2, 2, 2, 0, 0, 0, 0, 1])
     places = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0], dtype=torch.int32)
-    assert v2_kernels.undrafted(places, mapping, lengths).int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 0]
+    wanted = [0, 0, 1, 1, 0, 0, 0, 1, 0]
+    assert v2_kernels.undrafted(places, mapping, lengths).int().tolist() == wanted
+    many = 120  # more than one program takes
+    assert v2_kernels.undrafted(places.repeat(many), mapping.repeat(many), lengths).int().tolist() == wanted * many
 
 
 # ---- a weight times one token ---------------------------------------------------------------------------------------

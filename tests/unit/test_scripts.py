@@ -1,8 +1,10 @@
-"""How scripts of experiments/ answer a wrong word."""
+"""How scripts of experiments/ and tests/ answer a wrong word."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,22 @@ def test_a_wrong_setting_of_a_point_ends_a_script_as_it_ends_the_command(capsys)
         scripts.one_run(parser, ["gate=maxq"])
     assert ended.value.code == 2
     assert "maxp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["v2", "--module", "verdict", "--module", "v2/staet"], r"'v2/staet' .*allowed: verdict, state, .*'state'\?"),
+        (["csots"], r"'csots' .*allowed: costs, .*'costs'\?"),
+    ],
+)
+def test_a_module_or_a_suite_that_there_is_not_ends_mutation_testing_before_any_test_runs(
+    words, said, monkeypatch, capsys
+):
+    pytest.importorskip("mutmut")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "mutation")
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        __import__("run").main()
+    assert ended.value.code == 2
+    assert re.search(said, capsys.readouterr().err)

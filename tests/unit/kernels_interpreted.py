@@ -26,7 +26,8 @@ from selfspec_cli.vllm_plugin.weights import gemv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_default_device(DEVICE)
-bounds.watch()
+if DEVICE == "cpu":
+    bounds.watch()
 
 ROWS, K, VOCAB, MAX_LEN = 5, 3, 2100, 64  # two blocks of logits: the interpreter takes its time for each
 

@@ -231,8 +231,8 @@ class EndStep:
 def _undrafted(mask, local_positions, mapping, lengths, count, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    drafted = tl.load(lengths + tl.load(mapping + place, mask=inside), mask=inside)
-    local = tl.load(local_positions + place, mask=inside)  # 0: the token sampled last, j: the j-th draft
+    drafted = tl.load(lengths + tl.load(mapping + place, mask=inside, other=0), mask=inside, other=0)
+    local = tl.load(local_positions + place, mask=inside, other=0)  # 0: the token sampled last, j: the j-th draft
     tl.store(mask + place, local > drafted, mask=inside)
 
 

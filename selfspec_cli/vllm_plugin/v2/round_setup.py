@@ -97,8 +97,8 @@ def _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_we
     judged = real & (sampled > 0) & (drafted > 0)
     accepted = tl.where(judged, tl.minimum(sampled - 1, drafted), 0)
     tried = tl.where(judged, _trials(accepted, drafted), 0)
-    rate = _updated(tl.load(acceptance.rates + request, mask=real), accepted, tried, weight)
-    level = tl.load(acceptance.levels + request, mask=real)
+    rate = _updated(tl.load(acceptance.rates + request, mask=real, other=0.0), accepted, tried, weight)
+    level = tl.load(acceptance.levels + request, mask=real, other=1)
     low, high = tl.full(level.shape, 0, tl.int32), tl.full(level.shape, 0, tl.int32)
     for step in tl.static_range(LEVELS):
         low = _reached(low, rate, tl.load(acceptance.rises + step))
@@ -109,7 +109,7 @@ def _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_we
     all_accepted, all_tried = tl.sum(accepted, axis=0), tl.sum(tried, axis=0)
     usual = tl.load(acceptance.usual)
     tl.store(acceptance.usual, _updated(usual, all_accepted, all_tried, usual_weight))
-    return tl.load(acceptance.ladder + level - 1, mask=real)
+    return tl.load(acceptance.ladder + level - 1, mask=real, other=0)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def _by_table(
         allowed = tl.where(there, tl.load(budget.cells + 3 * cell + 2), allowed)
         own = tl.where(there, tl.load(budget.cell_limits + cell), own)
     if LIMITS:
-        asked = tl.load(budget.own_limits + request, mask=real)
+        asked = tl.load(budget.own_limits + request, mask=real, other=float("nan"))
         tl.store(inputs.row_limits + row, tl.where(asked == asked, asked, own), mask=inside)
     else:
         tl.store(inputs.row_limits + row, tl.full((ROWS,), float("nan"), tl.float32), mask=inside)
-    return allowed, tl.load(budget.own_lengths + request, mask=real)
+    return allowed, tl.load(budget.own_lengths + request, mask=real, other=0)
 
 
 @triton.jit
@@ -202,11 +202,11 @@ def _begin_round(
     inside, real = row < max_num_reqs, row < num_reqs
     tl.store(inputs.query_start_loc + row, tl.minimum(row, num_reqs), mask=row <= max_num_reqs)
     request = tl.load(inputs.idx_mapping + row, mask=real, other=-1)
-    real = real & (request >= 0)  # what is loaded for other rows is undefined, and decides nothing
-    sampled = tl.load(verdict.num_sampled + row, mask=real)
+    real = real & (request >= 0)
+    sampled = tl.load(verdict.num_sampled + row, mask=real, other=0)
     # Tokens that the target has keys and values for: also the position of the token sampled after them.
-    known = tl.load(verdict.seq_lens + row, mask=real)
-    known -= tl.load(verdict.num_rejected + row, mask=real)
+    known = tl.load(verdict.seq_lens + row, mask=real, other=0)
+    known -= tl.load(verdict.num_rejected + row, mask=real, other=0)
     # ---- how much each row may draft
     by_table, own = _by_table(
         row, request, real, inside, known, inputs, budget, num_reqs, number_of_cells, ROWS, LIMITS
@@ -217,15 +217,15 @@ def _begin_round(
     bound = tl.where((by_table > 0) & (num_reqs <= free_requests), own, tl.minimum(by_table, own))
     room = tl.where(bound >= k, tl.minimum(free, steps), tl.minimum(free, tl.minimum(bound, steps)))
     if LEVELS > 0:
-        drafted = tl.load(matches.drafted + request, mask=real)
+        drafted = tl.load(matches.drafted + request, mask=real, other=0)
         by_acceptance = _by_acceptance(request, sampled, drafted, real, acceptance, weight, usual_weight, LEVELS)
         allowed = tl.minimum(allowed, by_acceptance)
     # A round yields one token more than it drafts, so what would lie beyond a request's end is not drafted.
-    end = tl.minimum(tl.load(budget.ends + request, mask=real), max_model_len)
+    end = tl.minimum(tl.load(budget.ends + request, mask=real, other=0), max_model_len)
     allowed = tl.minimum(allowed, end - known - 2)
     room = tl.minimum(room, end - known - 2)
-    token = tl.load(verdict.last_sampled + request, mask=real).to(tl.int32)
-    ended = token == tl.load(budget.stops + request, mask=real)
+    token = tl.load(verdict.last_sampled + request, mask=real, other=0).to(tl.int32)
+    ended = token == tl.load(budget.stops + request, mask=real, other=-1)
     # A request inside its prefill sampled nothing.
     drafts = real & (sampled > 0) & (allowed > 0) & ~ended
     allowed = tl.where(drafts, allowed, 0)

@@ -118,7 +118,7 @@ def main() -> None:
             )
             if row["exit_code"]:
                 print(row["said"], row["failed"][:1], flush=True)
-            text = json.dumps(compared(found) | {"runs": found}, indent=1)
+            text = json.dumps(compared(found) | {"warm_up_seconds": warm["seconds"], "runs": found}, indent=1)
             given.out.write_text(text + "\n", encoding="utf-8")
     print(json.dumps(compared(found)), flush=True)
     os._exit(0)

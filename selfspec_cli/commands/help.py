@@ -42,10 +42,10 @@ class TakesSettings(TyperCommand):
         strange = next((word for word in typed if word not in (*own, "--help")), None)
         if strange is None:
             return None
-        message = f"option {strange!r} is not known; allowed: {', '.join(own)}"
-        if meant := nearest(strange[2:], [option[2:] for option in own]):
-            return f"{message}; did you mean '--{meant}'?"
-        return f"{message}; options of vLLM's server stand behind --, such as: selfspec {name} ... -- {strange} ..."
+        meant = nearest(strange[2:], [option[2:] for option in own])
+        own_one = f"; did you mean '--{meant}'?" if meant else "."
+        return (f"option {strange!r} is not known; allowed: {', '.join(own)}{own_one} Options of vLLM's server stand "
+                f"behind --, such as: selfspec {name} ... -- {strange} ...")  # fmt: skip
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; Typer prints its part by itself too."""

@@ -4,8 +4,8 @@
     python experiments/scale/two_workers.py --runs joblib:2,joblib:1 --seconds 200 --out two_workers.json
 
 Each run is the command of a user, in a folder of results of its own. A short sweep of the same engines by all workers
-comes first and is not counted: it fills the caches of compiled kernels. The file is written after each run; none begins
-after `--seconds`.
+comes first and is not counted: it fills the caches of compiled kernels (`--warm` says that they are full). The file is
+written after each run; none begins after `--seconds`.
 Where a timeout outside of this script ends it (SIGTERM), the run under way is ended too, and kept with what it had
 measured.
 """
@@ -95,15 +95,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default=RUNS, type=launched, help="LAUNCHER:WORKERS, one after the other")
     parser.add_argument("--seconds", type=float, default=420.0, help="after which no run begins, and the last one ends")
+    parser.add_argument("--warm", action="store_true", help="leave out the short sweep in front")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="*", default=["experiment=two_gpus"], help="what is swept")
     given = parser.parse_args()
     ends, found = time.monotonic() + given.seconds, []
     signal.signal(signal.SIGTERM, terminated)
     with tempfile.TemporaryDirectory() as place:
-        most = max((workers for _, workers in given.runs), key=int)
-        warm = run("joblib", most, shortened(given.words), Path(place) / "warm", given.seconds)
-        print(f"warm-up: {warm['seconds']} s, exit code {warm['exit_code']}", flush=True)
+        head: dict[str, Any] = {"words": given.words}
+        if not given.warm:
+            most = max((workers for _, workers in given.runs), key=int)
+            warm = run("joblib", most, shortened(given.words), Path(place) / "warm", given.seconds)
+            print(f"warm-up: {warm['seconds']} s, exit code {warm['exit_code']}", flush=True)
+            head["warm_up_seconds"] = warm["seconds"]
         for number, (kind, workers) in enumerate(given.runs):
             left = ends - time.monotonic()
             if left < 10 or signal.getsignal(signal.SIGTERM) != terminated:
@@ -118,7 +122,7 @@ def main() -> None:
             )
             if row["exit_code"]:
                 print(row["said"], row["failed"][:1], flush=True)
-            text = json.dumps(compared(found) | {"warm_up_seconds": warm["seconds"], "runs": found}, indent=1)
+            text = json.dumps(compared(found) | head | {"runs": found}, indent=1)
             given.out.write_text(text + "\n", encoding="utf-8")
     print(json.dumps(compared(found)), flush=True)
     os._exit(0)

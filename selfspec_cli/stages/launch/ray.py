@@ -24,18 +24,24 @@ def connected(cfg: RunConfig) -> Any:
         ConfigError: ray is not installed, or there is no cluster at that address.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would measure an engine behind all else on the host
     try:
         import ray
     except ModuleNotFoundError as error:
         raise ConfigError("launcher=ray: ray is not installed: pip install 'selfspec[ray]'") from error
     if not ray.is_initialized():
         address = cfg.launcher.address
-        local: dict[str, Any] = {} if address else {"num_cpus": len(devices.own_cores()), "include_dashboard": False}
+        local: dict[str, Any] = {} if address else {"num_cpus": _processors(cfg), "include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(f"launcher.address={address}: no Ray cluster answers there ({error})") from error
     return ray
+
+
+def _processors(cfg: RunConfig) -> int:
+    """What a local cluster is told of this host: Ray starts a Python process for each, before there is a task."""
+    return len(devices.own_cores()) if device_of(cfg) == "cpu" else joblib.workers(cfg)
 
 
 def workers(cfg: RunConfig) -> int:

@@ -1,6 +1,6 @@
 """Read by Python as it starts, where a test puts this folder on PYTHONPATH: workers get engines that are made up.
 
-FAKE_WORKER names a folder. A worker leaves its pid in it when it measures. `die-N` in it kills the worker that measures
+FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures. `die-N` in it kills the worker that measures
 layer N, once; `die-always-N` each time; `together` makes workers wait until two of them have measured something.
 """
 
@@ -18,7 +18,7 @@ PLACE = Path(os.environ.get("FAKE_WORKER", ""))
 def bench(cfg, engine, progress):
     from points import measured
 
-    (PLACE / f"pid-{os.getpid()}").touch()
+    (PLACE / f"pid-{os.getpid()}").write_text(str(os.nice(0)))
     with (PLACE / "measured").open("a") as log:
         log.write(f"{cfg.method} {cfg.layer}\n")
     if (PLACE / f"die-always-{cfg.layer}").exists():

@@ -26,6 +26,7 @@ from selfspec_cli.config.schema import EngineConfig, Method, ModelConfig, RunCon
 from selfspec_cli.engine.server import Server, ask, free_port, open_server
 from selfspec_cli.gateway import server
 from selfspec_cli.gateway.settings import BackendSettings, GatewaySettings
+from selfspec_cli.stages.launch.devices import gpu_numbers
 
 EARLY, PLAIN, BITS = "early", "plain", "bits"
 GROUP = 128  # weights that share a scale
@@ -101,7 +102,8 @@ def place(number: int, cpu: bool) -> dict[str, str]:
     if cpu:
         cores = sorted(os.sched_getaffinity(0))
         return {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
-    return {"CUDA_VISIBLE_DEVICES": str(number % max(1, len(gpus())))}
+    mine = gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), max(1, len(gpus())))
+    return {"CUDA_VISIBLE_DEVICES": mine[number % len(mine)]}
 
 
 @contextmanager

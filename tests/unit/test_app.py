@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from commands import call, document, model_folder, stand_in
@@ -122,9 +123,13 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("report", "results_dir=nothing"), "no points"),
         (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
         (("export", "results_dir=nothing"), "nothing was measured there"),
+        (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
+        (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
+    Path("empty.yaml").touch()
+    Path("no_point.json").write_text('{"model": "x"}')
     alone = words[0] in ("swep", "report", "export") or any("model" in word for word in words)
     given = words if alone else (*words, model)
     result = call(*given)

@@ -61,6 +61,7 @@ class Supervisor:
         self.looked, self.say = looked, say
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
+        self._ended: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -119,7 +120,17 @@ class Supervisor:
                 self.looked()
             except Exception as error:  # what one backend answers must not end the looks at it
                 self.say(f"{one.name}: {type(error).__name__}: {error}")
+            self._say_once_if_ended(one)
             await asyncio.sleep(self.upstream.limits.poll_seconds)
+
+    def _say_once_if_ended(self, one: Replica) -> None:
+        process = self.processes.get(one.name)
+        if process is None or process.poll() is None or one.name in self._ended:
+            return
+        self._ended.add(one.name)
+        log = log_of(one.settings, self.folder)
+        self.say(f"{one.name}: its server ended with exit code {process.returncode}; its log {log} ends with: "
+                 f"{_last_line(log)}")  # fmt: skip
 
     async def look(self, one: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""
@@ -190,6 +201,12 @@ class Supervisor:
         counts = read(text)
         one.looked(before, between(self.counts.get(one.name), counts, one.load))
         self.counts[one.name] = counts
+
+
+def _last_line(log: Path) -> str:
+    """The end of a log, where a server that ended says why."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "nothing"
 
 
 def _free_port() -> int:

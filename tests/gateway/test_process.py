@@ -141,8 +141,9 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
     gateway = server.made(GatewaySettings(backends=[backend], limits=quick, results_dir=str(tmp_path)))
     async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
-        while len(said) < 2:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            while len(said) < 2:
+                await asyncio.sleep(0.05)
         await asyncio.sleep(0.3)
     log = tmp_path / "gateway" / "backend-one.log"
     assert "no luck" in log.read_text()

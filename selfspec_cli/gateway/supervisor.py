@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from selfspec_cli import children
+from selfspec_cli import children, terminal
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import environment, log_of
 from selfspec_cli.gateway.load import Counts, between, read
@@ -129,8 +129,8 @@ class Supervisor:
             return
         self._ended.add(one.name)
         log = log_of(one.settings, self.folder)
-        self.say(f"{one.name}: its server ended with exit code {process.returncode}; its log {log} ends with: "
-                 f"{_last_line(log)}")  # fmt: skip
+        end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
+        self.say(f"{one.name}: its server ended with exit code {process.returncode}; its log {log} ends with: {end}")
 
     async def look(self, one: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""
@@ -201,12 +201,6 @@ class Supervisor:
         counts = read(text)
         one.looked(before, between(self.counts.get(one.name), counts, one.load))
         self.counts[one.name] = counts
-
-
-def _last_line(log: Path) -> str:
-    """The end of a log, where a server that ended says why."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "nothing"
 
 
 def _free_port() -> int:

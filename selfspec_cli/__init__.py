@@ -1,6 +1,6 @@
 """selfspec: early-exit self-speculative decoding inside vLLM, and the bench on which it is measured.
 
-The rooms, in the order in which imports may run:
+The packages, in the order in which imports may run:
 
     commands/      the command line: words in, exit codes out
     stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop;

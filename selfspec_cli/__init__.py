@@ -1,12 +1,12 @@
 """selfspec: early-exit self-speculative decoding inside vLLM, and the bench on which it is measured.
 
-The rooms, in the order in which imports may run:
+The packages, in the order in which imports may run:
 
     commands/      the command line: words in, exit codes out
     stages/        one verb a file: plan, sweep, bench, fit, heads, roc, tune, doctor; measure.py is the measuring loop;
                    verify/ shows that an arm is lossless
     report/        points in; tables, figures and the page out
-    gateway/       the control layer in front of servers: which backend answers, what is cached, what it won
+    gateway/       the control layer in front of servers: which backend answers, what is cached, what that gained
     engine/        the only construction of vllm.LLM, and what stages ask of it
     artifacts/     files that commands make for a model: heads, calibrations, tuned settings
     vllm_plugin/   the only place that knows vLLM's internals; runs in its workers

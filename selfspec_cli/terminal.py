@@ -58,13 +58,12 @@ def kept_apart(log: Path) -> Iterator[TextIO]:
         os.close(before[0])
 
 
-def last_lines(log: Path, count: int, end: int | None = None) -> list[str]:
-    """The last `count` lines of a log that are not blank; end: of its first so many bytes only."""
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last `count` lines of a log that are not blank."""
     try:
         with open(log, "rb") as file:
-            size = file.seek(0, os.SEEK_END) if end is None else end
-            file.seek(max(0, size - 64 * 1024))
-            text = file.read(min(size, 64 * 1024)).decode(errors="replace")
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
+            text = file.read().decode(errors="replace")
     except OSError:
         return []
     return [line for line in text.replace("\r", "\n").splitlines() if line.strip()][-count:]

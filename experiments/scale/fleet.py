@@ -222,9 +222,10 @@ def day_rate(hour: float, peak: float) -> float:
     return peak * (0.25 + 0.75 * ((1 - math.cos(2 * math.pi * (hour - 4) / 24)) / 2) ** 1.5)
 
 
-def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float], choose: Choose, seed: int = 0) -> bool:
-    """Whether these replicas keep p99 of the time a token and of the first token (s) below the limits at a rate."""
-    served = simulate(servers, poisson(lambda time: rate, rate, SECONDS, seed), choose, seed)
+def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float]) -> bool:
+    """Whether these replicas keep p99 of the time a token and of the first token (s) below the limits at a rate, under
+    `least_time`."""
+    served = simulate(servers, poisson(lambda time: rate, rate, SECONDS, 0), least_time(), 0)
     settled = served[len(served) // 5 :]
     return (percentile([one.token for one in settled], 0.99) <= limits["token"]
             and percentile([one.first for one in settled], 0.99) <= limits["first"])  # fmt: skip
@@ -233,12 +234,12 @@ def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float], choo
 def needed(server: Server, rate: float, limits: dict[str, float]) -> int:
     """The fewest replicas that keep the limits at a rate, found by doubling and bisection."""
     high = 1
-    while not keeps([server] * high, rate, limits, least_time()):
+    while not keeps([server] * high, rate, limits):
         high *= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if keeps([server] * middle, rate, limits, least_time()) else (middle, high)
+        low, high = (low, middle) if keeps([server] * middle, rate, limits) else (middle, high)
     return high
 
 

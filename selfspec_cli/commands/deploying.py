@@ -165,7 +165,7 @@ def check_port(options: Sequence[str]) -> None:
     options: of vLLM's server; without --host and --port it answers at port 8000 of every address.
 
     Raises:
-        ConfigError: another program answers there.
+        ConfigError: another program answers there, or there is no such port.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default="")
@@ -173,9 +173,13 @@ def check_port(options: Sequence[str]) -> None:
     parser.add_argument("--uds")
     try:
         found = parser.parse_known_args(list(options))[0]
-        error = listening_error(found.host, found.port) if found.uds is None else None
-    except (argparse.ArgumentError, OverflowError):
+    except argparse.ArgumentError:
         return  # what vLLM does not understand it says itself
+    if found.uds is not None:
+        return
+    if not 0 <= found.port <= 65535:
+        raise ConfigError(f"-- --port {found.port}: allowed: from 0 to 65535")
+    error = listening_error(found.host, found.port)
     if error is not None and error.errno == errno.EADDRINUSE:
         raise ConfigError(
             f"port {found.port} is in use by another program; name a free one: -- --port {found.port + 1}"

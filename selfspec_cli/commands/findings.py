@@ -56,6 +56,8 @@ def evaluate(
 
     names = [name.strip() for name in tasks if name.strip()]
     loaded = [] if dry_run else stage.load(names, seed=cfgs[0].seed)
+    if dry_run:
+        stage.check(names)
 
     def find(runs: list[RunConfig], **more: Any) -> Found:
         return stage.run(runs, loaded, limit=limit, fewshot=fewshot, **more)

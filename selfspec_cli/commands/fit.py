@@ -10,7 +10,7 @@ from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import emit, guard, warn
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, Pairs, Ridge, command
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.stages import head_plan
+from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.texts import corpora
 
 
@@ -27,6 +27,7 @@ def fit_heads(
     """Fit exit heads of every kind at several layers in one pass, over all tokens and over draft vocabularies."""
     with guard(as_json, debug):
         plan = head_plan.to_fit(configs.several(overrides))
+        preflight.check_folder(plan.cfg.head_dir, "head_dir")
         corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())

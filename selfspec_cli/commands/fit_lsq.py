@@ -45,6 +45,7 @@ def fit_lsq(
         for one_layer in layer:
             cfg = configs.one([*(overrides or []), f"layer={one_layer}", "head=lens"], None)
             preflight.check(cfg)
+        preflight.check_folder(cfg.head_dir, "head_dir")
         if dry_run:
             plan = {"model": cfg.model.path, "layers": layer, "pairs": pairs, "corpus": corpus, "ridge": ridge,
                     "folder": str(head_folder(cfg))}  # fmt: skip

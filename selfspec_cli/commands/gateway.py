@@ -24,7 +24,7 @@ def gateway(
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
-    """Route requests to several servers: the best one for each, streams that survive, what it won. `demo` shows it."""
+    """Route requests to several servers: the best one for each, streams that survive, and the gain. See `demo`."""
     with guard(as_json, debug):
         from selfspec_cli.commands import routing
 

@@ -18,6 +18,7 @@ from selfspec_cli.commands.screen import RUN_FAILED, emit, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.stages import gate as stage
 from selfspec_cli.stages import gate_file, plan, preflight
@@ -37,6 +38,8 @@ def gate(
     file = gate_file.with_words(gate_file.read(path), words)
     cfgs = [configs.one([*one.words], None) for one in file.gates]
     cfgs = loading.as_loads(cfgs) if file.served else cfgs
+    if plant is not None and plant not in stage.PLANTED:
+        raise ConfigError(closest(plant, stage.PLANTED, "--plant"))
     if plant is not None and file.served:
         raise ConfigError(f"--plant {plant}: faults are planted in engines, and {path} is about servers")
     if plant is not None:

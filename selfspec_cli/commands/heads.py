@@ -12,7 +12,7 @@ from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import ROWS_KEPT, emit, guard
 from selfspec_cli.commands.shared import Corpus, Debug, DryRun, Json, Overrides, Pairs, command
 from selfspec_cli.commands.working import at_work
-from selfspec_cli.stages import head_plan
+from selfspec_cli.stages import head_plan, preflight
 from selfspec_cli.texts import corpora
 
 
@@ -30,6 +30,7 @@ def compare_heads(
     best ones."""
     with guard(as_json, debug, ROWS_KEPT):
         plan = head_plan.to_compare(overrides or [], configs.several)
+        preflight.check_folder(plan.cfg.head_dir, "head_dir")
         corpora.check(corpus)
         if dry_run:
             return emit({"dry_run": True, **plan.facts()}) if as_json else screen.show_facts(plan.facts())

@@ -3,8 +3,11 @@ answers to words of the first sprint and to options of vLLM's that are not behin
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -21,7 +24,31 @@ PASS_ON = ("serve", "load")
 """Commands that hand what stands behind -- to vLLM's server."""
 
 
-class TakesSettings(TyperCommand):
+class NamesValues(TyperCommand):
+    """A command that names the value of an option which it refuses, where Typer names the option alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As Typer does, with the value in front of what is wrong with it."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            value = _value_of(error.param.opts if error.param is not None else [], typed)
+            if value and value not in error.message:
+                error.message = f"{value}: {error.message}"
+            raise
+
+
+def _value_of(option: Sequence[str], typed: Sequence[str]) -> str | None:
+    """What was typed for an option, by any of its names."""
+    for word, following in itertools.zip_longest(typed, typed[1:]):
+        name, separator, value = word.partition("=")
+        if name in option:
+            return value if separator else following
+    return None
+
+
+class TakesSettings(NamesValues):
     """A command whose arguments are KEY=VALUE."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from selfspec_cli.record import folder as results
 from selfspec_cli.report import compare as comparing
 from selfspec_cli.report import compared, make, sources, static
 from selfspec_cli.report.formats import Format
+from selfspec_cli.stages import preflight
 
 
 def page(folder: Path, out: Path, where: Sequence[str], figures: bool, as_json: bool, reload: int = 0) -> None:
@@ -72,6 +73,8 @@ def export(folder: Path, out: Path | None, packed: Path | None) -> dict[str, Any
         return {"files": archive.pack(folder, packed), "archive": packed}
     if not archive.is_folder(folder / results.RUNS):
         raise ConfigError(f"{folder} holds no {results.RUNS}/: nothing was measured there")
+    if out is not None:
+        preflight.check_folder(str(out), "--out")
     count, warnings = results.export(folder, out)
     warn(warnings)
     place = out or folder

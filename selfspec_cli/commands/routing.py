@@ -89,7 +89,7 @@ def _show(found: dict[str, Any]) -> None:
         shown = row | {"plain": "baseline" if row["plain"] else "by policy"}
         table.add_row(*(_cell(shown[field]) for field in ROUTES.values()))
     console.print(table)
-    title = "What routing won: baseline over routed, for one token of the answer; above 1 routing is better"
+    title = "What routing gained: baseline over routed, for one token of the answer; above 1 routing is better"
     table = Table(*GAINS, title=title)
     for gain in found["gains"]:
         interval = "" if gain["low"] is None else f"{gain['low']:.2f} to {gain['high']:.2f}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec_cli.commands.help import TakesSettings
+from selfspec_cli.commands.help import NamesValues, TakesSettings
 
 Overrides = Annotated[
     list[str] | None,
@@ -47,7 +47,7 @@ def command(name: str | None = None, *, epilog: str, settings: bool = True) -> C
     """Mark a function as a command for app.py. settings: it takes draft settings as KEY=VALUE, which its help lists."""
 
     def marked(function: Any) -> Any:
-        function.typer = {"name": name, "epilog": epilog} | ({"cls": TakesSettings} if settings else {})
+        function.typer = {"name": name, "epilog": epilog, "cls": TakesSettings if settings else NamesValues}
         return function
 
     return marked

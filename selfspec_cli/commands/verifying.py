@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from selfspec_cli.commands.measuring import shown_starting
 from selfspec_cli.commands.screen import RUN_FAILED, say
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.stages import preflight
 from selfspec_cli.stages.verify import cases, run
 from selfspec_cli.stages.verify.arm import EVERY, Wanted
@@ -37,9 +37,7 @@ def wanted(
     ):
         for name in names:
             if name not in allowed:
-                near = difflib.get_close_matches(name, allowed, 1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(f"{option} {name}: there is none of that name{hint}; allowed: {', '.join(allowed)}")
+                raise ConfigError(closest(name, allowed, option))
     if no_sampling:
         size = replace(size, samples=0)
     return Wanted(size, thorough, named, batch_invariant, near_tie, plant, probabilistic, repeat)

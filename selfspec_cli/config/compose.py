@@ -167,7 +167,8 @@ def _group_choice(group: str, value: Any) -> _Choice:
         return _Choice(group, values={group: of_registry(group, word)})
     if group == "model" and (model := named_model(word)) is not None:
         return _Choice(group, files=("model=custom",), values={"model.path": model.path, "model.name": model.name})
-    raise ConfigError(closest(word, choices(group), group))
+    further = ", ./FOLDER, or ORG/NAME of the Hugging Face Hub" if group == "model" else ""
+    raise ConfigError(closest(word, choices(group), group, further=further))
 
 
 def _converted(word: Word, value: Any) -> Any:

@@ -168,12 +168,18 @@ def load_config(path: str | Path) -> RunConfig:
     """
     try:
         if Path(path).suffix == ".json":
-            given = json.loads(Path(path).read_text(encoding="utf-8"))["config"]
+            given = json.loads(Path(path).read_text(encoding="utf-8"))
+            given = given.get("config") if isinstance(given, dict) else None
         else:
             given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path} holds no config; allowed: a config that was dumped as YAML, or the file of a "
+                              "point, results/runs/ID.json")  # fmt: skip
         for key, idle in RETIRED.items():
             _drop(given, key, idle)
         loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.create(given)))
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -63,8 +63,9 @@ def needed(
     return Memory(weights // ranks, copies // ranks, None if kv is None else -(-kv // ranks), tokens)
 
 
-def kv_token_bytes(text: Mapping[str, Any], itemsize: int = 2) -> int | None:
-    """Bytes of keys and values that one token leaves in all layers; None where config.json does not say."""
+def kv_token_bytes(text: Mapping[str, Any]) -> int | None:
+    """Bytes of keys and values that one token leaves in all layers, in 16 bits; None where config.json does not say."""
+    itemsize = 2
     layers = text.get("num_hidden_layers") or text.get("n_layer") or text.get("num_layers")
     if not layers:
         return None

@@ -46,7 +46,7 @@ class Calibration:
         return (p0 + (p1 - p0) * (inside - x0) / (x1 - x0)).to(values.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON form; `settings.calibration_from_dict` reads it back and checks it."""
+        """JSON form; `thresholds.calibration_from_dict` reads it back and checks it."""
         return {"feature": self.feature, "xs": list(self.xs), "ps": list(self.ps)}
 
 

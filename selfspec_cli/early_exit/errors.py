@@ -10,16 +10,18 @@ class SettingsError(ValueError):
     """A setting that cannot be honoured; the message names the value and what is allowed."""
 
 
-def closest(word: object, allowed: Iterable[str], noun: str = "value", meant: str | None = None) -> str:
+def closest(
+    word: object, allowed: Iterable[str], noun: str = "value", meant: str | None = None, further: str = ""
+) -> str:
     """One line for a word that is not in `allowed`: what it was, what is allowed, and the nearest right spelling.
 
-    meant: what it must have meant, where that is known better than by spelling.
+    meant: what it must have meant, where that is known better than by spelling. further: what is allowed besides.
 
     >>> closest("varh", ["none", "varH"], "gate")
     "gate 'varh' is not known; allowed: none, varH; did you mean 'varH'?"
     """
     names = list(allowed)
-    message = f"{noun} {word!r} is not known; allowed: {', '.join(names)}"
+    message = f"{noun} {word!r} is not known; allowed: {', '.join(names)}{further}"
     meant = meant or nearest(word, names)
     return f"{message}; did you mean {meant!r}?" if meant else message
 

@@ -60,7 +60,10 @@ def load_pt(file: Path) -> LegacyHead:
     _check_norm(file, tensors.get("after_norm"))
     scale = None if "scale" not in tensors else float(tensors["scale"])
     parts = {name: tensor for name, tensor in tensors.items() if name in ("weight", "bias")}
-    return LegacyHead(ExitHead(LEGACY_KIND, parts), layer, scale)
+    try:
+        return LegacyHead(ExitHead(LEGACY_KIND, parts), layer, scale)
+    except HeadError as error:
+        raise HeadError(f"head {file}: {error}") from error
 
 
 def save_pt(folder: str | os.PathLike[str], head: ExitHead, metadata: HeadMetadata) -> Path:

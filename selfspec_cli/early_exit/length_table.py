@@ -16,7 +16,7 @@ from numbers import Integral
 from selfspec_cli.early_exit.errors import SettingsError
 
 KEY, VLLM_KEY = "length_table", "num_speculative_tokens_per_batch_size"
-FORM = "REQUESTS[@CONTEXT]:K[/THRESHOLD][*COST], entries apart by spaces, such as 33:3 129:0 129@8192:2/0.4"
+FORM = "REQUESTS[@CONTEXT]:K[/THRESHOLD][*COST], entries separated by spaces, such as 33:3 129:0 129@8192:2/0.4"
 _ENTRY = re.compile(r"(\d+)(?:@(\d+))?:(\d+)(?:/([^/*]+))?(?:\*([^/*]+))?")
 LARGEST = 2**31 - 1
 """Of a number of requests or tokens: the table lies in 32-bit numbers on the device."""

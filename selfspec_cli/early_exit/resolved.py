@@ -96,7 +96,7 @@ class ResolvedSettings(DraftSettings):
         if self.draft_cost is not None:
             return self.draft_cost
         bits = DRAFT_WEIGHTS[self.draft_weights].bits or 16.0
-        return (len(drafting_layers(self.layer, self.skipped)) + 1) / num_layers * bits / 16
+        return (len(self.drafting_layers) + 1) / num_layers * bits / 16
 
     @property
     def ladder(self) -> Ladder | None:

@@ -218,7 +218,7 @@ class DraftSettings:
     read_first: bool = knob(
         True,
         help="read a step's tokens before the next step is launched wherever drafting takes longer than what the host "
-        "does in between, and launch as late as possible elsewhere; false: vLLM's order at every load (CUDA only)",
+        "does in between; false: vLLM's order at every load (CUDA only)",
         spec_keys=("read_first",),
         methods=DRAFTING,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec_cli.early_exit.contexts import FULL, SETTING, Context, context_of, own_keys
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.early_exit.layers import as_text, check_skipped, drafting_layers, skipped_layers
+from selfspec_cli.early_exit.layers import as_text, check_skipped, skipped_layers
 
 if TYPE_CHECKING:
     from selfspec_cli.early_exit.settings import DraftSettings
@@ -66,12 +66,6 @@ class DraftView:
         """Whether a draft through all layers costs less than a plain step, in batches bound by memory traffic: it runs
         on copies of the weights, or skips layers."""
         return DRAFT_WEIGHTS[self.weights].copies or bool(self.skipped)
-
-    @property
-    def drafting_layers(self) -> tuple[int, ...]:
-        """The layers that a draft step runs, in order; E must be known."""
-        assert self.layer is not None
-        return drafting_layers(self.layer, self.skipped)
 
     def deepest_layer(self, num_layers: int) -> int:
         """The last E that can draft: all layers of a view that is cheaper than the model anyway, else all but one."""

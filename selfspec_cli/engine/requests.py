@@ -79,19 +79,17 @@ def answers(
     return found
 
 
-def log_probability(engine: Engine, prefix: Sequence[int], tokens: Sequence[int], after: Sequence[int] = ()) -> float:
-    """Log-probability (nats) of the last of `tokens` after `prefix` and the rest of them, by the engine alone in its
-    batch.
+def log_probability(engine: Engine, prefix: Sequence[int], token: int, after: Sequence[int] = ()) -> float:
+    """Log-probability (nats) of a token after `prefix`, by the engine alone in its batch.
 
     after: tokens behind it, which change nothing but how many come in one step with it.
     """
     from vllm import SamplingParams
 
-    place = len(prefix) + len(tokens) - 1
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    prompt = {"prompt_token_ids": [*prefix, *tokens, *after]}
+    prompt = {"prompt_token_ids": [*prefix, token, *after]}
     (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
-    return float(output.prompt_logprobs[place][tokens[-1]].logprob)
+    return float(output.prompt_logprobs[len(prefix)][token].logprob)
 
 
 def preferred(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:

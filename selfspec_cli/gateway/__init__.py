@@ -1,5 +1,5 @@
 """A gateway in front of OpenAI-compatible servers: it chooses a backend for each request, streams the answer through,
-continues it elsewhere when that backend dies, and counts what it won.
+continues it elsewhere when that backend dies, and says what that gained.
 
 Imports run one way: this package knows config and record, and neither vLLM nor engine/, stages/ or report/.
 """

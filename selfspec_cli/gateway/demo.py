@@ -1,4 +1,4 @@
-"""`selfspec gateway demo`: real servers on the CPU, traffic, a server killed in mid-answer, and what it won."""
+"""`selfspec gateway demo`: real servers on the CPU, traffic, a server killed in mid-answer, and what routing gained."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.policies.base import words_for
 from selfspec_cli.gateway.settings import GatewaySettings
 
 
@@ -63,7 +64,14 @@ def check(settings: GatewaySettings) -> None:
     if settings.cache.judge is not None and settings.cache.judge not in names:
         raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
     for policy in (settings.policy, *settings.policy_options):
-        POLICIES[policy].check(settings.policy_options.get(policy) or {})
+        options = settings.policy_options.get(policy) or {}
+        POLICIES[policy].check(options)
+        if options.get("backend", "") not in ("", *names):
+            raise ConfigError(closest(options["backend"], names, f"policy_options.{policy}.backend"))
+    if settings.cache.kind != "none":
+        from selfspec_cli.gateway.cache import options_from
+
+        options_from(settings.cache.options)
     for place, key in enumerate(settings.keys):
         if not key.name or (key.env is None) == (key.sha256 is None):
             raise ConfigError(f"keys.{place}: give a name, and either env or sha256")
@@ -84,6 +92,9 @@ def _file(name: str) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such file; allowed: a file NAME.yaml, or one of "
+                          f"{', '.join(choices())}") from error  # fmt: skip
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -161,5 +172,5 @@ def _value(kind: Any, value: Any, place: str) -> Any:
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ConfigError(f"{place}={value!r}: {wanted.__name__} is needed")
+        raise ConfigError(f"{place}={value!r}: {words_for(wanted)} is needed")
     return value

@@ -14,7 +14,7 @@ from selfspec_cli.gateway.asked import Asked
 class Outcome:
     """Times in seconds; None for what was not measured.
 
-    route: backend, or `cache`. reason: why it was chosen. plain: the request went the plain way, for the ledger.
+    route: backend, or `cache`. reason: why it was chosen. plain: the request is one of the ledger's baseline.
     lost: seconds between the last token before a backend died and the first one after it. machine_seconds: its share of
     the machine's time. tried: backends that failed before the one that answered.
     """

@@ -106,7 +106,7 @@ class CacheSettings:
 
 @dataclass
 class LedgerSettings:
-    """What it won: some requests go the plain way, and the others are compared with them."""
+    """What routing gained: some requests are its baseline, and the others are compared with them."""
 
     plain_share: float = knob(0.01, help="share of requests that go without drafts and cache to the first backend",
                               unit="fraction", low=0, high=1)  # fmt: skip
@@ -121,7 +121,7 @@ class GatewaySettings:
     port: int = knob(8080, help="port to listen on; 0 takes a free one", low=0, high=65535)
     policy: str = knob("least_time", help="who chooses the backend; a name of the registry of policies")
     policy_options: dict[str, Any] = knob(factory=dict, help="options of the policies, by the policy's name")
-    backends: list[BackendSettings] = knob(factory=list, help="where requests can go, the plain way first")
+    backends: list[BackendSettings] = knob(factory=list, help="where requests can go; the first is the baseline")
     keys: list[KeySettings] = knob(factory=list, help="who may ask; empty: everybody")
     limits: LimitSettings = field(default_factory=LimitSettings)
     slo: SloSettings = field(default_factory=SloSettings)

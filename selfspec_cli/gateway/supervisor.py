@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from selfspec_cli import children
+from selfspec_cli import children, terminal
 from selfspec_cli.gateway.backends import BACKENDS
 from selfspec_cli.gateway.backends.base import environment, log_of
 from selfspec_cli.gateway.load import Counts, between, read
@@ -61,6 +61,7 @@ class Supervisor:
         self.looked, self.say = looked, say
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: dict[str, Counts] = {}
+        self._ended: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -119,7 +120,17 @@ class Supervisor:
                 self.looked()
             except Exception as error:  # what one backend answers must not end the looks at it
                 self.say(f"{one.name}: {type(error).__name__}: {error}")
+            self._say_once_if_ended(one)
             await asyncio.sleep(self.upstream.limits.poll_seconds)
+
+    def _say_once_if_ended(self, one: Replica) -> None:
+        process = self.processes.get(one.name)
+        if process is None or process.poll() is None or one.name in self._ended:
+            return
+        self._ended.add(one.name)
+        log = log_of(one.settings, self.folder)
+        end = "".join(terminal.last_lines(log, 1)).strip() or "nothing"
+        self.say(f"{one.name}: its server ended with exit code {process.returncode}; its log {log} ends with: {end}")
 
     async def look(self, one: Replica) -> None:
         """Ask a backend how it is; a new one is warmed up before it takes requests."""

@@ -34,7 +34,7 @@ class Summary:
     k: int | None = None  # draft tokens a round, at most
     head: str | None = None
     vocab: str | None = None  # draft vocabulary
-    draft_weights: str | None = None  # shared: the target's own; fp8: 8-bit copies
+    draft_weights: str | None = None  # shared: the target's own; fp8, int8, int4: copies of them
     draft_weights_file: str | None = None  # that the copies came from; empty: they were rounded when the engine started
     skip_layers: str | None = None  # layers below E that do not draft
     draft_window: int | None = None  # last tokens of the context that drafts attend to

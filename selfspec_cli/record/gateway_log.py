@@ -1,6 +1,6 @@
-"""The log of a gateway's requests: what each route took, and what it won over the plain way.
+"""The log of a gateway's requests: what each route took, and what it gained over the baseline.
 
-Which requests go the plain way is drawn at random, so the two sides are alike. Compared are seconds and money for one
+Which requests are the baseline is drawn at random, so the two sides are alike. Compared are seconds and money for one
 token of the answer; the gain is the mean of the plain side over that of a route, with a 95 % interval by bootstrap
 (`intervals`). A gain above 1 is a win.
 """
@@ -106,7 +106,7 @@ class Route:
 
 
 def routes(rows: Iterable[Mapping[str, Any]]) -> list[Route]:
-    """The requests that ended well, by model, route, and whether they went the plain way."""
+    """The requests that ended well, by model, route, and whether they are the baseline."""
     groups: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("status") == 200 and row.get("route") is not None:

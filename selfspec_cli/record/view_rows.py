@@ -77,13 +77,14 @@ def row(counts: VerifyCounts, **about: Any) -> ViewRow:
     )
 
 
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float] | None:
-    """Wilson's score interval of a share, 95 % for z = 1.96; None without a trial.
+def wilson(successes: int, trials: int) -> tuple[float, float] | None:
+    """Wilson's score interval of a share, at 95 %; None without a trial.
 
     It takes trials as independent. Rounds of one answer are not quite, so it is a little too narrow.
     """
     if not trials:
         return None
+    z = 1.96
     share, spread = successes / trials, z * z / trials
     middle = share + spread / 2
     reach = z * (share * (1 - share) / trials + spread / (4 * trials)) ** 0.5

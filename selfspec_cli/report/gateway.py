@@ -1,4 +1,4 @@
-"""The gateway's section of the page: what each route took, and what it won over the plain way."""
+"""The gateway's section of the page: what each route took, and what it gained over the baseline."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from selfspec_cli import interrupts
 from selfspec_cli.config.schema import ConfigError, Method, RunConfig
+from selfspec_cli.early_exit.errors import nearest
 from selfspec_cli.engine.harness import LiveModel
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
@@ -40,11 +41,11 @@ Answers = dict[tuple[str, str], list[str]]
 """By task and metric what each sample was answered, as digests."""
 
 
-def load(names: Sequence[str], seed: int = 0) -> list[Task]:
-    """The tasks of these names, with their questions; those of the standard library need no network.
+def check(names: Sequence[str]) -> TaskManager:
+    """What the harness knows of the tasks of these names.
 
     Raises:
-        ConfigError: there is no such task, or its data set cannot be had.
+        ConfigError: no name, one that is given twice, or one of no task.
     """
     if not names:
         raise ConfigError("--tasks names no task; offline there are " + ", ".join(questions.TASKS))
@@ -53,11 +54,24 @@ def load(names: Sequence[str], seed: int = 0) -> list[Task]:
         raise ConfigError(f"--tasks: {', '.join(repeated)} is named twice")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     known = _known_tasks(any(name not in questions.TASKS for name in names))
-    tasks: list[Task] = []
     for name in names:
         if name not in questions.TASKS and name not in known.all_tasks:
-            raise ConfigError(f"--tasks {name}: there is no such task{_nearest(name, known.all_tasks)}; offline there "
-                              f"are {', '.join(questions.TASKS)}")  # fmt: skip
+            meant = nearest(name, [*known.all_tasks, *questions.TASKS])
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise ConfigError(f"--tasks {name}: there is no such task{hint}; offline there are "
+                              f"{', '.join(questions.TASKS)}")  # fmt: skip
+    return known
+
+
+def load(names: Sequence[str], seed: int = 0) -> list[Task]:
+    """The tasks of these names, with their questions; those of the standard library need no network.
+
+    Raises:
+        ConfigError: as `check`, or the data set of a task cannot be had.
+    """
+    known = check(names)
+    tasks: list[Task] = []
+    for name in names:
         try:
             tasks += known.load([_own(name, seed) if name in questions.TASKS else name])["tasks"].values()
         except Exception as error:  # of the data sets library, the Hub's and the network's
@@ -74,13 +88,6 @@ def load(names: Sequence[str], seed: int = 0) -> list[Task]:
 def _known_tasks(of_the_harness: bool) -> TaskManager:
     """The harness reads thousands of files for its own, which takes seconds."""
     return TaskManager(include_defaults=of_the_harness)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
-    found = get_close_matches(name, [*known, *questions.TASKS], n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _own(name: str, seed: int) -> dict[str, Any]:

@@ -52,6 +52,6 @@ def search(
             fresh.add(leading)
             asked += 1
             progress(f"candidates of step {size}", len(fresh), len(bounds))
-        progress(f"candidates of step {size}", len(bounds), len(bounds))
+        progress.ended(f"candidates of step {size}", len(fresh), len(bounds))
         skipped = tuple(sorted((*skipped, leading)))
         yield Step(skipped, bounds.pop(leading), asked)

@@ -149,15 +149,15 @@ def check_lengths(cfg: RunConfig) -> None:
         raise ConfigError(f"k={cfg.k}: a draft must fit the {limit} tokens of {cfg.model.name}; choose a smaller k")
 
 
-def check_folder(name: str) -> None:
-    """Refuse a results folder that cannot be made or written in; raises ConfigError."""
+def check_folder(name: str, setting: str = "results_dir") -> None:
+    """Refuse a folder that cannot be made or written in; raises ConfigError, which names the setting."""
     folder = Path(name).expanduser().absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
-        raise ConfigError(f"results_dir={name}: {there} is a file and not a folder; choose another results_dir")
+        raise ConfigError(f"{setting}={name}: {there} is a file and not a folder; choose another {setting}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"results_dir={name}: {there} cannot be written; choose another results_dir, or make it "
-                          f"writable (chmod u+w {there})")  # fmt: skip
+        raise ConfigError(f"{setting}={name}: {there} cannot be written; choose another {setting}, or make it writable "
+                          f"(chmod u+w {there})")  # fmt: skip
 
 
 def check_device(cfg: RunConfig) -> None:

@@ -133,7 +133,7 @@ def _front(urls: Sequence[str], router: str | None, host: str, port: str) -> lis
     if router is None:
         router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
     if router == "gateway":
-        # Equals need no share of requests that are sent the plain way to compare the others with.
+        # Equals need no baseline to compare the others with.
         settings = [f"host={host}", f"port={port}", "ledger.plain_share=0"]
         for number, url in enumerate(urls):
             settings += [f"backends.{number}.{key}" for key in (f"name=replica{number}", "kind=local", f"url={url}")]

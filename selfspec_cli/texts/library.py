@@ -50,16 +50,11 @@ def _held_out_paths() -> list[tuple[str, Path]]:
     return found
 
 
-def held_out_files() -> list[Path]:
-    """Source files of the held-out modules, without importing them; a single missing module is left out.
+def held_out_text() -> list[tuple[str, str]]:
+    """(module name, source text) of every held-out module found, in the order of HELD_OUT; a missing one is left out.
 
     Raises FileNotFoundError when this interpreter has none of them (a Python installed without its sources).
     """
-    return [path for _, path in _held_out_paths()]
-
-
-def held_out_text() -> list[tuple[str, str]]:
-    """(module name, source text) of every held-out module found, in the order of HELD_OUT; errors as held_out_files."""
     return [(name, path.read_text(encoding="utf-8")) for name, path in _held_out_paths()]
 
 
@@ -75,7 +70,7 @@ def fitting_text() -> list[tuple[str, str]]:
     """(module name, source text) of the other standard-library modules, sorted by name, for fitting exit heads.
 
     Leaves out test suites, IDLE, lib2to3 and installed packages, files that are not UTF-8, and files that share
-    text with a held-out module. Raises FileNotFoundError as held_out_files does.
+    text with a held-out module. Raises FileNotFoundError as held_out_text does.
     """
     held_out = fingerprints(text for _, text in held_out_text())
     texts = []

@@ -35,6 +35,19 @@ def request_in(engine_args: Any) -> str | None:
         return None
 
 
+def misspelt_method(engine_args: Any) -> str | None:
+    """What to say of a method that vLLM refuses and that may have been meant as one of ours. Never raises."""
+    try:
+        from difflib import get_close_matches
+
+        spec = _mapping(getattr(engine_args, "speculative_config", None))
+        method = getattr(engine_args, "spec_method", None) or spec.get("method")
+        near = get_close_matches(str(method).lower(), METHODS, n=1, cutoff=0.7)
+        return f"selfspec: did you mean the method {near[0]!r}, given {method!r}?" if near else None
+    except Exception:
+        return None
+
+
 def asks_for_no_layers(engine_args: Any) -> bool:
     """Whether early exit is asked for at layer 0, which means off. Never raises."""
     try:

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.vllm_plugin.detection import METHODS, SETTINGS_KEY, asks_for_no_layers, carried_by, request_in
+from selfspec_cli.vllm_plugin.detection import (
+    METHODS,
+    SETTINGS_KEY,
+    asks_for_no_layers,
+    carried_by,
+    misspelt_method,
+    request_in,
+)
 
 Function = Callable[..., Any]
 
@@ -26,7 +33,12 @@ def early_exit_on_request(original: Function) -> Function:
         with suppress(Exception):  # a plain engine starts whatever the environment holds
             _warn_of_old_variables()
         if request_in(self) is None:
-            return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                if (hint := misspelt_method(self)) is not None:
+                    error.add_note(hint)
+                raise
         if asks_for_no_layers(self):
             logging.getLogger("vllm.selfspec").warning("layer_skip = 0: early exit is off, the engine runs plain vLLM")
             return original(_without_speculation(self), *args, **kwargs)

@@ -216,7 +216,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", CASES),
         Row("KV connectors (prefill and decoding on different servers)", YES, "drafts write into the target's KV cache "
             "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
-            WORKS_WITH + "test_keys_and_values_that_another_engine_made"),
+            WORKS_WITH + "test_keys_and_values_that_another_engine_made", "tried (NIXL between two H200)"),
         Row("layers left out (skip_layers)", YES, "may change on a live engine that runs eagerly",
             "engine/test_views.py::test_a_thinned_view_drafts_and_the_output_is_the_targets", CASES),
         Row("drafts with a window of the context (draft_window)", YES, "",

@@ -280,7 +280,7 @@ def test_the_same_simulation_has_the_same_result():
 def test_options_are_checked():
     with pytest.raises(ConfigError, match="did you mean 'explore'"):
         POLICIES["least_time"].check({"exlore": 5})
-    with pytest.raises(ConfigError, match="int is needed"):
+    with pytest.raises(ConfigError, match="a whole number is needed"):
         POLICIES["least_time"].check({"explore": "often"})
     with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
         POLICIES["roundrobin"]

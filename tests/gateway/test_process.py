@@ -137,7 +137,14 @@ async def test_a_server_that_ends_at_once_is_not_waited_for(tmp_path, monkeypatc
         sys.executable, "-c", "raise SystemExit('no luck')", "--port", str(port)])  # fmt: skip
     monkeypatch.setitem(BACKENDS._found, "tiny", kind)
     backend = BackendSettings(name="one", kind="tiny", words=["x=1"])
-    gateway = server.made(GatewaySettings(backends=[backend], results_dir=str(tmp_path)))
-    async with server.opened(gateway) as supervisor:
+    quick, said = LimitSettings(poll_seconds=0.1), []
+    gateway = server.made(GatewaySettings(backends=[backend], limits=quick, results_dir=str(tmp_path)))
+    async with server.opened(gateway, said.append) as supervisor:
         assert not await supervisor.ready(30)
-    assert "no luck" in (tmp_path / "gateway" / "backend-one.log").read_text()
+        async with asyncio.timeout(30):
+            while len(said) < 2:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+    log = tmp_path / "gateway" / "backend-one.log"
+    assert "no luck" in log.read_text()
+    assert said[1:] == [f"one: its server ended with exit code 1; its log {log} ends with: no luck"]  # and said once

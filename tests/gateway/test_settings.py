@@ -38,7 +38,7 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["policy=fixd"], "did you mean 'fixed'"),
         (["limits.atempts=2"], "did you mean 'limits.attempts'"),
         (["limits.attempts=0"], "limits.attempts=0: allowed: 1 or more"),
-        (["limits.attempts=many"], "limits.attempts='many': int is needed"),
+        (["limits.attempts=many"], "limits.attempts='many': a whole number is needed"),
         (["port=70000"], "from 0 to 65535"),
         (["cache.kind=semantic"], "none, exact, meaning"),
         (["policy"], "write KEY=VALUE"),
@@ -52,13 +52,22 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["policy_options.least_time.exlore=3"], "did you mean 'explore'"),
         (["limits=3"], "a mapping of settings is needed"),
         (["backends.0.words=3"], "a list is needed"),
-        (["survive=1"], "bool is needed"),
+        (["survive=1"], "true or false is needed"),
+        (["policy_options.fixed.backend=aa"], "policy_options.fixed.backend 'aa' is not known; allowed: a; did you"),
+        (["policy_options.least_time.explore=x"], "a whole number is needed"),
+        (["cache.kind=exact", "cache.options.delt=1"], "did you mean 'delta'?"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(words, message):
     with pytest.raises((ConfigError, SettingsError)) as found:
         files.load(None, [*ONE, *words])
     assert message in str(found.value)
+
+
+def test_a_file_that_is_not_there_is_named_once():
+    with pytest.raises(ConfigError) as found:
+        files.load("gone.yaml")
+    assert str(found.value).startswith("gone.yaml: there is no such file; allowed: a file NAME.yaml, or one of demo, ")
 
 
 @pytest.mark.parametrize(

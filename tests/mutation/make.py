@@ -6,6 +6,7 @@ everything but numbers, operators, True and False, and lambdas.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,15 @@ OUTSIDE = (cst.BaseNumber, cst.BinaryOperation, cst.UnaryOperation, cst.BooleanO
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault. line: of the original. was, now: the lines before and after. at_import: it is in no function."""
+    """A fault. line: of the original. was, now: the lines before and after. number: how many before it in its function
+    change equal code in the same way. at_import: it is in no function."""
 
     module: str
     function: str
     line: int
     was: str
     now: str
+    number: int
     at_import: bool
     source: str  # of the whole module
 
@@ -82,14 +85,18 @@ def mutants_of(path: Path, root: Path, every: int = 1) -> Iterator[Mutant]:
     visitor = Visitor(mutation_operators, IgnoredCode(set(), set(), set()), None)
     module = wrapper.visit(visitor)
     original = code.splitlines()
-    seen = set()
-    for mutation, line, function, at_import in visitor.found[every // 2 :: every]:
+    seen, counts, numbered = set(), Counter(), []
+    for mutation, line, function, at_import in visitor.found:
+        change = (function, *map(module.code_for_node, (mutation.original_node, mutation.mutated_node)))
+        numbered.append((mutation, line, function, at_import, counts[change]))
+        counts[change] += 1
+    for mutation, line, function, at_import, number in numbered[every // 2 :: every]:
         source = deep_replace(module, mutation.original_node, mutation.mutated_node).code
         if source == code or source in seen:
             continue
         seen.add(source)
         was, now = _changed(original, source.splitlines())
-        yield Mutant(str(path.relative_to(root)), function, line, was, now, at_import, source)
+        yield Mutant(str(path.relative_to(root)), function, line, was, now, number, at_import, source)
 
 
 def _changed(old: list[str], new: list[str]) -> tuple[str, str]:

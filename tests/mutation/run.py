@@ -66,8 +66,8 @@ def newer_than(revision: str | None) -> Callable[[str], bool]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """What tells a mutant from others, also after lines have moved."""
-    return tuple(row[name] for name in ("module", "function", "was", "now"))
+    """What tells a mutant from others, also after lines have moved. Files of before there were numbers have none."""
+    return (*(row[name] for name in ("module", "function", "was", "now")), str(row.get("number", 0)))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -217,7 +217,10 @@ def test_a_trial_of_a_request_is_one_token_long():
 
 
 def test_a_switch_begins_on_and_stays_where_drafts_pay_as_much_as_they_cost():
-    assert BatchSwitch(0.5).open(["a"], 4, None)  # it counts on one token, and two drafts cost a step
+    switch = BatchSwitch(0.5)
+    assert switch.open(["a"], 4, None)  # it counts on one token, and two drafts cost a step
+    switch.on = False
+    assert not switch.open(["a"], 4, None)  # to begin again takes more
 
 
 def test_a_request_of_the_batch_counts_by_its_own_drafts():

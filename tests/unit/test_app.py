@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from commands import call, document, model_folder, stand_in
@@ -117,14 +118,26 @@ def test_what_starts_an_engine_has_a_dry_run(command):
         (("sweep", "k=2:4"), "'2:4' is no whole number; allowed: a whole number (from 1 to 256), or several as a,b,c"),
         (("sweep", "results_dir=", "--dry-run"), "results_dir=: it must name a folder"),
         (("sweep", "results_dir=model/config.json/x", "--dry-run"), "config.json is a file and not a folder"),
+        (("fit-lsq", "--layer", "2", "head_dir=empty.yaml", "--dry-run"), "head_dir=empty.yaml: "),
+        (("fit", "head=lsq", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
+        (("heads", "layer=2", "vocab=full", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
+        (("roc", "layer=2", "head_dir=empty.yaml", "--dry-run"), "choose another head_dir"),
         (("sweep", "layer=3", "layer=4"), "layer is given twice"),
         (("sweep", "head.path=noise.safetensors", "--dry-run"), "noise.safetensors"),
         (("report", "results_dir=nothing"), "no points"),
         (("report", "reslts_dir=a"), "did you mean 'results_dir'?"),
         (("export", "results_dir=nothing"), "nothing was measured there"),
+        (("doctor", "model=smolm2_135m"), "or ORG/NAME of the Hugging Face Hub; did you mean 'smollm2_135m'?"),
+        (("bench", "model=./empty.yaml"), "model.path=./empty.yaml: empty.yaml is a file, not a model's folder"),
+        (("fit-lsq", "--layer", "x2"), "'--layer': x2: "),
+        (("tune", "--minutes=-7"), "'--minutes': -7: "),
+        (("bench", "--config", "empty.yaml"), "empty.yaml holds no config; allowed: a config that was dumped as YAML"),
+        (("bench", "--config", "no_point.json"), "or the file of a point, results/runs/ID.json"),
     ],
 )
 def test_bad_input_is_a_short_message_and_exit_code_2(words, expected, model):
+    Path("empty.yaml").touch()
+    Path("no_point.json").write_text('{"model": "x"}')
     alone = words[0] in ("swep", "report", "export") or any("model" in word for word in words)
     given = words if alone else (*words, model)
     result = call(*given)
@@ -318,6 +331,8 @@ def test_tables_are_made_again_on_demand(engines, model, tmp_path):
     assert document(call("export", "results_dir=mine", "--json"))["points"] == 2
     assert (tmp_path / "mine" / "summary.csv").read_bytes() == before
     assert len(document(call("report", "results_dir=mine", "--json"))["rows"]) == 2
+    result = call("export", "results_dir=mine", "--out", "mine/summary.csv")
+    assert result.exit_code == 2 and "summary.csv is a file and not a folder; choose another --out" in result.stderr
 
 
 def test_a_results_folder_that_cannot_be_written_is_bad_input(engines, model, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from selfspec_cli.config.keys import engine_key, settings_key
 from selfspec_cli.config.schema import HeadConfig, RunConfig, resolved
+from selfspec_cli.early_exit import view
 from selfspec_cli.early_exit.contexts import CONTEXTS, Context, context_of
 from selfspec_cli.early_exit.contexts.base import DraftContext
 from selfspec_cli.early_exit.errors import SettingsError
@@ -119,3 +120,13 @@ def test_a_row_has_a_column_for_each_part_of_a_view():
         None,
     ]
     assert [one for one in all_columns() if one not in row] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [({}, ("E=half", "lens")), ({"draft_weights": "int4"}, ("E=all", "lens · int4 draft")),
+     ({"skip_layers": "1"}, ("E=all without 1", "lens")), ({"layer": 6}, ("E=6", "lens"))],
+)  # fmt: skip
+def test_a_view_in_a_few_words(changes, parts):
+    row = tables.planned(RunConfig(**changes), "a key")
+    assert view.label(row)[:2] == parts

@@ -265,6 +265,9 @@ def test_in_a_speculative_config_a_number_means_the_first_ids(tmp_path):
     file = tmp_path / "ids.txt"
     file.write_text("7 2")
     assert ids_of(str(file), 9).tolist() == [2, 7]
+    assert ids_of("1", 9).tolist() == [0]
+    with pytest.raises(HeadError, match="allowed: 0 to 6"):
+        ids_of(str(file), 7)
 
 
 @pytest.mark.parametrize("size", ["0", "10"])

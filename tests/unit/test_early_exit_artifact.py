@@ -54,6 +54,7 @@ def test_round_trip(name, dtype, tmp_path):
     path = save_head(tmp_path / "new" / "head.safetensors", head, metadata)
     loaded = load_head(path, layer=3, hidden=HIDDEN, vocab_size=VOCAB, fingerprint="abc")
     assert loaded.metadata == metadata == read_metadata(path)
+    assert loaded.metadata.spec == HeadSpec(metadata.kind, metadata.target, metadata.rank, metadata.bias)
     assert type(loaded.head) is type(head)
     assert loaded.head.rank == metadata.rank
     before, after = head.state_dict(), loaded.head.state_dict()
@@ -106,6 +107,21 @@ def test_every_truncation_is_refused(saved):
         saved.write_bytes(whole[:length])
         with pytest.raises(HeadError, match="truncated"):
             load_head(saved)
+    saved.write_bytes(whole[:-1])
+    with pytest.raises(HeadError, match=f"it has {len(whole) - 1} bytes, and its header says {len(whole)}$"):
+        load_head(saved)
+
+
+def test_a_file_of_tensors_alone_is_no_head(tmp_path):
+    save_file({"weight": W}, tmp_path / "weights.safetensors")
+    with pytest.raises(HeadError, match="is a safetensors file but no exit head; its format is None"):
+        load_head(tmp_path / "weights.safetensors")
+
+
+def test_a_header_that_safetensors_does_not_take_is_refused(saved):
+    saved.write_bytes(saved.read_bytes().replace(b'"F32"', b'"F99"', 1))
+    with pytest.raises(HeadError, match=f"head {saved} is truncated or corrupt: "):
+        load_head(saved)
 
 
 def test_a_file_whose_tensors_were_exchanged_is_named(saved):
@@ -201,6 +217,7 @@ def test_a_pt_file_says_where_it_was_fitted_or_is_asked(tmp_path, caplog):
     for _ in range(2):
         load_head(file)
     (record,) = caplog.records  # once
+    assert record.name == "vllm.selfspec"
     assert "before or after the model's final norm" in record.getMessage()
     assert str(file) in record.getMessage()
     torch.save({"weight": W, "after_norm": torch.tensor(False)}, file)
@@ -236,7 +253,7 @@ def test_pickled_objects_are_refused_unopened(tmp_path):
 )  # fmt: skip
 def test_legacy_files_hold_tensors_only(data, tmp_path):
     torch.save(data, tmp_path / "h7.pt")
-    with pytest.raises(HeadError):
+    with pytest.raises(HeadError, match=f"head {tmp_path}"):
         load_head(tmp_path / "h7.pt")
 
 

@@ -86,6 +86,7 @@ def test_bytes_give_what_the_bench_always_predicted():
     context = 32 * (32 + 200 / 2)
     full, draft = 16e9 + context * 131_072.0, 5e9 + context * 32_768.0
     assert Costs.from_bytes(read, context).speedup(2.4, 2.9) == pytest.approx(2.4 * full / (full + 2.9 * draft), abs=0)
+    assert Costs.from_bytes(read, context, attended=64).draft == 5e9 + 64 * 32_768.0
 
 
 def test_one_object_prices_a_round_for_replay_for_heads_and_for_bytes():

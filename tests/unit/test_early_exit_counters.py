@@ -1,4 +1,4 @@
-from selfspec_cli.early_exit.counters import DraftCounters, since, summary, total
+from selfspec_cli.early_exit.counters import DraftCounters, made, since, summary, total
 
 
 def rounds_of(*rounds, k=3, counters=None):
@@ -73,3 +73,8 @@ def test_a_summary_of_counts_from_before_there_were_more_of_them():
     summed = summary(counted, rounds=2, drafted=6, accepted=3)
     assert summed["nan_logits"] == 0
     assert summed["active_requests_min"] is summed["active_requests_max"] is summed["draft_seconds"] is None
+
+
+def test_copied_tokens_are_made_too():
+    assert made({"drafted": 6, "free_drafted": 3}) == 9
+    assert made({"drafted": 6}) == 6

@@ -6,6 +6,7 @@ import pytest
 
 from selfspec_cli.early_exit import knobs, settings
 from selfspec_cli.early_exit.knobs import Knob, knob
+from selfspec_cli.early_exit.thresholds import stricter_than
 
 
 class Words(dict):
@@ -119,3 +120,9 @@ def test_reading_and_writing_by_a_key():
 def test_a_threshold_of_varentropy_may_be_any_that_is_not_negative():
     tau_v = knobs.options(settings.DraftSettings)["tau_v"]
     assert knobs.admits(tau_v, 0.5) and not knobs.admits(tau_v, -0.1)
+
+
+def test_a_stricter_threshold_is_halfway_to_where_the_gate_always_closes():
+    assert (stricter_than("margin", 0.3), stricter_than("varH", 5.0)) == (0.65, 2.5)
+    assert stricter_than("maxp", 1 / 3) == 0.6667
+    assert stricter_than("none", None) is None

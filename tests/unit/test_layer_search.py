@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from selfspec_cli import interrupts
+from selfspec_cli.progress import Progress
 from selfspec_cli.stages.layer_search import search
 
 WORTH = {0: 0.9, 1: 0.3, 2: 0.02, 3: 0.05, 4: 0.01, 5: 0.4, 6: 0.07, 7: 0.8}
@@ -27,6 +28,14 @@ def test_each_set_is_the_best_that_grows_out_of_the_one_before():
         assert agreement(best) == pytest.approx(step.agreement)
 
 
+class Said(Progress):
+    def __init__(self):
+        self.ends = []
+
+    def ended(self, what, done, total):
+        self.ends.append((what, done, total))
+
+
 def test_few_candidates_are_asked_again():
     asked = []
 
@@ -34,8 +43,11 @@ def test_few_candidates_are_asked_again():
         asked.append(skipped)
         return agreement(skipped)
 
-    steps = list(search(range(8), 4, counted))
+    said = Said()
+    steps = list(search(range(8), 4, counted, progress=said))
     assert len(asked) == steps[-1].asked < 8 + 3 * 4
+    assert sum(done for _, done, _ in said.ends) == len(asked)  # what was ruled out by its bound is not counted
+    assert [total for *_, total in said.ends] == [8, 7, 6, 5]
     assert len(set(asked)) == len(asked)
     assert asked[:8] != sorted(asked[:8])  # the deepest layers come first: they are skipped most easily
 

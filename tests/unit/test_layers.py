@@ -71,7 +71,7 @@ def test_a_thinned_view_goes_through_all_layers_where_nobody_says_another_depth(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"layer_skip": 6, "skip_layers": "4-7"}, "layer 6 does not draft; allowed: 0 to 5"),
+        ({"layer_skip": 6, "skip_layers": "4-7"}, "layer 6 does not draft; allowed: 0 to 5, for layers 0 to 5 draft"),
         ({"layer_skip": 3, "skip_layers": "0-2"}, "leaves none of 3 layers"),
         ({"layer_skip": 3, "skip_layers": {"1": 2}}, "must be layers counted from 0"),
         ({"method": "skip", "layer_skip": 6, "skip_layers": "2"}, "not used by method 'skip'"),

@@ -37,6 +37,10 @@ def test_the_order_of_writing_does_not_matter_and_its_own_spelling_reads_back_eq
     assert table.at(129).cost == 0.5
 
 
+def test_a_round_may_cost_no_more_than_a_plain_step():
+    assert LengthTable.parse("33:3*0", 5) == LengthTable.parse("33:3*0.0", 5)
+
+
 def test_an_entry_for_any_batch_may_be_shorter_than_k():
     assert lengths(LengthTable.parse("1:2 4:0", 5), (1, 0), (3, 0), (4, 0)) == [2, 2, 0]
 
@@ -55,7 +59,7 @@ def test_a_context_alone_switches_off():
         ("33:-1", "is no entry"),
         ("0:3", "allowed: 1 to"),
         ("33:6", "drafts more than the engine's k; allowed: 0 to 5"),
-        ("33:3 33:2", "two entries are for the same load, 33:3 and 33:2"),
+        ("33:3 33:2", "length_table = '33:3 33:2': two entries are for the same load, 33:3 and 33:2"),
         ("33@100:3", "add one for the others, such as 33:5"),
         ("33:3/x", "'x' in the entry '33:3/x' must be a number"),
         ("33:3/nan", "must be a number"),

@@ -131,6 +131,22 @@ def test_vllm_with_old_variables_starts_and_says_once_what_to_type(monkeypatch, 
     assert _created(caplog)[1] == messages, "not logged again"
 
 
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [({"speculative_config": {"method": "layer_skp"}}, ["'layer_skip', given 'layer_skp'?"]),
+     ({"spec_method": "LayerSkip"}, ["'layer_skip', given 'LayerSkip'?"]),
+     ({"speculative_config": '{"method": "ngran"}'}, []), ({}, [])],
+)  # fmt: skip
+def test_where_vllm_refuses_a_method_the_nearest_of_ours_is_named(given, notes):
+    def refuse(self):
+        raise ValueError("vLLM's own words")
+
+    args = SimpleNamespace(**{"speculative_config": None, "spec_method": None, "additional_config": None} | given)
+    with pytest.raises(ValueError, match="own words") as found:
+        hooks.early_exit_on_request(refuse)(args)
+    assert getattr(found.value, "__notes__", []) == [f"selfspec: did you mean the method {note}" for note in notes]
+
+
 def test_a_bad_old_variable_never_breaks_vllm(monkeypatch, caplog):
     monkeypatch.setenv("EE_GATE", "nonsense")
     seen, messages = _created(caplog)

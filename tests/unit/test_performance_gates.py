@@ -271,8 +271,10 @@ def test_the_faults_that_can_be_planted_are_those_of_the_plugin(written):
     from selfspec_cli.vllm_plugin.planted import speed
 
     assert set(gate.PLANTED) == set(speed.ON_CUDA)
-    with pytest.raises(ConfigError, match="no such fault; allowed: lost_draft"):
-        measured(written(), CLEAR, plant="lost")
+    for more in ([], ["--dry-run"]):
+        result = call("gate", str(written()), "--plant", "lost_drft", *more)
+        assert result.exit_code == 2
+        assert "allowed: lost_draft, " in result.stderr and "did you mean 'lost_draft'?" in result.stderr
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------

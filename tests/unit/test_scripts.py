@@ -62,3 +62,14 @@ def test_a_module_or_a_suite_that_there_is_not_ends_mutation_testing_before_any_
         __import__("run").main()
     assert ended.value.code == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_equal_faults_in_one_function_are_two_mutants(tmp_path, monkeypatch):
+    pytest.importorskip("mutmut")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "mutation")
+    module = tmp_path / "module.py"
+    module.write_text("def f(a):\n    a += 1\n    print(a)\n    a += 1\n    return a\n")
+    found = list(__import__("make").mutants_of(module, tmp_path))
+    assert {mutant.line for mutant in found if mutant.now == "a += 2"} == {2, 4}
+    keys = [__import__("run").key_of(vars(mutant)) for mutant in found]
+    assert len(keys) == len(set(keys))

@@ -14,6 +14,12 @@ from selfspec_cli.gateway.settings import SloSettings
 from selfspec_cli.gateway.timing import Prediction
 
 
+def words_for(kind: type) -> str:
+    """What a value of a type is called in a message."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    return words.get(kind, kind.__name__)
+
+
 @dataclass(frozen=True)
 class Choice:
     """Backends in the order in which they are tried, and why the first one is first, in few fixed words (a label).
@@ -67,7 +73,7 @@ class Policy:
             default = self.options[name]
             kinds = (int, float) if isinstance(default, float) else type(default)
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-                raise ConfigError(f"policy_options.{self.name}.{name}={value!r}: {type(default).__name__} is needed")
+                raise ConfigError(f"policy_options.{self.name}.{name}={value!r}: {words_for(type(default))} is needed")
 
     def chooser(self, given: Mapping[str, Any], slo: SloSettings) -> Chooser:
         """A chooser with the options that were given, and the defaults for the others."""

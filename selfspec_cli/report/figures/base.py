@@ -87,18 +87,18 @@ def kind_colour(**options: Any) -> Any:
     )
 
 
-def series_colour(column: str = "series") -> Any:
+def series_colour() -> Any:
     """A colour for each line, with a legend below that may be long."""
     legend = alt.Legend(title=None, orient="bottom", columns=1, symbolLimit=12)
-    return alt.Color(f"{column}:N", sort=None, scale=alt.Scale(range=SERIES), legend=legend)
+    return alt.Color("series:N", sort=None, scale=alt.Scale(range=SERIES), legend=legend)
 
 
-def names_above(text: str = "arm") -> Any:
+def names_above() -> Any:
     """The name of each bar above it, where it has the whole width."""
     return (
         rows_chart()
         .mark_text(align="left", baseline="bottom", dy=-8, fontSize=12)
-        .encode(x=alt.value(0), y=alt.Y("arm:N", sort=None, axis=None), text=f"{text}:N")
+        .encode(x=alt.value(0), y=alt.Y("arm:N", sort=None, axis=None), text="arm:N")
     )
 
 

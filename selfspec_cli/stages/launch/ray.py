@@ -40,7 +40,7 @@ def connected(cfg: RunConfig) -> Any:
 
 
 def _processors(cfg: RunConfig) -> int:
-    """What a local cluster is told of this host: Ray starts a Python process for each, before there is a task."""
+    """Processors of this host that a local cluster is given: Ray starts a Python process for each, before any task."""
     return len(devices.own_cores()) if device_of(cfg) == "cpu" else joblib.workers(cfg)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.stages.launch.units import ENDS
+from selfspec_cli.terminal import last_lines
 
 POLL = 0.1  # seconds between two looks at the spool
 SHOWN = 3  # last lines of a worker's output that its end is explained with
@@ -63,7 +64,7 @@ def points_of(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # engines that it left, too
             process.wait()
-        last = "" if process.returncode == 0 else " / ".join(_last_lines(output))
+        last = "" if process.returncode == 0 else " / ".join(map(str.strip, last_lines(output, SHOWN)))
         yield Ended(process.returncode, last)
 
 
@@ -72,8 +73,3 @@ def _taken(spool: Path) -> Iterator[str]:
         text = file.read_text(encoding="utf-8")
         file.unlink()
         yield text
-
-
-def _last_lines(file: Path) -> list[str]:
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()][-SHOWN:]

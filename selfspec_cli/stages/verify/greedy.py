@@ -142,7 +142,7 @@ def ask(engine: Engine, found: Sequence[Difference], tolerance: float, most: int
         fits = len(difference.prefix) + 2 <= engine.max_model_len
         if difference.ours is not None and difference.plain is not None and fits:
             ours, plain = (
-                asking.log_probability(engine, difference.prefix, [token])
+                asking.log_probability(engine, difference.prefix, token)
                 for token in (difference.ours, difference.plain)
             )
             difference.gap = round(plain - ours, 5)
@@ -158,7 +158,7 @@ def ask_together(engine: Engine, found: Sequence[Difference], chunk: int, tolera
         # The chunk that holds the last token of the prefix, whose logits decide, is full.
         missing = -len(difference.prefix) % chunk
         ours, plain = (
-            asking.log_probability(engine, difference.prefix, [token], [token] * max(missing - 1, 0))
+            asking.log_probability(engine, difference.prefix, token, [token] * max(missing - 1, 0))
             for token in (difference.ours, difference.plain)
         )
         difference.gap_together = round(plain - ours, 5)

@@ -1,8 +1,8 @@
 """Mutation testing: small faults are put into the code one by one, and the tests are asked whether they notice.
 
-    python tests/mutation/run.py drafting                        every module of a suite of pyproject.toml
-    python tests/mutation/run.py drafting --module cost_model    some of its modules
-    python tests/mutation/run.py drafting --every 8              every eighth mutant of each module
+    python tests/mutation/run.py costs                           every module of a suite of pyproject.toml
+    python tests/mutation/run.py costs --module cost_model       some of its modules
+    python tests/mutation/run.py costs --every 8                 every eighth mutant of each module
 
 mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it leaves out decorated functions, which
 here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a

@@ -160,7 +160,8 @@ def run(
         else:
             for family in todo.families:
                 _family(context, family)
-        result.left = len(todo.points) - len(result.points)
+        written = {point.key for point in result.points}  # a baseline once for each worker that has arms of it
+        result.left = sum(planned.key not in written for planned in todo.points)
     return result
 
 

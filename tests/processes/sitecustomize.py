@@ -5,7 +5,8 @@ Importing vLLM makes some millions of objects that stay. With Python's usual thr
 them time and again: a fifth of the import's processor time.
 
 SELFSPEC_TESTS_FOUND=FOLDER keeps what Transformers finds out in every process that imports it, in a second and a half
-of processor time: which distribution has which package, and which of its own files has which class.
+of processor time: which distribution has which package, and which of its own files has which class. And Transformers
+does not find scikit-learn, nor vLLM SciPy's signals, which they import for assisted generation and for sound: a second.
 
 SELFSPEC_TESTS_FORK=1 spares a server the second import: the process of its engine is forked, where vLLM spawns it. A
 forked one holds the port of a server that is killed, and it does not register the plugin for itself. So it is for tests
@@ -42,13 +43,16 @@ def found_once(find, folder):
     return read
 
 
-class InTransformers:
-    """Finds the module of Transformers that reads its source files, and replaces the function that does."""
+class LessToImport:
+    """Leaves SciPy's signals out, and replaces functions of the module of Transformers that looks for packages and reads
+    its source files."""
 
     def __init__(self, folder):
         self.folder = folder
 
     def find_spec(self, name, path=None, target=None):
+        if name == "scipy.signal":
+            raise ModuleNotFoundError("tests need no SciPy for sound", name=name)
         if name != "transformers.utils.import_utils":
             return None
         spec = PathFinder.find_spec(name, path)
@@ -57,6 +61,7 @@ class InTransformers:
         def exec_module(module):
             run(module)
             module.define_import_structure = found_once(module.define_import_structure, self.folder)
+            module.is_sklearn_available = lambda: False
 
         spec.loader.exec_module = exec_module
         return spec
@@ -64,7 +69,7 @@ class InTransformers:
 
 if folder := os.environ.get("SELFSPEC_TESTS_FOUND"):
     importlib.metadata.packages_distributions = found_once(importlib.metadata.packages_distributions, Path(folder))
-    sys.meta_path.insert(0, InTransformers(Path(folder)))
+    sys.meta_path.insert(0, LessToImport(Path(folder)))
 
 if os.environ.get("SELFSPEC_TESTS_FORK") == "1":
     forking = multiprocessing.get_context("fork")

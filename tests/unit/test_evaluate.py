@@ -20,6 +20,8 @@ pytest.importorskip("lm_eval")
 
 import itertools
 
+from lm_eval import tasks
+
 from selfspec_cli.engine.harness import LiveModel
 from selfspec_cli.stages import evaluate
 
@@ -44,6 +46,17 @@ def few_modules():
     texts = library.held_out_text()[:3]
     patch.setattr(library, "held_out_text", lambda: texts)
     patch.setattr(questions, "MOST", 100)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_folders():
+    """Two folders of the harness's own tasks: it reads the files of all for seconds."""
+    folders = [Path(tasks.__file__).parent / name for name in ("arc", "hellaswag")]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(evaluate, "TaskManager", lambda include_defaults: tasks.TaskManager(
+        include_defaults=False, include_path=folders if include_defaults else None))  # fmt: skip
     yield
     patch.undo()
 

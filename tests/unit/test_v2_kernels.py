@@ -31,7 +31,11 @@ def run(*command: str, packages: tuple[str, ...] = (), **environment: str) -> st
 
 def interpreted(*files: str) -> str:
     """What pytest prints of some files of this folder, in one process, for importing PyTorch takes longer than most."""
-    return run("-m", "pytest", "-q", *(str(HERE / f"{name}_interpreted.py") for name in files), TRITON_INTERPRET="1")
+    return pytest_interpreted("-q", *(str(HERE / f"{name}_interpreted.py") for name in files))
+
+
+def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
+    return run("-m", "pytest", "-p", "quick_interpreter", *words, packages=packages, TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_the_kernels_with_twelve_gates():
     tests = str(HERE / "kernels_interpreted.py")
     others = "ratio or doubt or peak or energy or surprise or spread or survival"
     selected = f"statistics_equal or gates_open and ({others}) or calibrated_gate"
-    printed = run("-m", "pytest", "-v", tests, "-k", selected, packages=("toy", "more_gates"), TRITON_INTERPRET="1")
+    printed = pytest_interpreted("-v", tests, "-k", selected, packages=("toy", "more_gates"))
     for gate in ("ratio", "doubt", "peak", "energy", "surprise", "spread", "survival"):
         assert f"test_gates_open_where_the_plain_rule_does[{gate}] PASSED" in printed
 

@@ -1,8 +1,8 @@
 """Mutation testing: small faults are put into the code one by one, and the tests are asked whether they notice.
 
-    python tests/mutation/run.py drafting                        every module of a suite of pyproject.toml
-    python tests/mutation/run.py drafting --module cost_model    some of its modules
-    python tests/mutation/run.py drafting --every 8              every eighth mutant of each module
+    python tests/mutation/run.py costs                           every module of a suite of pyproject.toml
+    python tests/mutation/run.py costs --module cost_model       some of its modules
+    python tests/mutation/run.py costs --every 8                 every eighth mutant of each module
 
 mutmut makes the mutants (`make.py`). It does not run them, for two reasons: it leaves out decorated functions, which
 here are every property, every statistic of a draft distribution and every Triton kernel; and it starts pytest once a
@@ -109,13 +109,13 @@ class Session:
         """All tests once, and then the mutants."""
         self.items = {item.nodeid: item for item in session.items}
         if session.testsfailed:
-            raise session.Failed("the tests cannot be collected")
+            raise _stopped("the tests cannot be collected")
         for number, (name, item) in enumerate(self.items.items()):
             self.cov.switch_context(name)
             following = session.items[number + 1] if number + 1 < len(session.items) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.failed:
-                raise session.Failed(f"{name} fails without a mutant:\n{self.why}")
+                raise _stopped(f"{name} fails without a mutant:\n{self.why}")
         self.cov.stop()
         self.reached = self.cov.get_data()
         gc.collect()
@@ -168,7 +168,7 @@ class Session:
             self.anew.add(path)
             unchanged = replace(mutant, source=path.read_text(encoding="utf-8"), at_import=True)
             if self._verdict(unchanged, path, functions, reach)[0] != SURVIVED:
-                raise pytest.Session.Failed(f"the tests fail when {path} is imported anew without a mutant")
+                raise _stopped(f"the tests fail when {path} is imported anew without a mutant")
         names = sorted(tests, key=lambda name: (self.newer(name), self.seconds[name]))
         reading, writing = os.pipe()
         child = os.fork()
@@ -212,6 +212,12 @@ class Session:
             following = self.items[names[number + 1]] if number + 1 < len(names) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         os._exit(0)
+
+
+def _stopped(why: str) -> BaseException:
+    """Ends the run, with exit code 1; pytest itself does not print why."""
+    print(f"\n{why}", file=sys.__stderr__, flush=True)
+    return pytest.Session.Failed(why)
 
 
 class _Reach:
@@ -289,6 +295,8 @@ def _import_anew(path: Path, source: str) -> None:
     for name, module in list(sys.modules.items()):
         where = getattr(module, "__file__", None) or ""
         if where.startswith((str(ROOT / "selfspec_cli"), str(ROOT / "tests"))) and name != "__main__":
+            if (library := vars(module).get("_LIBRARY")) is not None:
+                library._destroy()  # PyTorch takes an operator once
             del sys.modules[name]
     sys.meta_path.insert(0, Mutated())
 

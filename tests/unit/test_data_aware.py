@@ -53,6 +53,12 @@ def test_rounding_is_gptqs(data):
     assert weighted_error(found - weight, moment) == pytest.approx(weighted_error(wanted - weight, moment), rel=0.02)
 
 
+def test_small_inputs_round_as_large_ones(data):
+    weight, moment = data
+    small, large = (rounded_in_order(weight, moment * size, GROUP, (-8, 7), one_scale)[0] for size in (1e-4, 1.0))
+    assert (small == large).float().mean() > 0.97
+
+
 @pytest.mark.parametrize("name", ["int4", "int8"])
 def test_integers_that_know_the_data_err_less_on_it(data, name):
     weight, moment = data
@@ -114,6 +120,8 @@ def test_a_stored_copy_takes_the_place_of_one_that_is_made():
 
 
 def test_other_kinds_other_models_and_other_files_are_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"copies\.pt': fitted copies are saved as \.safetensors"):
+        fitted_weights.save(tmp_path / "copies.pt", made())
     path = fitted_weights.save(tmp_path / "copies.safetensors", made())
     with pytest.raises(SettingsError, match=r"holds int4 copies, and draft_weights is 'int8'; allowed: .*int4"):
         fitted_weights.load(path, "int8")

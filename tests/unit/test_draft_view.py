@@ -130,3 +130,12 @@ def test_a_row_has_a_column_for_each_part_of_a_view():
 def test_a_view_in_a_few_words(changes, parts):
     row = tables.planned(RunConfig(**changes), "a key")
     assert view.label(row)[:2] == parts
+
+
+def test_a_view_in_the_words_of_the_command_line():
+    cfg = RunConfig(layer=6, head=HeadConfig("translator", rank=15), vocab="1024", draft_weights="int4",
+                    draft_weights_path="a/b.safetensors")  # fmt: skip
+    own = DraftView.of(resolved(cfg))
+    assert own.options() == {"draft_weights": "int4", "draft_weights_path": "a/b.safetensors"}
+    assert own.overrides()[:2] == ["layer=6", "head=translator"]
+    assert set(own.options()) < set(view.own_settings())

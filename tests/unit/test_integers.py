@@ -24,6 +24,7 @@ def test_a_copy_takes_the_bits_that_it_says(kind):
     weight = torch.randn(32, 4 * GROUP)
     stored = sum(tensor.numel() * tensor.element_size() * 8 for tensor in kind.quantise(weight).values())
     assert stored == kind.bits * weight.numel()
+    assert kind.kernels == "selfspec_cli.vllm_plugin.weights.lowbit" and DRAFT_WEIGHTS["fp8"].bits == 8
 
 
 @pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: kind.name)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
     tiny = dict(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=32,
                 max_num_seqs=2, max_model_len=64, kv_cache_memory_bytes=2**26)
-    llm = LLM(**tiny)
+    llm = LLM(**tiny, distributed_executor_backend="uni")
     greedy = SamplingParams(temperature=0, max_tokens=5, detokenize=False, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": [3, 4, 5]}], greedy, use_tqdm=False)
     print("generated", len(output.outputs[0].token_ids))

@@ -53,7 +53,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     folders = [tmp_path_factory.mktemp(name) for name in ("early", "plain", "gateway")]
     storage = ["--kv-transfer-config", EXAMPLE % tmp_path_factory.mktemp("storage")]
     with (
-        served(folders[0], ["layer=3", "k=4", "gate=margin"], storage) as (process, early, _),
+        served(folders[0], ["layer=3", "k=4", "gate=margin"], storage, **ENGINE_FORKED) as (process, early, _),
         served(folders[1], ["method=baseline"], storage, **ENGINE_FORKED) as (_, plain, _),
         gateway(folders[2], early, plain) as url,
     ):

@@ -9,8 +9,8 @@ of processor time: which distribution has which package, and which of its own fi
 does not find scikit-learn, nor vLLM SciPy's signals, which they import for assisted generation and for sound: a second.
 
 SELFSPEC_TESTS_FORK=1 spares a server the second import: the process of its engine is forked, where vLLM spawns it. A
-forked one holds the port of a server that is killed, and it does not register the plugin for itself. So it is for tests
-of something else; tests/engine/test_server.py has the spawned one.
+forked one does not register the plugin for itself. So it is for tests of something else; tests/engine/test_server.py
+has the spawned one.
 """
 
 import functools
@@ -20,6 +20,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -44,8 +45,8 @@ def found_once(find, folder):
 
 
 class LessToImport:
-    """Leaves SciPy's signals out, and replaces functions of the module of Transformers that looks for packages and reads
-    its source files."""
+    """Leaves SciPy's signals out, and replaces functions of the module of Transformers that looks for packages and for
+    its own files."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -71,6 +72,20 @@ if folder := os.environ.get("SELFSPEC_TESTS_FOUND"):
     importlib.metadata.packages_distributions = found_once(importlib.metadata.packages_distributions, Path(folder))
     sys.meta_path.insert(0, LessToImport(Path(folder)))
 
+
+def listen_no_more():
+    """In a forked process: the server's port stays that of the server, and is closed when a test kills it."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            found = socket.socket(fileno=number)
+        except OSError:
+            continue  # no socket
+        if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        found.detach()
+
+
 if os.environ.get("SELFSPEC_TESTS_FORK") == "1":
+    os.register_at_fork(after_in_child=listen_no_more)
     forking = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: forking

@@ -229,6 +229,7 @@ class Relay:
                     self.first_of_rest = at
                     replica.first_token(number, at - began)
                     replica.succeeded()
+                replica.came(number, len(made))
             if broken is not None:
                 raise broken
             if done:

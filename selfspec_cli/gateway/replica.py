@@ -27,13 +27,16 @@ class State(StrEnum):
 
 @dataclass
 class Flight:
-    """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began."""
+    """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began;
+    first, last: when its first and its newest events came."""
 
     own: float
     ahead: float
     running: int
     clock: float
-    has_token: bool = False
+    first: float | None = None
+    last: float = 0.0
+    events: int = 0
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Replica:
 
     def ahead(self) -> float:
         """Tokens to prefill of requests there that have no token yet."""
-        return sum(flight.own for flight in self.flights.values() if not flight.has_token)
+        return sum(flight.own for flight in self.flights.values() if flight.first is None)
 
     # ---- what is expected --------------------------------------------------------------------------------------------
 
@@ -129,6 +132,10 @@ class Replica:
             return None
         token = step * self.load.work / self.load.tokens
         return Prediction(first, token, first + token * max(0.0, asked.expected_tokens - 1))
+
+    def late(self) -> float:
+        """By how much answers under way there are slower than they were, 1 or more."""
+        return self.timing.late.factor(self.now())
 
     def slows(self, asked: Asked) -> float:
         """Seconds that the request would add to the others there, all together: they have half of it ahead of them, on
@@ -167,8 +174,15 @@ class Replica:
     def first_token(self, number: int, seconds: float) -> None:
         """Its first token has come; seconds: since it was sent."""
         flight = self.flights[number]
-        flight.has_token = True
+        flight.first = flight.last = self.now()
+        self.timing.late.begin(flight.running, flight.first)
         self.timing.learn_ttft(flight.own, flight.ahead, seconds)
+
+    def came(self, number: int, events: int) -> None:
+        """So many events of its stream have come, the first one among them."""
+        flight = self.flights[number]
+        flight.events, flight.last = flight.events + events, self.now()
+        self.timing.late.came(flight.running, events)
 
     def end(self, number: int, tpot: float | None) -> float:
         """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
@@ -176,6 +190,8 @@ class Replica:
         self._advance()
         flight = self.flights.pop(number)
         self.trying = False
+        if flight.first is not None:
+            self.timing.late.end(flight.running, flight.first, flight.events, flight.last - flight.first)
         if tpot is not None:
             self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock

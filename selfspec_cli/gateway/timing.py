@@ -7,6 +7,9 @@ work is what a round costs in plain steps (1 for the verify pass, plus the draft
 that a round brings; both are read from the server's /metrics and are 1 where it does not draft. So a change of the
 acceptance changes the prediction at once, while a to e are fitted by recursive least squares with forgetting. That
 others end and come while a request runs is learnt with them: what is known when it is sent is how many are there.
+
+An answer teaches when it has ended, and many may be sent before that. So the events of answers under way are counted,
+and what they take is compared with what so many took before (`Late`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from dataclasses import dataclass, field
 
 FORGET = 0.98  # weight of all that came before, with each new time
 FEW = 3  # times below which nothing is predicted
+ENOUGH = 8  # events under way below which they say nothing
+MOST_LATE = 4.0
 
 
 class Line:
@@ -56,6 +61,45 @@ class Line:
         self.seen += 1
 
 
+@dataclass
+class Late:
+    """By how much the answers under way are slower than others were, from the number of their events.
+
+    interval: seconds between two events, by the requests that were there when the answer began. The sums are over the
+    answers under way that have a token; each is half an interval behind its last event on average.
+    """
+
+    interval: Line = field(default_factory=lambda: Line((100.0, 1.0)))
+    answers: int = 0
+    _since: float = 0.0  # sum of the moments of their first tokens
+    _events: float = 0.0
+    _by_running: float = 0.0
+
+    def begin(self, running: float, at: float) -> None:
+        """The first token of an answer has come; running: requests there when it began, itself among them."""
+        self.answers += 1
+        self._since += at
+        self.came(running, -0.5)
+
+    def came(self, running: float, events: float) -> None:
+        """So many more events of it have come."""
+        self._events += events
+        self._by_running += running * events
+
+    def end(self, running: float, at: float, events: int, seconds: float) -> None:
+        """It has ended. at: when its first token came. events: of it. seconds: from its first one to its last one."""
+        self.answers -= 1
+        self._since -= at
+        self.came(running, 0.5 - events)
+        if events > FEW:
+            self.interval.learn((1.0, running), seconds / (events - 1))
+
+    def factor(self, at: float) -> float:
+        """1 to MOST_LATE: seconds that they have taken over seconds that so many events took before."""
+        expected = self.interval.value((self._events, self._by_running)) if self._events >= ENOUGH else None
+        return min(max((self.answers * at - self._since) / expected, 1.0), MOST_LATE) if expected else 1.0
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Seconds. e2e: to the last token, for the number of tokens that the answer is expected to have."""
@@ -67,10 +111,12 @@ class Prediction:
 
 @dataclass
 class Timing:
-    """The two lines of one backend, in seconds, and the greatest rate of prefill that was seen, in tokens a second."""
+    """The two lines of one backend, in seconds, what is under way there, and the greatest rate of prefill that was
+    seen, in tokens a second."""
 
     ttft: Line = field(default_factory=lambda: Line((1.0, 1e-4, 1e-4)))
     tpot: Line = field(default_factory=lambda: Line((1.0, 1e-2)))
+    late: Late = field(default_factory=Late)
     prefill_rate: float | None = None
 
     def learn_ttft(self, own: float, ahead: float, seconds: float) -> None:

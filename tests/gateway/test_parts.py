@@ -16,7 +16,7 @@ from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings, BatchSettings, LedgerSettings
-from selfspec_cli.gateway.timing import Timing
+from selfspec_cli.gateway.timing import FEW, MOST_LATE, Late, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
@@ -306,3 +306,25 @@ async def test_the_log_is_written_while_requests_come(tmp_path):
             await asyncio.sleep(0.05)
         rows = [json.loads(line) for line in on.log.read_text().splitlines()]
         assert len({row["id"] for row in rows}) == 50
+
+
+def test_answers_under_way_are_late_by_what_so_many_events_took_before():
+    late = Late()
+    for _ in range(FEW):
+        late.begin(2, 0.0)
+        late.came(2, 11)
+        late.end(2, 0.0, 11, 1.0)  # an event in a tenth of a second
+    assert late.factor(5.0) == 1.0  # nothing is under way
+    late.begin(2, 10.0)
+    late.came(2, 5)
+    assert late.factor(12.0) == 1.0  # too few events to say anything
+    late.came(2, 6)
+    assert late.factor(11.05) == pytest.approx(1.0, abs=0.01)  # half an interval behind the last of eleven
+    assert late.factor(12.1) == pytest.approx(2.0, abs=0.01)
+    assert late.factor(90.0) == MOST_LATE
+    late.begin(2, 12.0)
+    late.came(2, 11)  # as many, at once: together they are about as fast as others were
+    assert late.factor(12.1) == pytest.approx(1.05, abs=0.01)
+    late.end(2, 10.0, 11, 2.1)
+    late.end(2, 12.0, 11, 0.1)
+    assert late.factor(12.1) == 1.0 and late.answers == 0

@@ -125,6 +125,37 @@ def test_where_one_backend_is_faster_at_every_rate_its_p99_is_kept(seed):
     assert ours.p99() <= simulate("fixed", servers(), requests, backend="early").p99()
 
 
+def test_a_backend_whose_answers_under_way_are_late_gets_no_more_of_them():
+    """Ten went there, and it has become half as fast; none of them has ended."""
+    clock = {"at": 0.0}
+    early, other = (one.replica for one in warmed(early_exit_and_plain()))
+    asked = asked_of(Request(0.0, "x", 10, 50))
+    for replica in (early, other):
+        replica.now = lambda: clock["at"]
+    for _ in range(FEW):  # what an event took there before
+        number = other.begin(asked)
+        other.first_token(number, 0.002)
+        other.came(number, 1)
+        clock["at"] += 1.0
+        other.came(number, 49)
+        other.end(number, 1.0 / 49)
+    for _ in range(24):
+        early.first_token(early.begin(asked), 0.002)
+    under_way = [other.begin(asked) for _ in range(10)]
+    for number in under_way:
+        other.first_token(number, 0.002)
+        other.came(number, 1)
+    choose = POLICIES["least_time"].chooser({}, SloSettings()).choose
+    assert choose(asked, [early, other]).order[0].name == "plain"
+    for seconds, name in ((0.0204, "plain"), (0.0408, "early")):
+        for _ in range(3):
+            clock["at"] += seconds
+            for number in under_way:
+                other.came(number, 1)
+        assert choose(asked, [early, other]).order[0].name == name
+    assert other.late() == pytest.approx(1.5, abs=0.2)
+
+
 def test_least_time_follows_acceptance_at_once():
     """The early exit's drafts are accepted no more: its first request after that is predicted to take longer."""
     servers = early_exit_and_plain()

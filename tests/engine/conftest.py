@@ -41,6 +41,7 @@ def engines_are_counted_and_start_quickly() -> None:
     counting.count()
     quick_starts.replace_kernels_once()
     quick_starts.rank_tokens_without_compiling()
+    quick_starts.look_at_models_in_this_process()
 
 
 @pytest.fixture(scope="module", autouse=True)

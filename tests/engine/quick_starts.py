@@ -49,5 +49,13 @@ def rank_tokens_without_compiling() -> None:
     sampler.batched_count_greater_than = compiled._torchdynamo_orig_callable
 
 
+def look_at_models_in_this_process() -> None:
+    """vLLM imports itself in another process to ask the class of each architecture what it can, once for each machine
+    and its cache. That process keeps CUDA out of this one; here there is none."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda ask: ask()
+
+
 def _ours_and_vllms() -> set[str]:
     return {name for name in sys.modules if name.startswith(("vllm", "selfspec_cli"))}

@@ -24,6 +24,7 @@ import httpx
 import pytest
 from harness import GATES, greedy, live, tokens
 from models import LAYERS, VOCAB, save_tiny, save_tokenizer
+from served import ENGINE_FORKED, NOTHING_COMPILED, ONE_PROCESS_FEWER
 
 from selfspec_cli import children
 from selfspec_cli.config.compose import compose_runs
@@ -36,7 +37,6 @@ LIMIT = 384  # tokens of prompt and output together
 BLOCKS = 24  # of 32 tokens; a request of the crowd grows to four or five
 CROWD, LENGTH = 64, 96
 SETTLED_MIB = 16  # what three storms add to resident memory once the allocators have grown; a leak adds it every time
-ONE_PROCESS_FEWER = ["--distributed-executor-backend", "uni"]
 PATIENCE = 300.0  # seconds, for what is waited for and not measured
 
 
@@ -74,13 +74,9 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
              f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}"]  # fmt: skip
     (cfg,) = compose_runs(None, words)
     folder = tmp_path_factory.mktemp("servers")
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    log, environment = folder / "server.log", ENGINE_FORKED | NOTHING_COMPILED
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(open_server(cfg, ONE_PROCESS_FEWER, folder / "server.log", folder))
-    os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
-    if before is not None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+        yield lambda: stack.enter_context(open_server(cfg, ONE_PROCESS_FEWER, log, folder, environment))
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +234,7 @@ def test_memory_stops_growing(server, plain):
     pytest.fail(f"resident memory grows with every three storms, in MiB: {[round(size) for size in sizes]}")
 
 
-def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plain, start, monkeypatch):
+def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plain, start):
     """Last in this file."""
     begun = threading.Event()
 
@@ -263,7 +259,6 @@ def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plai
     with pytest.raises(servers.ServerError, match="exit code -9"):
         _until_gone(server)
     children.end(server.process, signal.SIGKILL, 0)  # the engine's process, which may not know yet
-    monkeypatch.setenv("SELFSPEC_TESTS_FORK", "1")  # the one that was killed had a spawned engine
     again = start()
     assert crowd(again, 32) == plain[0][:32]
     at_rest(again)

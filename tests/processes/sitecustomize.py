@@ -73,19 +73,19 @@ if folder := os.environ.get("SELFSPEC_TESTS_FOUND"):
     sys.meta_path.insert(0, LessToImport(Path(folder)))
 
 
-def listen_no_more():
-    """In a forked process: the server's port stays that of the server, and is closed when a test kills it."""
+def leave_ports():
+    """In a forked process: the server's port, which it has before it listens, is free when a test kills the server."""
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
             found = socket.socket(fileno=number)
         except OSError:
             continue  # no socket
-        if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if found.family in (socket.AF_INET, socket.AF_INET6):
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         found.detach()
 
 
 if os.environ.get("SELFSPEC_TESTS_FORK") == "1":
-    os.register_at_fork(after_in_child=listen_no_more)
+    os.register_at_fork(after_in_child=leave_ports)
     forking = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: forking

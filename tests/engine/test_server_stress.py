@@ -67,21 +67,25 @@ def plain(model: Path) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Server]]:
-    """Starts a server; each one that it started is ended with the module."""
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts a server, with more environment; each one that it started is ended with the module."""
     words = [f"model={model}", "model.dtype=float32", f"model.max_model_len={LIMIT}", f"layer={LAYERS // 2}", "k=4",
              "gate=maxp", f"tau={GATES['maxp']}", "engine.enforce_eager=true", f"engine.max_num_seqs={CROWD}",
              f"engine.kv_cache_gib={BLOCKS * 2**16 / 2**30}"]  # fmt: skip
     (cfg,) = compose_runs(None, words)
     folder = tmp_path_factory.mktemp("servers")
-    log, environment = folder / "server.log", ENGINE_FORKED | NOTHING_COMPILED
+    log = folder / "server.log"
+
+    def started(**environment: str) -> Server:
+        return stack.enter_context(open_server(cfg, ONE_PROCESS_FEWER, log, folder, NOTHING_COMPILED | environment))
+
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(open_server(cfg, ONE_PROCESS_FEWER, log, folder, environment))
+        yield started
 
 
 @pytest.fixture(scope="module")
-def server(plain: Any, start: Callable[[], Server]) -> Server:
-    return start()
+def server(plain: Any, start: Callable[..., Server]) -> Server:
+    return start()  # with a spawned engine, as a user's server has it when it is killed
 
 
 def body(server: Server, ids: list[int], length: int = LENGTH, **more: Any) -> dict[str, Any]:
@@ -259,7 +263,7 @@ def test_a_server_that_is_killed_fails_its_clients_and_starts_again(server, plai
     with pytest.raises(servers.ServerError, match="exit code -9"):
         _until_gone(server)
     children.end(server.process, signal.SIGKILL, 0)  # the engine's process, which may not know yet
-    again = start()
+    again = start(**ENGINE_FORKED)
     assert crowd(again, 32) == plain[0][:32]
     at_rest(again)
 

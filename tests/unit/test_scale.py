@@ -82,7 +82,9 @@ def test_a_sweep_that_an_outer_timeout_ends_is_kept(monkeypatch, tmp_path):
     with importable(SCALE) as module:
         workers = module("two_workers")
     begin = subprocess.Popen
-    monkeypatch.setattr(workers.subprocess, "Popen", lambda words, **more: begin(["sleep", "60"], **more))
+    # A shell lets what it starts in the background ignore SIGINT, and so would this sweep's stand-in.
+    heeded = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda words, **more: begin(["sleep", "60"], **heeded, **more))
     before = signal.signal(signal.SIGTERM, workers.terminated)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:

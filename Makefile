@@ -39,7 +39,7 @@ begin = @rm -rf $(REPORTS) && mkdir -p $(REPORTS) && touch $(REPORTS)/begun
 side_by_side = $(MAKE) -j$(JOBS) -O --no-print-directory
 summary = @$(BIN)/python tests/summary.py $(REPORTS)
 
-.PHONY: demo demo-gateway quick quick-tests test part-lint part-unit part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
+.PHONY: demo demo-gateway quick quick-tests test part-lint part-contract part-gpu part-browser nightly mutants docs lint fresh install programs sky wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/selfspec sweep gate=varH tau_v=4,5,6 results_dir=$(RESULTS)
@@ -56,19 +56,16 @@ quick: $(INSTALLED)
 quick-tests: $(INSTALLED)
 	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
 
-# Parts of one process each run one after the other beside the unit tests, which take longest and begin first. What a
-# part says comes when it has ended.
+# Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs
 	$(begin)
-	@$(side_by_side) part-unit part-lint part-contract part-gpu part-browser
+	@$(side_by_side) part-lint part-contract part-gpu part-browser
+	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 	$(call tests,engine,tests/engine $(BY_FILE) --durations=20)
 	$(summary)
 
 part-lint: $(INSTALLED)
 	$(call timed,lint,$(LINT))
-
-part-unit: $(INSTALLED)
-	$(call tests,unit,tests/unit tests/gateway $(SIDE_BY_SIDE) --durations=10)
 
 part-contract part-gpu part-browser: part-%: $(INSTALLED)
 	$(call tests,$*,tests/$*)

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def read_back(file):
             at += BLOCK - at % BLOCK
             continue
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if at + 7 + length > len(data):
+            break  # it is not all there yet
         parts.append(data[at + 7 : at + 7 + length])
         at += 7 + length
         if kind in (1, 4):
@@ -54,6 +57,14 @@ def read_back(file):
             record.ParseFromString(b"".join(parts))
             parts.clear()
             found.setdefault(record.WhichOneof("record_type"), []).append(record)
+    return found
+
+
+def whole(file):
+    """The records of a file once the last one is there: W&B's own process may write after `finish` has come back."""
+    until = time.monotonic() + 60
+    while "exit" not in (found := read_back(file)) and time.monotonic() < until:
+        time.sleep(0.1)
     return found
 
 
@@ -75,7 +86,7 @@ def test_what_wandb_wrote_is_what_was_measured(place):
     (message,) = tracker.messages
     assert "4 runs" in message and f"wandb sync {place}/wandb/offline-run-*{RUN}" in message
     files = place.glob("wandb/offline-run-*/*.wandb")
-    written = {file.parent.name.split("-", 3)[-1]: read_back(file) for file in files}
+    written = {file.parent.name.split("-", 3)[-1]: whole(file) for file in files}
     assert sorted(written) == sorted([*(point.id for point in points), f"report-{RUN}"])
     for found in written.values():
         assert found["run"][0].run.run_group == RUN

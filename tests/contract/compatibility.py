@@ -214,6 +214,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "vocabulary's rows are made anew by the same call; after a load past vLLM's calls, before the next drafts. "
             "What was fitted to the old weights (an exit head, copies fitted to data) cannot be, and the log says so",
             "engine/test_new_weights.py::test_copies_follow_weights_that_are_replaced", CASES),
+        Row("an engine that sleeps (level 2), wakes and loads its weights again", YES, "copies are made anew with the "
+            "weights", None, CASES, on_cpu="vLLM ignores it"),
         Row("KV connectors (prefill and decoding on different servers)", YES, "drafts write into the target's KV cache "
             "and add no layer to it: both sides lay it out alike, and only the one that decodes needs early exit",
             WORKS_WITH + "test_keys_and_values_that_another_engine_made", "tried (NIXL between two H200)"),
@@ -261,7 +263,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
 }  # fmt: skip
 
 NOT_TRIED = (
-    "sleep mode (a GPU's; vLLM ignores it on a CPU)",
     "`method: skip` with adapters",
     "vLLM 0.33.0: what was compared with its source, and what was run, is in `vllm_plugin/releases/` and `selfspec "
     "doctor`",

@@ -78,6 +78,7 @@ SEEN = {  # the beginning of a row's name -> whether a case on a GPU is one of i
     "draft length by load": lambda case, engine, spec: "length_table" in spec,
     "drafts from a request's own text": lambda case, engine, spec: "free_drafts" in spec,
     "weights replaced": lambda case, engine, spec: case["requests"] == "replaced",
+    "an engine that sleeps": lambda case, engine, spec: case["requests"] == "asleep",
     "layers left out": lambda case, engine, spec: "skip_layers" in spec,
     "drafts with a window": lambda case, engine, spec: "draft_window" in spec,
     "fp8": lambda case, engine, spec: spec.get("draft_weights") == "fp8",

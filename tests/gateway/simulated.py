@@ -166,10 +166,11 @@ def _step(server: Server, job: Job, at: float) -> bool:
     if job.prefill <= 1e-6 and job.first is None:
         job.prefill, job.first = 0.0, at
         server.replica.first_token(job.number, at - job.at)
-    if job.first is not None:
-        flight = server.replica.flights[job.number]
-        server.replica.came(job.number, int(job.tokens - job.left + 1e-6) + 1 - flight.events)
-    if job.first is None or job.left > 1e-6:
+    if job.first is None:
+        return False
+    flight = server.replica.flights[job.number]
+    server.replica.came(job.number, int(job.tokens - job.left + 1e-6) + 1 - flight.events)
+    if job.left > 1e-6:
         return False
     tpot = (at - job.first) / (job.tokens - 1) if job.tokens > 1 else None
     server.replica.end(job.number, tpot)

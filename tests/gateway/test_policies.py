@@ -97,7 +97,8 @@ def test_under_a_rising_load_the_p99_of_least_time_is_at_most_that_of_the_better
 
 
 class Measured(Server):
-    """A token's milliseconds by the requests that run, as on an H200 (gateway_gpu.json); between them log-log."""
+    """A token's milliseconds by the requests that run, as on an H200 (`gateway/three_backends_h200.json` in
+    `gpu.jsonl.xz`); between them log-log."""
 
     early = ((1, 0.92), (3.3, 1.47), (14.7, 2.15), (35, 2.54))
     plain = ((1, 1.9), (4.9, 2.28), (18.9, 2.84), (61, 4.11))

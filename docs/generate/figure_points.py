@@ -54,6 +54,8 @@ ABOUT = {
     + TOGETHER,
     "gpu/qwen_1.5b_h200/edits": "Edits of given code, by drafts from a request's own text in front of copies, by copies alone, and by n-grams. Only the copies alone have a table of lengths (12 drafts at one request, 6 from 8). "
     + TOGETHER,
+    "gpu/qwen_1.5b_tuned_h100/edits": "The same on one of a host's four H100s, with that table for all of the model's own drafts; other work on the other cards. The engine of the n-grams did not start before the time ended.",
+    "gpu/qwen_1.5b_tuned_h100/rivals": "Coding tasks and chat questions by 4-bit copies with a table of lengths and by vLLM's n-grams, at one request, on another card of that host. The draft model of 0.5 B and the model in 4 bits were not reached.",
     "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "
     + TOGETHER,
     "gpu/milestones_qwen_h200": "The milestones of the first sprint on the same coder ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). "

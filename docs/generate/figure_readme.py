@@ -21,7 +21,8 @@ REAL, SET = (
     "**Synthetic acceptance: cost alone.** vLLM accepts two of three drafts, whatever they are",
 )
 SAME = "the same"
-CODER, EDITS, FILES = (f"gpu/qwen_1.5b_h200/{part}" for part in ("code", "edits", "long"))
+CODER, FILES = (f"gpu/qwen_1.5b_h200/{part}" for part in ("code", "long"))
+EDITS = "gpu/qwen_1.5b_tuned_h100/edits"
 RUNS = {"load_h200_rust_long": "table of lengths, behind vLLM's front end in Rust (run 10)",
         "load_h200_full_graphs": "table of lengths, behind vLLM's API server in Python (run 6, a slow host)"}  # fmt: skip
 """Load runs that have a row of their own, each on one server with one setting."""
@@ -54,11 +55,11 @@ LINES: tuple[Line | str, ...] = (
     Line("the same, on coding tasks; H200", "the same layers, up to 12 drafts that end by a gate (survival at 0.2)", (CODER,),
          {1: "180222da98d0"}),
     Line("the same, sampled at temperature 0.8", "the same with drawn drafts, no gate", (CODER,), {1: "5a582214ce24"}),
-    Line("the same, on edits of given code", "the same layers, 12 drafts, and up to 16 from the text itself in front",
-         (EDITS,), {1: "cefc50b7467a", 8: "a34bc40114bf"}, True),
-    Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "9bcd4b92655e", 8: "98feadb71b0d"}),
-    Line(SAME, "the copies alone, table of lengths (12 drafts at 1 request, 6 from 8)", (EDITS,),
-         {1: "759b5ee7438e", 8: "331b5cdeafa7"}),
+    Line("the same, on edits of given code; another host with an H100",
+         "the same layers, table of lengths (12 drafts at 1 request, 8 from 2 on, 6 from 8), and up to 16 from the text itself in front",
+         (EDITS,), {1: "dd63b3d43281", 8: "46d5f827973f"}, True),
+    Line(SAME, "the same with the gate survival at 0.2", (EDITS,), {1: "599d111eda8f", 8: "21ea0d72c227"}),
+    Line(SAME, "the copies alone, the same table", (EDITS,), {1: "7dc8569aa573", 8: "5d844e4a161f"}),
     Line("the same, questions behind 16,384 tokens of files", "the same layers over the whole context, 8 drafts", (FILES,),
          {32: "29460d760d6c"}),
     Line(SAME, "over a window of 1,024 tokens", (FILES,), {32: "aba8b2595db0"}),

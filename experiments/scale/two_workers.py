@@ -66,6 +66,7 @@ def run(kind: str, workers: str, words: list[str], results: Path, limit: float) 
     try:
         _, said = process.communicate(timeout=limit)
     except (subprocess.TimeoutExpired, Terminated):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a timeout outside must not lose what was measured
         process.send_signal(signal.SIGINT)
         try:
             _, said = process.communicate(timeout=20)

@@ -125,7 +125,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             f"{CASES} (W4A16, GPTQ, fp8, AWQ in float16)"),
         Row("multimodal models", YES, "drafts are made of text; a picture is in the keys and values already. On a CPU: "
             "Idefics3; vLLM imports torchvision for LLaVA, Gemma 3 and others, which the install for CPUs leaves out",
-            WORKS_WITH + "test_multimodal_models", f"{CASES} (Qwen2-VL)"),
+            WORKS_WITH + "test_multimodal_models", f"{CASES} (Qwen2-VL, Idefics3)"),
         Row("vLLM's Transformers backend (StarCoder2, OLMo, Phi, SmolLM3, ..., or model_impl=transformers)", YES,
             "the layers are those of the model of Hugging Face's; dense and mixtures of experts", ARCHITECTURES,
             f"{CASES} (Llama; of StarCoder2 1 of 64 outputs differed)"),

@@ -48,13 +48,14 @@ demo: $(INSTALLED)
 demo-gateway: $(INSTALLED)
 	$(BIN)/selfspec gateway demo results_dir=$(RESULTS)
 
-quick: $(INSTALLED)
+quick: $(INSTALLED) programs
 	$(begin)
 	@$(side_by_side) part-lint quick-tests
 	$(summary)
 
 quick-tests: $(INSTALLED)
-	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) --durations=10)
+	$(call timed,unit+contract,$(PYTEST) tests/unit tests/gateway tests/contract -m "not slow" $(SIDE_BY_SIDE) \
+	    --durations=10 --junitxml=$(REPORTS)/unit+contract.xml)
 
 # Parts of one process each run beside each other, the others on all cores.
 test: $(INSTALLED) programs

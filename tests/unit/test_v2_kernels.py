@@ -116,7 +116,7 @@ from selfspec_cli.vllm_plugin.v2.kernels import _end_step
 
 TYPES = {
     "tokens": "*i64", "parts": "*fp32", "indices": "*i32", "blocks": "i32", "vocab_ids": "*i64", "inputs": INPUTS,
-    "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32", "max_model_len": "i32",
+    "progress": PROGRESS, "gate": GATE, "lengths": "*i32", "logged": "*fp32",
     "matches": MATCHES, "columns_of_text": "i32",
 }
 for free in (False, True):

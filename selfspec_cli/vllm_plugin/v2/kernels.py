@@ -84,11 +84,10 @@ def _gate_is_open(row, columns, values, gate, row_limits):
 
 
 @triton.jit
-def _go_on_or_close(row, step, token, goes_on, inputs, going, max_model_len):
+def _go_on_or_close(row, step, token, goes_on, inputs, going):
     """The inputs of a row's next step; or, where it does not go on, none."""
     position = tl.load(inputs.positions + row) + 1
-    # A token drafted at the model's last place could not be followed by the verifier's own.
-    if goes_on & (step + 1 < tl.load(inputs.row_steps + row)) & (position < max_model_len - 1):
+    if goes_on & (step + 1 < tl.load(inputs.row_steps + row)):
         tl.store(inputs.input_ids + row, token.to(tl.int32))
         tl.store(inputs.positions + row, position)
         tl.store(inputs.sample_positions + row, position)
@@ -127,7 +126,6 @@ def _end_step(
     logged,
     matches,
     columns_of_text,
-    max_model_len,
     K: tl.constexpr,
     GREEDY: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -169,7 +167,7 @@ def _end_step(
                 passes = passes & (taken == 0)
         else:  # logits that are no numbers propose nothing and close the gate, whatever it is
             tl.atomic_add(progress.counts + NAN_LOGITS, 1)
-        _go_on_or_close(row, step, token, good & passes, inputs, progress.going, max_model_len)
+        _go_on_or_close(row, step, token, good & passes, inputs, progress.going)
 
 
 class EndStep:
@@ -216,7 +214,6 @@ class EndStep:
             state.statistics,
             state.matches,
             state.matches.text.stride(0),
-            state.max_model_len,
             K=k,
             GREEDY=tokens is None,
             MAPPED=self.vocab_ids is not None,

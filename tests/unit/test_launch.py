@@ -261,6 +261,26 @@ def test_points_that_jobs_left_behind_are_taken_in(lab):
     assert submitit.collect(results) == []
 
 
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
+    results, place = lab
+    monkeypatch.setenv("FAKE_SECONDS", "30")
+
+    def press():
+        while not list(place.glob("pid-*")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    user = threading.Thread(target=press)
+    user.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(asked("joblib", results))
+    user.join()
+    assert not list(place.glob("ended-*"))
+    for file in place.glob("pid-*"):
+        assert not Path(f"/proc/{file.name.removeprefix('pid-')}").exists()
+
+
 def test_baselines_of_earlier_commands_are_refused(tmp_path):
     cfgs = [replace(cfg, results_dir=str(tmp_path)) for cfg in asked(layers=(2,))]
     local = [replace(cfg, launcher=LauncherConfig()) for cfg in cfgs]

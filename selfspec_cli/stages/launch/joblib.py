@@ -51,17 +51,16 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     stop = Event()
 
     def one(unit: Unit) -> None:
-        with pool.taken(1 if on_cpu else unit.gpus) as mine:
-            environment = _cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
-            if stop.is_set():
-                return
-            try:
-                for item in points_of(description(unit, f"{run_id}{unit.name}"), environment, log(unit)):
+        try:
+            with pool.taken(1 if on_cpu else unit.gpus) as mine:
+                if stop.is_set():
+                    return
+                environment = _cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
+                # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
+                for item in points_of(description(unit, f"{run_id}{unit.name}"), environment, log(unit), stop.is_set):
                     sent.put((unit, item))
-                    if stop.is_set():
-                        return  # the iterator's end kills the worker
-            except Exception as error:  # of the supervisor itself, such as a full disk
-                sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
+        except Exception as error:  # of the supervisor itself, such as a full disk
+            sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
 
     running = Thread(
         target=lambda: Parallel(n_jobs=workers(cfg), backend="threading")(delayed(one)(unit) for unit in units),

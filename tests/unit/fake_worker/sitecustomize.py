@@ -1,6 +1,6 @@
 """Read by Python as it starts, where a test puts this folder on PYTHONPATH: workers get engines that are made up.
 
-FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures. `die-N` in it kills the
+FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures, and `ended-PID` when it has. `die-N` in it kills the
 worker that measures layer N, once; `die-always-N` each time; `together` makes workers wait until two of them have
 measured something.
 """
@@ -31,6 +31,7 @@ def bench(cfg, engine, progress):
     while (PLACE / "together").exists() and len(list(PLACE.glob("pid-*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+    (PLACE / f"ended-{os.getpid()}").touch()
     return measured(*((100.0, 101.0, 99.0) if cfg.method == "baseline" else (150.0, 151.0, 149.0)))
 
 

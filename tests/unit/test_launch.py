@@ -20,10 +20,12 @@ from points import measured
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
+from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder
+from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, joblib, submitit, supervise, units
+from selfspec_cli.stages.launch import devices, driver, joblib, submitit, supervise, units
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -259,6 +261,86 @@ def test_points_that_jobs_left_behind_are_taken_in(lab):
     assert "1 point(s) that jobs of an earlier command had measured" in result.warnings[0]
     assert file.exists()
     assert submitit.collect(results) == []
+
+
+@pytest.mark.slow
+def test_a_worker_with_fewer_cores_than_the_driver_measures_the_points_of_the_plan(lab, monkeypatch):
+    results, place = lab
+    monkeypatch.setattr(devices, "own_cores", lambda: sorted(os.sched_getaffinity(0))[:1])
+    here = planning.plan(asked("local", results, layers=(2, 3)))
+    if " 1 cores" in here.points[0].device:
+        pytest.skip("this machine has one core")
+    result = run(asked("joblib", results, layers=(2, 3)))
+    assert {point.device.rpartition(",")[2] for point in result.points} == {" 1 cores"}
+    assert result.left == 0
+    assert {point.key for point in result.points} == {planned.key for planned in here.points}
+    assert run(asked("joblib", results, layers=(2, 3))).skipped == 2
+    assert set(done(place).values()) == {1}
+
+
+def test_a_worker_names_a_point_as_the_plan_does_only_where_it_is_the_same_point(monkeypatch):
+    def document_on(device, **changed):
+        monkeypatch.setattr(units.machine, "device", lambda cfg: device)
+        (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1)
+        return units.description(unit, "RUN") | changed, [planned.cfg for planned in unit.points]
+
+    def same(there, here, **changed):
+        document, cfgs = document_on(there, **changed)
+        monkeypatch.setattr(units.machine, "device", lambda cfg: here)
+        found = units.keys_of(document, cfgs)
+        assert sorted(found.values()) in ([], sorted(planned["key"] for planned in document["points"]))
+        return bool(found)
+
+    assert same("no GPU", "2x NVIDIA H100")  # a login node
+    assert same("EPYC, 64 cores", "EPYC, 2 cores")
+    assert not same("EPYC, 64 cores", "Xeon, 2 cores")
+    assert not same("NVIDIA A100", "NVIDIA H100")
+    assert not same("no GPU", "NVIDIA H100", versions={"vllm": "0.1"})
+
+
+@pytest.mark.slow
+def test_workers_begin_no_point_after_the_end(lab):
+    results, place = lab
+    assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
+    assert not (place / "measured").exists()
+    (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
+    assert list(supervise.points_of(units.description(unit, "RUN"), {})) == [supervise.Ended(0)]
+
+
+def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
+    """Although another worker has measured the same baseline."""
+    cfgs = [replace(cfg, engine=replace(cfg.engine, max_num_seqs=8), workload=replace(cfg.workload, batch=batch))
+            for cfg in asked(layers=(2, 3), place=tmp_path, workers=2) for batch in (1, 2)]  # fmt: skip
+    failed = []
+
+    def launch(given, cfg, run_id, log):
+        for unit in given:
+            spooled = []
+            worker = [one.cfg for one in unit.points]
+            engine = SimpleNamespace(set_gate=lambda *words: None)
+            sweep.run_unit(worker, run_id + unit.name, {}, open_engine=lambda cfg, engine=engine: nullcontext(engine),
+                           bench=lambda *words: measured(100.0, 101.0, 99.0), keep=spooled.append,
+                           go_on=lambda: True)  # fmt: skip
+            dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
+            for point in spooled[: 1 if dies else None]:
+                yield unit, to_json(point)
+            yield unit, supervise.Ended(-9 if dies else 0)
+
+    monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
+    plan = planning.plan(cfgs)
+    left = driver.run(plan, cfgs[0], "RUN", tmp_path, save=lambda point: None,
+                      fail=lambda planned, error: failed.append(planned.cfg), progress=ignore)  # fmt: skip
+    assert left == 0
+    assert [cfg.workload.batch for cfg in failed] == [2]
+
+
+def test_a_unit_that_wants_more_gpus_than_there_are_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    cfgs = asked(layers=(2, 3), place=tmp_path)
+    for cfg, ranks in zip(cfgs, (1, 2), strict=True):
+        cfg.engine, cfg.model = replace(cfg.engine, device="cuda"), replace(cfg.model, tensor_parallel_size=ranks)
+    monkeypatch.setattr(joblib.machine, "visible_gpus", lambda: ["NVIDIA H100"])
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, and 1 GPUs can be seen"):
+        run(cfgs)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Read by Python as it starts, where a test puts this folder on PYTHONPATH: workers get engines that are made up.
 
-FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures, and `ended-PID` when it has. `die-N` in it kills the
-worker that measures layer N, once; `die-always-N` each time; `together` makes workers wait until two of them have
-measured something.
+FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures, and `ended-PID` when it
+has. `die-N` in it kills the worker that measures layer N, once; `die-always-N` each time; `together` makes workers wait
+until two of them have measured something.
 """
 
 import os

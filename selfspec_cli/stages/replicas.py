@@ -87,6 +87,8 @@ def plan(
         ConfigError: more replicas than GPUs, or no such router.
     """
     options, host, port = _address(more)
+    if not (port.isdecimal() and int(port) <= 65535):
+        raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
     places = _places(cfg, count)
     replicas = []
     for number, place in enumerate(places):
@@ -95,7 +97,14 @@ def plan(
         url = f"http://127.0.0.1:{listen[-1]}"
         replicas.append(Program(f"replica{number}", command, url, made.environment | place))
     urls = [one.url for one in replicas]
-    return replicas, Program("router", _front(urls, router, host, port), f"http://127.0.0.1:{port}")
+    return replicas, Program("router", _front(urls, router, host, port), f"http://{_reached(host)}:{port}")
+
+
+def _reached(host: str) -> str:
+    """The address at which a server that listens at `host` answers on this machine."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _address(more: Sequence[str]) -> tuple[list[str], str, str]:

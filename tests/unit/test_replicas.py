@@ -63,6 +63,24 @@ def test_each_replica_has_gpus_of_its_own_and_the_front_the_address_that_was_ask
     assert [word.partition("url=")[2] for word in front.command if ".url=" in word] == [one.url for one in servers]
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:81"),
+        ("127.0.0.2", "http://127.0.0.2:81"),
+        ("fd00::1", "http://[fd00::1]:81"),
+    ],
+)
+def test_the_front_is_asked_at_the_address_at_which_it_listens(host, url):
+    assert replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1].url == url
+
+
+@pytest.mark.parametrize("port", ["abc", "70000", ""])
+def test_a_port_that_there_is_not_is_refused_before_anything_starts(port):
+    with pytest.raises(ConfigError, match=f"-- --port {port}: allowed: a whole number from 0 to 65535"):
+        replicas.plan(MADE, CPU, ["--port", port], 2, None)
+
+
 def test_a_replica_takes_as_many_gpus_as_its_model_is_divided_among():
     wide = replace(CUDA, model=ModelConfig(tensor_parallel_size=2))
     (one,) = replicas.plan(MADE, wide, [], 1, None)[0]

@@ -25,7 +25,7 @@ from selfspec_cli.record import folder
 from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, driver, joblib, submitit, supervise, units
+from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, supervise, units
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -164,6 +164,7 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
     points = folder.read(results)[0]
     local = planning.plan(asked("local", results))
     assert {point.key for point in points} == {planned.key for planned in local.points}
+    assert len(list((results / "logs").glob("*.log"))) == 2 + lost
     assert [int(file.read_text()) for file in place.glob("pid-*")] == [os.nice(0)] * (2 + lost)
     assert done(place) == Counter(
         {"baseline None": 2 + lost} | {f"layer_skip {n}": 1 + (lost and n == 4) for n in LAYERS}
@@ -173,6 +174,30 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
         if point.id not in bases:  # compared with the baseline of its own worker
             assert bases[point.compared_with.baseline].run_id == point.run_id
     assert run(asked(kind, results)).skipped == len(LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "had"), [("cuda", ["0", "1"]), ("cpu", ["0,1", "2,3"])])
+def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(lab, monkeypatch, device, had):
+    results, place = lab
+    (place / "together").touch()
+    monkeypatch.setattr(joblib.machine, "gpus", lambda: [("GPU-a", "NVIDIA H100"), ("GPU-b", "NVIDIA H100")])
+    cfgs = asked("submitit", results)
+    for cfg in cfgs:
+        cfg.engine = replace(cfg.engine, device=device)
+    assert run(cfgs).exit_code == 0
+    assert sorted(file.read_text() for file in place.glob("has-*")) == had
+
+
+def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
+    monkeypatch.setattr(ray, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
+    cfg = asked("ray", layers=(2,), address="auto")[0]
+    cfg.engine = replace(cfg.engine, device="cuda")
+    assert ray.workers(cfg) == 2
+    cfg.model = replace(cfg.model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"a worker takes 2 GPU\(s\) of one node, and no node .* more than 1"):
+        ray.workers(cfg)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ the gateway.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import shutil
@@ -61,11 +62,14 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
     """What a command says of replicas: how many, the router that is named, and all other words.
 
     Raises:
-        ConfigError: no number of replicas.
+        ConfigError: no number of replicas, or one of the two words is misspelt.
     """
     own = {name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
            for name in ("replicas", "router")}  # fmt: skip
     others = [word for word in words if word.partition("=")[0] not in own]
+    for name in (word.partition("=")[0] for word in others):
+        if difflib.get_close_matches(name, own, cutoff=0.8):  # the settings of a model know nothing of these two
+            raise ConfigError(closest(name, own, "key", further=" and the settings of a run"))
     text = (own["replicas"] or ["1"])[-1]
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"replicas={text}: allowed: a whole number, at least 1")

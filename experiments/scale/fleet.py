@@ -232,7 +232,16 @@ def keeps(servers: Sequence[Server], rate: float, limits: dict[str, float]) -> b
 
 
 def needed(server: Server, rate: float, limits: dict[str, float]) -> int:
-    """The fewest replicas that keep the limits at a rate, found by doubling and bisection."""
+    """The fewest replicas that keep the limits at a rate, found by doubling and bisection.
+
+    Raises:
+        ValueError: a request alone on a server does not keep them.
+    """
+    alone = {"token": server.token(1), "first": server.first(0)}
+    for name, limit in limits.items():
+        if limit < alone[name]:
+            raise ValueError(f"--{name} {1000 * limit:g}: no number of servers keeps it; {server.name} takes "
+                             f"{1000 * alone[name]:.2f} ms for a request alone; allowed: that or more")  # fmt: skip
     high = 1
     while not keeps([server] * high, rate, limits):
         high *= 2
@@ -304,7 +313,12 @@ def main() -> None:
     if asked.what == "check":
         rows = check(run)
     elif asked.what == "day":
-        rows = day(run, asked.peak, {"token": asked.token / 1000, "first": asked.first / 1000})
+        if not asked.peak > 0:
+            words.error(f"--peak {asked.peak:g}: allowed: more than 0")
+        try:
+            rows = day(run, asked.peak, {"token": asked.token / 1000, "first": asked.first / 1000})
+        except ValueError as error:
+            words.error(str(error))
     else:
         rows = mixed(run)
     for row in rows:

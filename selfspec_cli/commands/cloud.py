@@ -15,15 +15,23 @@ from selfspec_cli.config.paths import data_dir
 from selfspec_cli.config.schema import ConfigError, RunConfig
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-ELSEWHERE = ("launcher", "launcher.", "results_dir=")  # the job has its own
+ELSEWHERE = ("launcher=", "launcher.kind=", "launcher.bucket=", "results_dir=")  # the job has its own
+HANDED_ON = ("--retry-failed", "--max-hours")
+"""Options of `selfspec sweep` that mean the same on the machine that is found, also after it was taken away."""
 
 
-def command(cfg: RunConfig, words: Sequence[str]) -> list[str]:
-    """What is given to SkyPilot for `selfspec sweep` with these words.
+def command(cfg: RunConfig, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """What is given to SkyPilot for `selfspec sweep` with these words and options, such as "--max-hours=2".
 
     Raises:
-        ConfigError: there is no bucket for the results.
+        ConfigError: there is no bucket for the results, or an option cannot be handed on.
     """
+    for option in options:
+        if option.partition("=")[0] not in HANDED_ON:
+            raise ConfigError(
+                f"launcher=sky: {option} cannot be handed on, because a job is begun again on another machine; "
+                f"allowed: settings, {', '.join(HANDED_ON)}"
+            )
     bucket = cfg.launcher.bucket
     if bucket is None:
         raise ConfigError(
@@ -31,7 +39,7 @@ def command(cfg: RunConfig, words: Sequence[str]) -> list[str]:
             "name that nobody has: launcher.bucket=NAME"
         )
     kept = [word for word in words if not word.startswith(ELSEWHERE)]
-    given = [f"SELFSPEC_BUCKET={bucket}", f"SELFSPEC_WORDS={shlex.join(kept)}"]
+    given = [f"SELFSPEC_BUCKET={bucket}", f"SELFSPEC_WORDS={shlex.join([*kept, *options])}"]
     made = ["sky", "jobs", "launch", str(data_dir() / "infra" / "selfspec.yaml")]
     for name in given:
         made += ["--env", name]
@@ -40,13 +48,13 @@ def command(cfg: RunConfig, words: Sequence[str]) -> list[str]:
     return made
 
 
-def launch(cfg: RunConfig, words: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
+def launch(cfg: RunConfig, words: Sequence[str], options: Sequence[str], *, as_json: bool, dry_run: bool) -> None:
     """Show the command, and unless `dry_run` run it; its exit code is this command's.
 
     Raises:
         ConfigError: SkyPilot is not installed.
     """
-    made = command(cfg, words)
+    made = command(cfg, words, options)
     if as_json:
         screen.emit({"command": made})
     else:

@@ -142,7 +142,7 @@ def _sweep(
     from selfspec_cli.record.tracking import open_tracker
 
     run_id, folder = results_folder.new_run_id(), Path(planning.results_dir(runs))
-    end = None if ways.max_hours is None else time.monotonic() + 3600 * ways.max_hours
+    ends = None if ways.max_hours is None else time.time() + 3600 * ways.max_hours
     with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
         open_engine, bench = means.opened(shown, run_id)
@@ -153,7 +153,8 @@ def _sweep(
                 bench=bench,
                 progress=shown,
                 tracker=tracker,
-                go_on=lambda: end is None or time.monotonic() < end,
+                go_on=lambda: ends is None or time.time() < ends,
+                ends=ends,
                 run_id=run_id,
                 **ways.plan,
             )

@@ -39,6 +39,10 @@ def sweep(
             raise ConfigError("--again measures finished points too, --retry-failed only those that failed: give one")
         runs = configs.several(overrides, config=config)
         if runs[0].launcher.kind == "sky":
-            return cloud.launch(runs[0], overrides or [], as_json=as_json, dry_run=dry_run)
+            given = {"--config": config, "--again": again, "--retry-failed": retry_failed, "--max-hours": max_hours,
+                     "--watch": watch, "--reuse-baseline": reuse_baseline}  # fmt: skip
+            options = [name if value is True else f"{name}={value}" for name, value in given.items()
+                       if value not in (None, False)]  # fmt: skip
+            return cloud.launch(runs[0], overrides or [], options, as_json=as_json, dry_run=dry_run)
         ways = Ways(again, reuse_baseline, retry_failed, max_hours, watch)
         measure("sweep", runs, ways, as_json=as_json, dry_run=dry_run, debug=debug)

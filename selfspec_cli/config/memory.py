@@ -59,24 +59,25 @@ def needed(
     kind = DRAFT_WEIGHTS[draft_weights]
     width = _BYTES.get(str(text.get("torch_dtype", text.get("dtype", document.get("torch_dtype")))), 2)
     copies = int(weights / (8 * width) * kind.bits * drafting) if kind.copies and kind.bits else 0
-    kv = kv_token_bytes(text)
-    return Memory(weights // ranks, copies // ranks, None if kv is None else -(-kv // ranks), tokens)
+    return Memory(weights // ranks, copies // ranks, kv_token_bytes(text, ranks), tokens)
 
 
-def kv_token_bytes(text: Mapping[str, Any]) -> int | None:
-    """Bytes of keys and values that one token leaves in all layers, in 16 bits; None where config.json does not say."""
+def kv_token_bytes(text: Mapping[str, Any], ranks: int = 1) -> int | None:
+    """Bytes of keys and values that one token leaves in all layers, in 16 bits, on each of `ranks` GPUs; None where
+    config.json does not say."""
     itemsize = 2
     layers = text.get("num_hidden_layers") or text.get("n_layer") or text.get("num_layers")
     if not layers:
         return None
-    if text.get("kv_lora_rank"):  # latent attention keeps one vector a token and layer
+    if text.get("kv_lora_rank"):  # latent attention keeps one vector a token and layer, the same on every GPU
         return int(layers * (text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)) * itemsize)
     heads = text.get("num_attention_heads") or text.get("n_head")
     hidden = text.get("hidden_size") or text.get("n_embd")
     if not heads or not (hidden or text.get("head_dim")):
         return None
     size = text.get("head_dim") or hidden // heads
-    return int(2 * layers * (text.get("num_key_value_heads") or heads) * size * itemsize)
+    kept = max((text.get("num_key_value_heads") or heads) // ranks, 1)  # vLLM copies heads that are fewer than GPUs
+    return int(2 * layers * kept * size * itemsize)
 
 
 def gpu_memory(wanted: str | None) -> list[tuple[str, int]]:

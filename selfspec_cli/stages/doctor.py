@@ -167,7 +167,8 @@ def _model(cfg: RunConfig) -> Check:
 def _on_the_hub(cfg: RunConfig, place: str) -> Check:
     """Whether a model on the Hub can be had, and whether it fits; a Hub that cannot be asked hinders nothing that is in
     the cache."""
-    if model_digest.snapshot(cfg.model) is not None:
+    commit = model_digest.snapshot(cfg.model)
+    if commit is not None and pull.is_whole(cfg, commit):
         return Check("model", None, f"{place} is in the Hugging Face cache")
     try:
         found = pull.plan(cfg)
@@ -175,7 +176,7 @@ def _on_the_hub(cfg: RunConfig, place: str) -> Check:
         return Check("model", False, str(error))
     except pull.PullError as error:
         return Check("model", None, f"{place} is not in the cache, and {error}")
-    size = f"{sum(size for _, size in found.files) / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
+    size = f"{found.to_fetch / memory.GIB:.1f} GiB to download (selfspec pull model={place})"
     return Check("model", found.fits, f"{place}: {size}; {found.needs}")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from selfspec_cli.config import memory, paths
 from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.whole import written
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -61,11 +62,15 @@ def wanted(names: Sequence[str], shards: Sequence[str] | None, remote_code: bool
         remote_code: whether the model's own Python code is run.
 
     Raises:
-        ConfigError: there are no weights that vLLM reads.
+        ConfigError: there are no weights that vLLM reads, or not all that the index names.
     """
     top = [name for name in names if "/" not in name]
     if shards:
         weights = [name for name in top if name in set(shards)]
+        absent = sorted(set(shards) - set(weights))
+        if absent:
+            raise ConfigError(f"the repository is not whole: its {INDEX} names {len(absent)} file(s) that it does not "
+                              f"hold: {', '.join(absent[:3])}")  # fmt: skip
     else:
         kinds = ([name for name in top if name.endswith(kind)] for kind in WEIGHTS)
         weights = next((found for found in kinds if found), [])
@@ -118,7 +123,23 @@ def run(cfg: RunConfig, chosen: Pull) -> Path:
     check_room(chosen.to_fetch, cache_folder())
     for file, _ in chosen.missing:
         _fetch(cfg, file, chosen.commit)
-    return _fetch(cfg, "config.json", chosen.commit).parent
+    place = _fetch(cfg, next(file for file, _ in chosen.files if "/" not in file), chosen.commit).parent
+    revision = cfg.model.revision or "main"
+    if revision != chosen.commit:  # huggingface_hub, asked for a commit, leaves no note of what it is called
+        with written(place.parents[1] / "refs" / revision) as part:
+            part.write_text(chosen.commit, encoding="utf-8")
+    return place
+
+
+def is_whole(cfg: RunConfig, commit: str) -> bool:
+    """Whether the cache holds a model's weights, all that their index names: others fetch its config.json alone."""
+    config = _cached(cfg.model.path, "config.json", commit)
+    if config is None:
+        return False
+    snapshot = Path(config).parent
+    if (snapshot / INDEX).is_file():
+        return all((snapshot / file).is_file() for file in _json(snapshot / INDEX)["weight_map"].values())
+    return any(file.name.endswith(WEIGHTS) for file in snapshot.glob("*"))
 
 
 def check_room(size: int, folder: Path) -> None:

@@ -7,6 +7,7 @@ the gateway.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import shutil
@@ -61,11 +62,14 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
     """What a command says of replicas: how many, the router that is named, and all other words.
 
     Raises:
-        ConfigError: no number of replicas.
+        ConfigError: no number of replicas, or one of the two words is misspelt.
     """
     own = {name: [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
            for name in ("replicas", "router")}  # fmt: skip
     others = [word for word in words if word.partition("=")[0] not in own]
+    for name in (word.partition("=")[0] for word in others):
+        if difflib.get_close_matches(name, own, cutoff=0.8):  # the settings of a model know nothing of these two
+            raise ConfigError(closest(name, own, "key", further=" and the settings of a run"))
     text = (own["replicas"] or ["1"])[-1]
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"replicas={text}: allowed: a whole number, at least 1")
@@ -87,6 +91,8 @@ def plan(
         ConfigError: more replicas than GPUs, or no such router.
     """
     options, host, port = _address(more)
+    if not (port.isdecimal() and int(port) <= 65535):
+        raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
     places = _places(cfg, count)
     replicas = []
     for number, place in enumerate(places):
@@ -95,7 +101,14 @@ def plan(
         url = f"http://127.0.0.1:{listen[-1]}"
         replicas.append(Program(f"replica{number}", command, url, made.environment | place))
     urls = [one.url for one in replicas]
-    return replicas, Program("router", _front(urls, router, host, port), f"http://127.0.0.1:{port}")
+    return replicas, Program("router", _front(urls, router, host, port), f"http://{_reached(host)}:{port}")
+
+
+def _reached(host: str) -> str:
+    """The address at which a server that listens at `host` answers on this machine."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _address(more: Sequence[str]) -> tuple[list[str], str, str]:

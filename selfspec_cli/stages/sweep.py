@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,6 +126,7 @@ def run(
     reuse_baseline: bool = False,
     retry_failed: bool = False,
     go_on: Callable[[], bool] = lambda: True,
+    ends: float | None = None,
     run_id: str | None = None,
 ) -> SweepResult:
     """Measure every point that is not finished; each is on disk as soon as it is measured.
@@ -140,6 +141,7 @@ def run(
         reuse_baseline: compare with a baseline that an earlier command measured, where one has the right key.
         retry_failed: only points that an earlier command could not measure.
         go_on: asked before each point; once it says no, no other point is begun, and the result says how many are left.
+        ends: when that will be, in seconds since 1970, for workers of a launcher, which cannot ask.
 
     Raises:
         ConfigError: the results folder is in use, or cannot be written.
@@ -156,23 +158,39 @@ def run(
         baselines = {point.key: (point, True) for point in reused}
         context = _Run(open_engine, bench, progress, tracker or Tracker(), result, folder, baselines, go_on)
         if cfgs and cfgs[0].launcher.kind != "local":
-            driver.run(todo, cfgs[0], result.run_id, folder, save=context.save, fail=context.fail, progress=progress)
+            result.left = driver.run(
+                todo, cfgs[0], result.run_id, folder, save=context.save, fail=context.fail, progress=progress, ends=ends
+            )
         else:
             for family in todo.families:
                 _family(context, family)
-        written = {point.key for point in result.points}  # a baseline once for each worker that has arms of it
-        result.left = sum(planned.key not in written for planned in todo.points)
+            result.left = len(todo.points) - len(result.points)
     return result
 
 
 def run_unit(
-    cfgs: Sequence[RunConfig], run_id: str, *, open_engine: OpenEngine, bench: Bench, keep: Callable[[Point], Any]
+    cfgs: Sequence[RunConfig],
+    run_id: str,
+    keys: Mapping[str, str],
+    *,
+    open_engine: OpenEngine,
+    bench: Bench,
+    keep: Callable[[Point], Any],
+    go_on: Callable[[], bool],
 ) -> None:
-    """Measure configs and their baselines, and give each point to `keep` in place of a results folder."""
-    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, lambda: True, keep)
+    """Measure configs and their baselines, and give each point to `keep` in place of a results folder.
+
+    keys: by the key that this machine gives a point, the one that it is recorded under. go_on: as `run` takes it.
+    """
+
+    def renamed(points: list[Planned]) -> list[Planned]:
+        return [replace(one, key=keys.get(one.key, one.key), baseline=keys.get(one.baseline, one.baseline))
+                for one in points]  # fmt: skip
+
+    context = _Run(open_engine, bench, ignore, Tracker(), SweepResult(run_id), Path(), {}, go_on, keep)
     with interrupts.deferred():
         for family in plan(cfgs).families:
-            _family(context, family)
+            _family(context, Family(renamed(family.baselines), [renamed(group) for group in family.groups]))
 
 
 def _family(context: _Run, family: Family) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shlex
@@ -44,6 +45,19 @@ def test_the_command_hands_on_what_was_typed_and_nothing_of_the_launcher(monkeyp
     assert command[command.index("--secret") + 1] == "HF_TOKEN"  # its value stays in the environment
     assert "hf_secret" not in " ".join(command)
     assert command[-1] == "WANDB_API_KEY="
+
+
+def test_what_the_machine_that_is_found_can_use_is_handed_on_and_the_rest_is_refused():
+    runner = CliRunner()
+    more = ["launcher.price_hour=2.99", "launcher.tries=3"]
+    shown = runner.invoke(app, ["sweep", *WORDS, *more, "--max-hours", "2", "--retry-failed", "--dry-run", "--json"])
+    assert shown.exit_code == 0, shown.output
+    (words,) = [word.partition("=")[2] for word in json.loads(shown.stdout)["command"] if "SELFSPEC_WORDS=" in word]
+    assert shlex.split(words) == [*WORDS[:3], *more, "--retry-failed", "--max-hours=2.0"]
+    for option in ("--again", "--reuse-baseline", "--watch"):
+        refused = runner.invoke(app, ["sweep", *WORDS, option, "--dry-run"])
+        assert refused.exit_code == 2
+        assert f"{option} cannot be handed on" in " ".join(refused.output.split())
 
 
 def test_a_sweep_without_a_bucket_is_refused():

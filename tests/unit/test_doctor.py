@@ -104,7 +104,8 @@ def test_a_model_without_weights_cannot_run(cfg, versions, tmp_path):
 
 @pytest.mark.parametrize("fits", [True, None, False])
 def test_a_model_on_the_hub_is_said_to_fit_or_not_before_it_is_downloaded(versions, monkeypatch, fits):
-    found = pull.Pull("org/name", "0" * 40, (("model.safetensors", 3 << 30),), (), fits, "needs weights 3.0 GiB")
+    files = (("model.safetensors", 3 << 30),)
+    found = pull.Pull("org/name", "0" * 40, files, files, fits, "needs weights 3.0 GiB")
     monkeypatch.setattr(pull, "plan", lambda cfg: found)
     fine, checks = run(RunConfig(model=ModelConfig(path="org/name")))
     assert fine is (fits is not False)

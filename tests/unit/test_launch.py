@@ -20,10 +20,12 @@ from points import measured
 
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
+from selfspec_cli.progress import ignore
 from selfspec_cli.record import folder
+from selfspec_cli.record.point import to_json
 from selfspec_cli.stages import plan as planning
 from selfspec_cli.stages import sweep
-from selfspec_cli.stages.launch import devices, joblib, submitit, supervise, units
+from selfspec_cli.stages.launch import devices, driver, joblib, ray, submitit, supervise, units
 
 HERE = Path(__file__).parent
 LAYERS = (2, 3, 4, 6)
@@ -162,6 +164,7 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
     points = folder.read(results)[0]
     local = planning.plan(asked("local", results))
     assert {point.key for point in points} == {planned.key for planned in local.points}
+    assert len(list((results / "logs").glob("*.log"))) == 2 + lost
     assert [int(file.read_text()) for file in place.glob("pid-*")] == [os.nice(0)] * (2 + lost)
     assert done(place) == Counter(
         {"baseline None": 2 + lost} | {f"layer_skip {n}": 1 + (lost and n == 4) for n in LAYERS}
@@ -171,6 +174,30 @@ def test_two_workers_measure_side_by_side_what_one_would(lab, kind):
         if point.id not in bases:  # compared with the baseline of its own worker
             assert bases[point.compared_with.baseline].run_id == point.run_id
     assert run(asked(kind, results)).skipped == len(LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "had"), [("cuda", ["0", "1"]), ("cpu", ["0,1", "2,3"])])
+def test_jobs_that_are_processes_of_this_host_have_gpus_or_cores_of_their_own(lab, monkeypatch, device, had):
+    results, place = lab
+    (place / "together").touch()
+    monkeypatch.setattr(joblib.machine, "gpus", lambda: [("GPU-a", "NVIDIA H100"), ("GPU-b", "NVIDIA H100")])
+    cfgs = asked("submitit", results)
+    for cfg in cfgs:
+        cfg.engine = replace(cfg.engine, device=device)
+    assert run(cfgs).exit_code == 0
+    assert sorted(file.read_text() for file in place.glob("has-*")) == had
+
+
+def test_a_ray_cluster_that_never_has_room_is_refused(monkeypatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 64.0, "GPU": 1.0}} for _ in range(2)]
+    monkeypatch.setattr(ray, "connected", lambda cfg: SimpleNamespace(nodes=lambda: nodes))
+    cfg = asked("ray", layers=(2,), address="auto")[0]
+    cfg.engine = replace(cfg.engine, device="cuda")
+    assert ray.workers(cfg) == 2
+    cfg.model = replace(cfg.model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"a worker takes 2 GPU\(s\) of one node, and no node .* more than 1"):
+        ray.workers(cfg)
 
 
 @pytest.mark.slow
@@ -259,6 +286,106 @@ def test_points_that_jobs_left_behind_are_taken_in(lab):
     assert "1 point(s) that jobs of an earlier command had measured" in result.warnings[0]
     assert file.exists()
     assert submitit.collect(results) == []
+
+
+@pytest.mark.slow
+def test_a_worker_with_fewer_cores_than_the_driver_measures_the_points_of_the_plan(lab, monkeypatch):
+    results, place = lab
+    monkeypatch.setattr(devices, "own_cores", lambda: sorted(os.sched_getaffinity(0))[:1])
+    here = planning.plan(asked("local", results, layers=(2, 3)))
+    if " 1 cores" in here.points[0].device:
+        pytest.skip("this machine has one core")
+    result = run(asked("joblib", results, layers=(2, 3)))
+    assert {point.device.rpartition(",")[2] for point in result.points} == {" 1 cores"}
+    assert result.left == 0
+    assert {point.key for point in result.points} == {planned.key for planned in here.points}
+    assert run(asked("joblib", results, layers=(2, 3))).skipped == 2
+    assert set(done(place).values()) == {1}
+
+
+def test_a_worker_names_a_point_as_the_plan_does_only_where_it_is_the_same_point(monkeypatch):
+    def document_on(device, **changed):
+        monkeypatch.setattr(units.machine, "device", lambda cfg: device)
+        (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1)
+        return units.description(unit, "RUN") | changed, [planned.cfg for planned in unit.points]
+
+    def same(there, here, **changed):
+        document, cfgs = document_on(there, **changed)
+        monkeypatch.setattr(units.machine, "device", lambda cfg: here)
+        found = units.keys_of(document, cfgs)
+        assert sorted(found.values()) in ([], sorted(planned["key"] for planned in document["points"]))
+        return bool(found)
+
+    assert same("no GPU", "2x NVIDIA H100")  # a login node
+    assert same("EPYC, 64 cores", "EPYC, 2 cores")
+    assert not same("EPYC, 64 cores", "Xeon, 2 cores")
+    assert not same("NVIDIA A100", "NVIDIA H100")
+    assert not same("no GPU", "NVIDIA H100", versions={"vllm": "0.1"})
+
+
+@pytest.mark.slow
+def test_workers_begin_no_point_after_the_end(lab):
+    results, place = lab
+    assert run(asked("joblib", results), ends=time.time() - 1).left == 1 + len(LAYERS)
+    assert not (place / "measured").exists()
+    (unit,) = units.cut(planning.plan(asked(layers=(2,))).families, 1, ends=time.time() - 1)
+    assert list(supervise.points_of(units.description(unit, "RUN"), {})) == [supervise.Ended(0)]
+
+
+def test_a_death_is_counted_against_the_point_that_the_worker_had_in_hand(tmp_path, monkeypatch):
+    """Although another worker has measured the same baseline."""
+    cfgs = [replace(cfg, engine=replace(cfg.engine, max_num_seqs=8), workload=replace(cfg.workload, batch=batch))
+            for cfg in asked(layers=(2, 3), place=tmp_path, workers=2) for batch in (1, 2)]  # fmt: skip
+    failed = []
+
+    def launch(given, cfg, run_id, log):
+        for unit in given:
+            spooled = []
+            worker = [one.cfg for one in unit.points]
+            engine = SimpleNamespace(set_gate=lambda *words: None)
+            sweep.run_unit(worker, run_id + unit.name, {}, open_engine=lambda cfg, engine=engine: nullcontext(engine),
+                           bench=lambda *words: measured(100.0, 101.0, 99.0), keep=spooled.append,
+                           go_on=lambda: True)  # fmt: skip
+            dies = unit.name.startswith("u1") and unit.points[1].is_baseline  # at its second baseline, each time
+            for point in spooled[: 1 if dies else None]:
+                yield unit, to_json(point)
+            yield unit, supervise.Ended(-9 if dies else 0)
+
+    monkeypatch.setitem(driver.LAUNCHERS, "joblib", SimpleNamespace(workers=lambda cfg: 2, launch=launch))
+    plan = planning.plan(cfgs)
+    left = driver.run(plan, cfgs[0], "RUN", tmp_path, save=lambda point: None,
+                      fail=lambda planned, error: failed.append(planned.cfg), progress=ignore)  # fmt: skip
+    assert left == 0
+    assert [cfg.workload.batch for cfg in failed] == [2]
+
+
+def test_a_unit_that_wants_more_gpus_than_there_are_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    cfgs = asked(layers=(2, 3), place=tmp_path)
+    for cfg, ranks in zip(cfgs, (1, 2), strict=True):
+        cfg.engine, cfg.model = replace(cfg.engine, device="cuda"), replace(cfg.model, tensor_parallel_size=ranks)
+    monkeypatch.setattr(joblib.machine, "visible_gpus", lambda: ["NVIDIA H100"])
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2, and 1 GPUs can be seen"):
+        run(cfgs)
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
+    results, place = lab
+    monkeypatch.setenv("FAKE_SECONDS", "30")
+
+    def press():
+        while not list(place.glob("pid-*")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    user = threading.Thread(target=press)
+    user.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(asked("joblib", results))
+    user.join()
+    assert not list(place.glob("ended-*"))
+    for file in place.glob("pid-*"):
+        assert not Path(f"/proc/{file.name.removeprefix('pid-')}").exists()
 
 
 def test_baselines_of_earlier_commands_are_refused(tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from hub_server import COMMIT, Hub, served
 
 from selfspec_cli.config import memory
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.stages import pull
+from selfspec_cli.config.model_digest import snapshot
+from selfspec_cli.config.schema import ConfigError, ModelConfig, RunConfig
+from selfspec_cli.stages import doctor, pull
 
 CONFIG = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
           "torch_dtype": "bfloat16", "max_position_embeddings": 1024}  # fmt: skip
@@ -158,6 +159,38 @@ def test_what_a_model_takes_of_a_gpu():
     assert memory.needed(CONFIG, 1000, "shared", 1.0, None).copies == 0
     assert memory.kv_token_bytes({"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}) == 2 * 576 * 2
     assert memory.kv_token_bytes({"hidden_size": 64}) is None
+
+
+def test_keys_and_values_that_cannot_be_divided_are_kept_by_every_gpu():
+    assert memory.kv_token_bytes(CONFIG, 4) == 2 * 4 * 1 * 16 * 2  # two heads on four GPUs: each has one
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert memory.kv_token_bytes(latent, 8) == memory.kv_token_bytes(latent)
+
+
+def test_weights_that_the_index_names_and_the_repository_lacks_are_named():
+    with pytest.raises(ConfigError, match=r"names 1 file\(s\) that it does not hold: gone.safetensors"):
+        pull.wanted(["a.safetensors"], ["a.safetensors", "gone.safetensors"], False)
+
+
+@pytest.mark.slow
+def test_what_was_pulled_is_found_without_a_network_and_what_was_not_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = ModelConfig(path="org/tiny")
+    with served(Hub(FILES)) as hub:
+        at = "model=org/tiny", f"model.revision={COMMIT}"
+        assert selfspec(hub, tmp_path, *at, "--dry-run").returncode == 0  # it fetches config.json
+        assert not pull.is_whole(RunConfig(model=model), COMMIT)
+        assert selfspec(hub, tmp_path).returncode == 0
+    assert snapshot(model) == COMMIT
+    assert pull.is_whole(RunConfig(model=model), COMMIT)
+    assert doctor._model(RunConfig(model=model)).detail == "org/tiny is in the Hugging Face cache"
+
+
+@pytest.mark.slow
+def test_a_model_without_a_config_json_is_fetched(tmp_path):
+    with served(Hub({"params.json": b"{}", "consolidated.safetensors": b"weights"})) as hub:
+        done = selfspec(hub, tmp_path)
+        assert done.returncode == 0, done.stderr.read()
 
 
 def test_the_verdict_compares_with_the_smallest_gpu():

@@ -43,6 +43,9 @@ def host(monkeypatch):
 def test_words_about_replicas_are_not_settings_of_a_model():
     assert replicas.asked(["layer=3", "replicas=2", "router=gateway", "k=4"]) == (2, "gateway", ["layer=3", "k=4"])
     assert replicas.asked(["layer=3"]) == (1, None, ["layer=3"])
+    assert replicas.asked(["repeats=3", "runner=v2"])[2] == ["repeats=3", "runner=v2"]
+    with pytest.raises(ConfigError, match=r"key 'replica' is not known; .*did you mean 'replicas'"):
+        replicas.asked(["replica=2"])
     for words, message in ((["replicas=two"], "replicas=two: allowed: a whole number"), (["replicas=0"], "at least 1"),
                         (["router=gateway"], "give replicas=2")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
@@ -61,6 +64,24 @@ def test_each_replica_has_gpus_of_its_own_and_the_front_the_address_that_was_ask
     assert "host=0.0.0.0" in front.command
     assert "port=81" in front.command
     assert [word.partition("url=")[2] for word in front.command if ".url=" in word] == [one.url for one in servers]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:81"),
+        ("127.0.0.2", "http://127.0.0.2:81"),
+        ("fd00::1", "http://[fd00::1]:81"),
+    ],
+)
+def test_the_front_is_asked_at_the_address_at_which_it_listens(host, url):
+    assert replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1].url == url
+
+
+@pytest.mark.parametrize("port", ["abc", "70000", ""])
+def test_a_port_that_there_is_not_is_refused_before_anything_starts(port):
+    with pytest.raises(ConfigError, match=f"-- --port {port}: allowed: a whole number from 0 to 65535"):
+        replicas.plan(MADE, CPU, ["--port", port], 2, None)
 
 
 def test_a_replica_takes_as_many_gpus_as_its_model_is_divided_among():

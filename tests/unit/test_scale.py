@@ -62,6 +62,19 @@ def test_least_time_prefers_the_faster_server_until_it_is_loaded(fleet):
     assert choose([slow_one, fast_one], None) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--token", "0.5"], "--token 0.5: no number of servers"), (["--peak", "0"], "--peak 0: allowed")],
+)
+def test_limits_that_no_fleet_keeps_are_bad_input(fleet, monkeypatch, capsys, words, said):
+    monkeypatch.setattr("sys.argv", ["fleet.py", "day", *words])
+    monkeypatch.setattr(fleet, "keeps", lambda servers, *_: pytest.fail(f"{len(servers)} servers were tried"))
+    with pytest.raises(SystemExit) as ended:
+        fleet.main()
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_rate_of_a_day_is_greatest_in_the_afternoon(fleet):
     rates = [fleet.day_rate(hour, 400.0) for hour in range(24)]
     assert max(rates) == pytest.approx(400.0) == rates[16]

@@ -6,6 +6,7 @@ one that died had not measured. A point on which workers die `launcher.tries` ti
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from selfspec_cli import interrupts
-from selfspec_cli.config.schema import ConfigError, RunConfig
+from selfspec_cli.config.schema import ConfigError, RunConfig, to_plain
 from selfspec_cli.progress import Progress
 from selfspec_cli.record.point import Point, from_json
 from selfspec_cli.stages.launch import joblib, ray, submitit
@@ -46,17 +47,51 @@ def run(
     save: Callable[[Point], None],
     fail: Callable[[Planned, Exception], None],
     progress: Progress,
-) -> None:
-    """Measure a plan on the workers of `cfg.launcher`.
+    ends: float | None = None,
+) -> int:
+    """Measure a plan on the workers of `cfg.launcher`; how many of its points were not begun.
 
     Args:
         run_id: of the command; a unit's is this and its name, so that points of two units never have one name.
         folder: of results; workers write their logs into it.
         save: writes a point. fail: writes down that one could not be measured.
+        ends: see `Unit`.
 
     Raises:
         ConfigError: the launcher cannot be used here, or the plan reuses baselines, which ran on one GPU.
     """
+    launcher = _launcher(plan, cfg)
+    units = cut(plan.families, launcher.workers(cfg), ends)
+    finished: set[str] = set()
+    deaths: Counter[str] = Counter()
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    for number in range(len(plan.points) * cfg.launcher.tries + 1):
+        if not units or (ends is not None and time.time() >= ends):
+            break
+        left: list[Unit] = []
+        waiting = {unit.name: list(unit.points) for unit in units}  # the first of them is in hand
+        for unit in units:
+            progress.measuring(unit.points[0])
+        with closing(launcher.launch(units, cfg, run_id, lambda unit: str(logs / f"{run_id}-{unit.name}.log"))) as came:
+            for unit, item in came:
+                interrupts.check()
+                if not isinstance(item, Ended):
+                    point = from_json(item)
+                    save(point)
+                    finished |= _taken_off(waiting[unit.name], point)
+                    for following in waiting[unit.name][:1]:
+                        progress.measuring(following)
+                elif item.code:
+                    for victim in waiting[unit.name][:1]:
+                        _died(unit, victim, item, deaths, cfg.launcher.tries, finished, fail)
+                    again = rest(unit, finished, f"{unit.name}r{number}")
+                    left += [again] if again is not None else []
+        units = left
+    return sum(planned.key not in finished for planned in plan.points)
+
+
+def _launcher(plan: Plan, cfg: RunConfig) -> Launcher:
     if plan.reused:
         raise ConfigError(
             f"--reuse-baseline with launcher={cfg.launcher.kind}: a point is compared with a baseline of the same GPU, "
@@ -66,37 +101,19 @@ def run(
     if launcher is None:
         raise ConfigError(f"launcher={cfg.launcher.kind}: it is for selfspec sweep alone; allowed here: local, "
                           f"{', '.join(LAUNCHERS)}")  # fmt: skip
-    units = cut(plan.families, launcher.workers(cfg))
-    planned = {one.key: one for one in plan.points}
-    finished: set[str] = set()
-    deaths: Counter[str] = Counter()
-    logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    for number in range(len(plan.points) * cfg.launcher.tries + 1):
-        if not units:
-            return
-        left: list[Unit] = []
-        running: dict[str, Planned] = {unit.name: unit.points[0] for unit in units}
-        for one in running.values():
-            progress.measuring(one)
-        with closing(launcher.launch(units, cfg, run_id, lambda unit: str(logs / f"{run_id}-{unit.name}.log"))) as came:
-            for unit, item in came:
-                interrupts.check()
-                if not isinstance(item, Ended):
-                    point = from_json(item)
-                    save(point)
-                    finished.add(point.key)
-                    following = next((one for one in unit.points if one.key not in finished), None)
-                    if following is not None:
-                        running[unit.name] = following
-                        progress.measuring(following)
-                    continue
-                if item.code == 0:
-                    continue
-                _died(unit, running[unit.name], item, deaths, cfg.launcher.tries, finished, fail, planned)
-                again = rest(unit, finished, f"{unit.name}r{number}")
-                left += [again] if again is not None else []
-        units = left
+    for one in {planned.cfg.model.tensor_parallel_size: planned.cfg for planned in plan.points}.values():
+        launcher.workers(one)  # raises for a model that is divided among more GPUs than there are
+    return launcher
+
+
+def _taken_off(waiting: list[Planned], point: Point) -> set[str]:
+    """Take the point that has come off those that a worker was given; its key in the plan. By its settings, because
+    the worker's machine may give it another key."""
+    came = next((one for one in waiting if to_plain(one.cfg) == point.config), None)
+    if came is None:
+        return set()
+    waiting.remove(came)
+    return {came.key}
 
 
 def _died(
@@ -107,7 +124,6 @@ def _died(
     tries: int,
     finished: set[str],
     fail: Callable[[Planned, Exception], None],
-    planned: dict[str, Planned],
 ) -> None:
     """Count a dead worker against the point that it had in hand; after `tries` of them the point has failed, and with a
     baseline all that would be compared with it."""
@@ -117,5 +133,5 @@ def _died(
     lost = [victim, *(one for one in unit.points if victim.is_baseline and one.baseline == victim.key)]
     for one in {one.key: one for one in lost}.values():
         if one.key not in finished:
-            fail(planned.get(one.key, one), RuntimeError(str(ended)))
+            fail(one, RuntimeError(str(ended)))
             finished.add(one.key)

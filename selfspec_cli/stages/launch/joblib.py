@@ -22,7 +22,7 @@ def workers(cfg: RunConfig) -> int:
     """How many units this host can measure at once."""
     asked = cfg.launcher.workers
     if device_of(cfg) == "cpu":
-        room = len(_pairs())
+        room = len(idle_pairs())
     else:
         room = len(machine.visible_gpus()) // cfg.model.tensor_parallel_size
         if not room:
@@ -31,7 +31,8 @@ def workers(cfg: RunConfig) -> int:
     return room if asked is None else min(asked, room)
 
 
-def _pairs() -> list[list[int]]:
+def idle_pairs() -> list[list[int]]:
+    """The cores of this process in pairs, as many as are idle."""
     return devices.free_pairs(devices.own_cores(), os.getloadavg()[0])
 
 
@@ -44,24 +45,23 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     from joblib import Parallel, delayed
 
     on_cpu = device_of(cfg) == "cpu"
-    pairs = _pairs()
+    pairs = idle_pairs()
     gpus = devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
     pool = devices.Devices(range(len(pairs) if on_cpu else len(gpus)))
     sent: queue.Queue[Sent] = queue.Queue()
     stop = Event()
 
     def one(unit: Unit) -> None:
-        with pool.taken(1 if on_cpu else unit.gpus) as mine:
-            environment = _cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
-            if stop.is_set():
-                return
-            try:
-                for item in points_of(description(unit, f"{run_id}{unit.name}"), environment, log(unit)):
+        try:
+            with pool.taken(1 if on_cpu else unit.gpus) as mine:
+                if stop.is_set():
+                    return
+                environment = of_cores(pairs[mine[0]]) if on_cpu else devices.of_gpus([gpus[number] for number in mine])
+                # Between two points a supervisor has nothing to send, so it is asked to stop and not passed by.
+                for item in points_of(description(unit, f"{run_id}{unit.name}"), environment, log(unit), stop.is_set):
                     sent.put((unit, item))
-                    if stop.is_set():
-                        return  # the iterator's end kills the worker
-            except Exception as error:  # of the supervisor itself, such as a full disk
-                sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
+        except Exception as error:  # of the supervisor itself, such as a full disk
+            sent.put((unit, Ended(1, f"{type(error).__name__}: {error}")))
 
     running = Thread(
         target=lambda: Parallel(n_jobs=workers(cfg), backend="threading")(delayed(one)(unit) for unit in units),
@@ -84,5 +84,6 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
         running.join()
 
 
-def _cores(cores: list[int]) -> dict[str, str]:
+def of_cores(cores: Sequence[object]) -> dict[str, str]:
+    """Environment variables of a worker that has these cores."""
     return {devices.CORES: ",".join(map(str, cores)), "OMP_NUM_THREADS": str(len(cores))}

@@ -41,16 +41,24 @@ def connected(cfg: RunConfig) -> Any:
 
 def _processors(cfg: RunConfig) -> int:
     """Processors of this host that a local cluster is given: Ray starts a Python process for each, before any task."""
-    return len(devices.own_cores()) if device_of(cfg) == "cpu" else joblib.workers(cfg)
+    return max(len(devices.own_cores()), devices.A_WORKER) if device_of(cfg) == "cpu" else joblib.workers(cfg)
 
 
 def workers(cfg: RunConfig) -> int:
-    """How many units the cluster can measure at once."""
+    """How many units the cluster can measure at once.
+
+    Raises:
+        ConfigError: no node of the cluster has what one worker takes; Ray would wait for such a node for ever.
+    """
     if cfg.launcher.address is None:
         return joblib.workers(cfg)
-    have = connected(cfg).cluster_resources()
-    room = int(have.get("CPU", 0)) // devices.A_WORKER if device_of(cfg) == "cpu" else int(have.get("GPU", 0))
-    room = max(room // (1 if device_of(cfg) == "cpu" else cfg.model.tensor_parallel_size), 1)
+    on_cpu = device_of(cfg) == "cpu"
+    name, each = ("CPU", devices.A_WORKER) if on_cpu else ("GPU", cfg.model.tensor_parallel_size)
+    nodes = [int(node["Resources"].get(name, 0)) for node in connected(cfg).nodes() if node["Alive"]]
+    room = sum(have // each for have in nodes)
+    if not room:
+        raise ConfigError(f"launcher.address={cfg.launcher.address}: a worker takes {each} {name}(s) of one node, and "
+                          f"no node of this Ray cluster has more than {max(nodes, default=0)}")  # fmt: skip
     return room if cfg.launcher.workers is None else min(cfg.launcher.workers, room)
 
 
@@ -59,12 +67,12 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
     ray = connected(cfg)
     on_cpu = device_of(cfg) == "cpu"
 
-    def streamed(document: dict[str, Any]) -> Iterator[str | Ended]:
+    def streamed(document: dict[str, Any], log: str | None) -> Iterator[str | Ended]:
         own: dict[str, str] = {}
         if not on_cpu:  # as under joblib; Ray limits a task to the one thread of the one CPU that it asks for
             own = devices.of_gpus(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
             os.environ.pop("OMP_NUM_THREADS", None)
-        yield from points_of(document, own)
+        yield from points_of(document, own, log)
 
     remote = ray.remote(streamed)
     count = workers(cfg)
@@ -75,7 +83,8 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
                 unit = waiting.pop(0)
                 need = {"num_cpus": devices.A_WORKER} if on_cpu else {"num_cpus": 1, "num_gpus": unit.gpus}
                 task = remote.options(num_returns="streaming", max_retries=0, **need)
-                streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"))
+                place = log(unit) if cfg.launcher.address is None else None  # another node may not see that folder
+                streams[unit.name] = unit, task.remote(description(unit, f"{run_id}{unit.name}"), place)
             interrupts.check()
             ready, _ = ray.wait([stream for _, stream in streams.values()], num_returns=1, timeout=0.5)
             for name, (unit, stream) in list(streams.items()):

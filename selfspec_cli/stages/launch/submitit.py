@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli import interrupts
+from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.record import folder
@@ -54,16 +55,19 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
         timeout_min=cfg.launcher.minutes, cpus_per_task=devices.A_WORKER if on_cpu else 8,
         **({"slurm_partition": cfg.launcher.partition} if cfg.launcher.partition else {}),
     )  # fmt: skip
+    free, count = _free(cfg), workers(cfg)  # once: the load of this host's own workers would lessen it
     waiting, running = list(units), dict[str, tuple[Unit, Path, Any]]()
+    held: dict[str, list[str]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < workers(cfg):
+            while waiting and len(running) < count and (free is None or len(free) >= _needs(waiting[0], on_cpu)):
                 unit = waiting.pop(0)
+                held[unit.name] = [free.pop(0) for _ in range(_needs(unit, on_cpu))] if free is not None else []
                 spool = place / f"spool-{unit.name}"
                 spool.mkdir(parents=True)
                 if not on_cpu:
                     executor.update_parameters(gpus_per_node=unit.gpus)
-                environment = {"OMP_NUM_THREADS": str(devices.A_WORKER)} if on_cpu else {}
+                environment = _environment(held[unit.name], on_cpu)
                 words = (description(unit, f"{run_id}{unit.name}"), str(spool), environment, log(unit))
                 running[unit.name] = unit, spool, executor.submit(job, *words)
             for name, (unit, spool, submitted) in list(running.items()):
@@ -73,12 +77,34 @@ def launch(units: Sequence[Unit], cfg: RunConfig, run_id: str, log: Callable[[Un
                     file.unlink()
                 if done:
                     del running[name]
+                    if free is not None:
+                        free += held.pop(name)
                     yield unit, _end(submitted)
             interrupts.check()
             time.sleep(POLL)
     finally:
         for _, _, submitted in running.values():
             submitted.cancel()
+
+
+def _free(cfg: RunConfig) -> list[str] | None:
+    """The GPUs of this host, or its idle pairs of cores, where jobs are processes of it, because submitit gives the
+    first GPU to each of them. None where Slurm says what a job has."""
+    if cfg.launcher.cluster != "local":
+        return None
+    if device_of(cfg) == "cpu":
+        return [",".join(map(str, pair)) for pair in joblib.idle_pairs()]
+    return devices.gpu_numbers(os.environ.get("CUDA_VISIBLE_DEVICES"), len(machine.gpus()))
+
+
+def _needs(unit: Unit, on_cpu: bool) -> int:
+    return 1 if on_cpu else unit.gpus
+
+
+def _environment(held: list[str], on_cpu: bool) -> dict[str, str]:
+    if held:
+        return joblib.of_cores(held[0].split(",")) if on_cpu else devices.of_gpus(held)
+    return {"OMP_NUM_THREADS": str(devices.A_WORKER)} if on_cpu else {}
 
 
 def _end(submitted: Any) -> Ended:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,10 @@ class Ended:
 
 
 def points_of(
-    document: dict[str, Any], environment: Mapping[str, str], log: str | None = None
+    document: dict[str, Any],
+    environment: Mapping[str, str],
+    log: str | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str | Ended]:
     """Run a worker -> each point as JSON, as soon as it is measured, and how the worker ended, last.
 
@@ -44,6 +47,7 @@ def points_of(
     Args:
         document: `units.description` of a unit. environment: variables on top of this process's own.
         log: file to which the worker's output is appended; a temporary one if None.
+        stopped: asked while the worker runs; once it says yes, the worker is killed.
     """
     with tempfile.TemporaryDirectory(prefix="selfspec-unit-") as place:
         spool = Path(place)
@@ -56,7 +60,7 @@ def points_of(
                 start_new_session=True,
             )  # fmt: skip
         try:
-            while process.poll() is None:
+            while process.poll() is None and not stopped():
                 yield from _taken(spool)
                 time.sleep(POLL)
             yield from _taken(spool)

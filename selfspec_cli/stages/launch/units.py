@@ -8,11 +8,13 @@ more units than there are workers for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from selfspec_cli.config.schema import to_plain
+from selfspec_cli.config import machine
+from selfspec_cli.config.keys import Keys
+from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.stages.plan import Family, Planned
 
 ENDS = ".point.json"
@@ -21,10 +23,15 @@ ENDS = ".point.json"
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker measures, in this order. name: of its folder and log, unique in a command."""
+    """What one worker measures, in this order.
+
+    name: of its folder and log, unique in a command. ends: no point is begun later, in seconds since 1970, because a
+    worker on another machine has a monotonic clock of its own.
+    """
 
     name: str
     points: tuple[Planned, ...]
+    ends: float | None = None
 
     @property
     def gpus(self) -> int:
@@ -34,10 +41,34 @@ class Unit:
 
 def description(unit: Unit, run_id: str) -> dict[str, Any]:
     """A unit as JSON: all that a worker on another machine has to know."""
-    return {"run_id": run_id, "points": [to_plain(planned.cfg) for planned in unit.points]}
+    points = [
+        {"config": to_plain(one.cfg), "key": one.key, "device": one.device, "digests": one.digests}
+        for one in unit.points
+    ]
+    return {"run_id": run_id, "ends": unit.ends, "versions": _deciding(machine.versions()), "points": points}
 
 
-def cut(families: Sequence[Family], workers: int) -> list[Unit]:
+def keys_of(document: Mapping[str, Any], cfgs: Sequence[RunConfig]) -> dict[str, str]:
+    """By the key that a worker's own machine gives a point: the plan's key, where both mean the same point.
+
+    They differ by the device alone where a worker has fewer cores of the driver's processor, and where the driver has
+    no GPU, as on a cluster's login node. Under its own key the point would be measured again by the next command.
+    """
+    keys, found = Keys(), {}
+    same_versions = document["versions"] == _deciding(machine.versions())
+    for cfg, planned in zip(cfgs, document["points"], strict=True):
+        here, there = keys.device(cfg), planned["device"]
+        like = there == machine.describe([]) or here.rpartition(",")[0] == there.rpartition(",")[0] != ""
+        if same_versions and like and keys.digests(cfg) == planned["digests"]:
+            found[keys.run(cfg)] = planned["key"]
+    return found
+
+
+def _deciding(versions: Mapping[str, str]) -> dict[str, str]:
+    return {name: version for name, version in versions.items() if name in machine.DECISIVE}
+
+
+def cut(families: Sequence[Family], workers: int, ends: float | None = None) -> list[Unit]:
     """Units for `workers` workers, the largest first, so that the last ones to end are small.
 
     A family gets as many units as it has a share of all engines, and at least one. Its groups of points are dealt out,
@@ -52,7 +83,7 @@ def cut(families: Sequence[Family], workers: int) -> list[Unit]:
             min(piles, key=lambda pile: sum(map(len, pile))).append(group)
         made += [tuple(point for group in [family.baselines, *pile] for point in group) for pile in piles]
     ordered = sorted(filter(None, made), key=len, reverse=True)
-    return [Unit(f"u{number}", points) for number, points in enumerate(ordered)]
+    return [Unit(f"u{number}", points, ends) for number, points in enumerate(ordered)]
 
 
 def rest(unit: Unit, finished: set[str], name: str) -> Unit | None:
@@ -64,4 +95,4 @@ def rest(unit: Unit, finished: set[str], name: str) -> Unit | None:
     needed = {planned.baseline for planned in candidates}
     baselines = [planned for planned in unit.points if planned.is_baseline]
     points = [planned for planned in baselines if planned.key in needed or planned.key not in finished]
-    return Unit(name, (*points, *candidates)) if points or candidates else None
+    return replace(unit, name=name, points=(*points, *candidates)) if points or candidates else None

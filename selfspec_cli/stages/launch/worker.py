@@ -21,7 +21,7 @@ from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.record import point as points
 from selfspec_cli.record.point import Point
 from selfspec_cli.stages.launch.devices import CORES
-from selfspec_cli.stages.launch.units import ENDS
+from selfspec_cli.stages.launch.units import ENDS, keys_of
 
 
 def main(words: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     with suppress(OSError):  # cores that this machine does not have
         if os.environ.get(CORES):
             os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
-    measure([_config(plain, Path(spool)) for plain in document["points"]], document["run_id"], Path(spool))
+    measure([_config(planned["config"], Path(spool)) for planned in document["points"]], document, Path(spool))
     return 0
 
 
@@ -43,8 +43,8 @@ def _end_with(parent: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def measure(cfgs: Sequence[RunConfig], run_id: str, spool: Path) -> None:
-    """Measure every config, the baselines first, and spool each point."""
+def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) -> None:
+    """Measure every config of a unit, the baselines first, and spool each point."""
     from selfspec_cli.engine.live import open_engine
     from selfspec_cli.stages import bench, sweep
 
@@ -54,7 +54,10 @@ def measure(cfgs: Sequence[RunConfig], run_id: str, spool: Path) -> None:
         part.write_text(points.to_json(point), encoding="utf-8")
         part.rename(target)
 
-    sweep.run_unit(cfgs, run_id, open_engine=open_engine, bench=bench.run, keep=keep)
+    sweep.run_unit(
+        cfgs, document["run_id"], keys_of(document, cfgs), open_engine=open_engine, bench=bench.run, keep=keep,
+        go_on=lambda: document["ends"] is None or time.time() < document["ends"],
+    )  # fmt: skip
 
 
 def _config(plain: dict[str, Any], spool: Path) -> RunConfig:

@@ -1,8 +1,8 @@
 """Read by Python as it starts, where a test puts this folder on PYTHONPATH: workers get engines that are made up.
 
-FAKE_WORKER names a folder. A worker leaves its pid and its niceness in it when it measures. `die-N` in it kills the
-worker that measures layer N, once; `die-always-N` each time; `together` makes workers wait until two of them have
-measured something.
+FAKE_WORKER names a folder. A worker leaves its pid, its niceness and its GPUs or cores in it when it measures, and
+`ended-PID` when it has. `die-N` in it kills the worker that measures layer N, once; `die-always-N` each time;
+`together` makes workers wait until two of them have measured something.
 """
 
 import os
@@ -20,6 +20,8 @@ def bench(cfg, engine, progress):
     from points import measured
 
     (PLACE / f"pid-{os.getpid()}").write_text(str(os.nice(0)))
+    has = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("SELFSPEC_CORES", "")
+    (PLACE / f"has-{os.getpid()}").write_text(has)
     with (PLACE / "measured").open("a") as log:
         log.write(f"{cfg.method} {cfg.layer}\n")
     if (PLACE / f"die-always-{cfg.layer}").exists():
@@ -31,6 +33,7 @@ def bench(cfg, engine, progress):
     while (PLACE / "together").exists() and len(list(PLACE.glob("pid-*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+    (PLACE / f"ended-{os.getpid()}").touch()
     return measured(*((100.0, 101.0, 99.0) if cfg.method == "baseline" else (150.0, 151.0, 149.0)))
 
 

@@ -52,6 +52,14 @@ class Ways:
         return {name: getattr(self, name) for name in ("again", "reuse_baseline", "retry_failed")}
 
 
+def why_left(ways: Ways, left: int) -> str:
+    """Why so many points have no row, and what becomes of them."""
+    said = f"{left} point(s) did not come back from the workers that measured them"
+    if ways.max_hours is not None:
+        said = f"--max-hours {ways.max_hours:g} is over, and {left} point(s) were not begun"
+    return f"{said}; {ROWS_KEPT if ways.again else GOES_ON}"
+
+
 @dataclass(frozen=True)
 class Means:
     """What arms are measured on, engines in this process or servers.
@@ -106,8 +114,7 @@ def measure(
     counts = {"measured": len(result.points) - failed, "skipped": result.skipped, "failed": failed}
     if result.left:
         counts["left"] = result.left
-        warn([f"--max-hours {ways.max_hours:g} is over, and {result.left} point(s) were not begun; "
-              + (ROWS_KEPT if ways.again else GOES_ON)])  # fmt: skip
+        warn([why_left(ways, result.left)])
     summary = folder / results_folder.SUMMARY
     if as_json:
         drafting = {
@@ -123,7 +130,7 @@ def measure(
         table.show(_with_baselines(folder, wanted), Console())
         say(", ".join(f"{count} {what}" for what, count in counts.items()) + f"; rows in {summary}")
         say(f"page: {page}") if page is not None else None
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(result.exit_code or int(result.left > 0 and ways.max_hours is None))
 
 
 def _with_baselines(folder: Path, keys: set[str]) -> list[Record]:

@@ -52,7 +52,7 @@ class SweepResult:
     points: list[Point] = field(default_factory=list)
     skipped: int = 0
     bad_input: int = 0  # points that failed because of what the user asked for
-    left: int = 0  # points that there was no time for
+    left: int = 0  # points that there was no time for, or that no worker gave back
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -76,7 +76,7 @@ def test_a_dry_run_shows_the_command_and_a_machine_without_sky_says_how_to_get_i
     assert "pipx install 'skypilot[aws]'" in " ".join(refused.output.split())
 
 
-def test_the_task_is_what_the_sprint_wrote_down():
+def test_the_task_has_a_spot_machine_a_bucket_secrets_and_autostop():
     machine = TASK["resources"]
     assert machine["use_spot"] is True
     assert machine["accelerators"] == "H100:1"

@@ -17,7 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 from points import measured
+from typer.testing import CliRunner
 
+from selfspec_cli.commands import measuring
+from selfspec_cli.commands.app import app
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.schema import ConfigError, LauncherConfig, LauncherKind, Method, ModelConfig, RunConfig
 from selfspec_cli.progress import ignore
@@ -417,3 +420,14 @@ def test_more_gpus_than_there_are_is_bad_input(monkeypatch):
 def test_how_a_worker_ended_is_said_in_words():
     assert str(supervise.Ended(-9)) == "its worker was ended by SIGKILL"
     assert str(supervise.Ended(1, "CUDA error")) == "its worker exited with 1: CUDA error"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [([], 1, "did not come back from the workers"), (["--max-hours", "2"], 0, "--max-hours 2 is over")],
+)
+def test_points_without_a_row_are_said_and_fail_a_sweep_that_had_no_limit(tmp_path, monkeypatch, options, code, said):
+    monkeypatch.setattr(measuring, "_sweep", lambda *_: (sweep.SweepResult("RUN", left=2), []))
+    shown = CliRunner().invoke(app, ["sweep", "layer=3", "k=4", f"results_dir={tmp_path}", *options])
+    assert shown.exit_code == code, shown.output
+    assert said in " ".join(shown.output.split())

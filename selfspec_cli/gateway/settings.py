@@ -27,7 +27,7 @@ class BackendSettings:
     )
     replicas: list[str] = knob(factory=list, help="of `pool`: addresses of the servers behind the router")
     prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
-    model: str | None = knob(None, help="the name of the model there", unset="the first that /v1/models names")
+    model: str | None = knob(None, help="the one model there that clients get", unset="all that /v1/models names")
     serves: list[str] = knob(factory=list, help="names of models that clients may use for it, besides its own")
     weights: str | None = knob(
         None, help="backends with equal weights continue each other's streams", unset="the model's name, and the kind"

@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+from aiohttp import web
 from fake import Fake, answer
 from running import running
 
@@ -34,6 +35,25 @@ async def test_answers_come_through_whole_and_in_parts(tmp_path):
         assert chat.events[0]["choices"][0]["delta"]["role"] == "assistant"
         status, found, _ = await on.post({"model": "toy", "input": "x"}, "/v1/embeddings")
         assert found["data"][0]["embedding"] == [0.5]
+
+
+class Two(Fake):
+    """A server with a model and an adapter of it."""
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "toy"}, {"id": "adapter"}]})
+
+
+async def test_of_several_models_of_a_server_a_client_gets_the_one_it_names(tmp_path):
+    async with running(
+        [Two("a"), Two("b")], tmp_path, backends={"a": {"serves": ["alias"]}, "b": {"model": "toy"}}
+    ) as on:
+        for name, got in (("toy", "toy"), ("adapter", "adapter"), ("alias", "toy"), ("auto", "toy")):
+            assert (await on.post(PROMPT | {"model": name}))[0] == 200
+            assert on.fakes["a"].asked[-1]["model"] == got
+        on.gateway.replicas[0].draining = True  # what is left is a backend whose model is set: it has no other
+        assert (await on.post(PROMPT | {"model": "adapter"}))[0] == 503
+        assert (await on.post(PROMPT | {"model": "toy"}))[0] == 200
 
 
 async def test_what_the_gateway_does_not_know_is_handed_on(tmp_path):

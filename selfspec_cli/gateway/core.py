@@ -164,7 +164,8 @@ class Gateway:
             self._done(out, tenant)
 
     async def _read(self, path: str, receive: Receive, headers: dict[str, str], tenant: Tenant) -> Asked:
-        raw = await read_body(receive, int(self.settings.limits.body_mib * 2**20))
+        limits = self.settings.limits
+        raw = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
         asked = requests.read(path, raw, headers)
         asked.tenant = tenant.name
         if asked.prompt_chars:

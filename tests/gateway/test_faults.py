@@ -13,6 +13,7 @@ from aiohttp import web
 from fake import Fake, answer
 from running import QUICK, running
 
+from selfspec_cli.gateway.client import Client, watch
 from selfspec_cli.gateway.settings import LimitSettings
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 30, "temperature": 0}
@@ -246,6 +247,32 @@ async def test_a_client_that_does_not_read_is_left_after_a_while(tmp_path):
             assert (await on.stream(PROMPT | {"max_tokens": 1500})).text == answer("once upon", 1500)
         row = next(row for row in await on.rows() if row["status"] == 499)
         assert "read nothing" in row["error"]
+
+
+@pytest.mark.parametrize("send", ["part", "last", "end"])
+async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(send):
+    never = asyncio.Event()
+
+    async def full(message):
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    client = Client(full, {})
+    sending = asyncio.ensure_future(getattr(client, send)(b"x"))
+    assert "read nothing" in await watch(never.wait, client, sending, 0.2)
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+
+async def test_a_client_that_stops_in_the_middle_of_its_request_holds_no_place(tmp_path):
+    async with running([Fake("a")], tmp_path, limits=replace(QUICK, unread_seconds=0.3)) as on:
+        reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to its end: the connection is closed
+        assert head.startswith(b"HTTP/1.1 408")
+        assert json.loads(body)["error"]["message"] == "nothing of the body came for 0.3 s"
+        assert on.gateway.inside == 0
+        writer.close()
 
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path):

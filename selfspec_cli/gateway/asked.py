@@ -58,9 +58,17 @@ class Asked:
         return bool(self.body.get("stream"))
 
     @property
+    def answers(self) -> int:
+        """Choices that the answer will have."""
+        several, prompt = self.body.get("n"), self.body.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
+        return prompts * (several if isinstance(several, int) and several > 0 else 1)
+
+    @property
     def most_tokens(self) -> int | None:
         """Limit of the answer that the client set."""
-        limit = self.body.get("max_completion_tokens", self.body.get("max_tokens"))
+        limit = self.body.get("max_completion_tokens")
+        limit = self.body.get("max_tokens") if limit is None else limit
         return limit if isinstance(limit, int) and limit > 0 else None
 
     @property

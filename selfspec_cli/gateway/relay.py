@@ -29,7 +29,8 @@ DRAIN_SECONDS = 0.5  # for the end of an answer, behind its last event
 
 @dataclass
 class Relay:
-    """What is known of an answer while it is sent. last: when the newest token came."""
+    """What is known of an answer while it is sent. last: when the newest token came. ends: choices that have ended.
+    counted: whether the tokens of what the backend of now does are known. tokens_before: those of other backends."""
 
     gateway: Gateway
     asked: Asked
@@ -40,7 +41,9 @@ class Relay:
     first: float | None = None
     first_of_rest: float | None = None
     last: float | None = None
+    ends: int = 0
     finished: bool = False
+    counted: bool = False
     rest: continuation.Rest | None = None
     headers: dict[str, str] = field(default_factory=dict)
     tokens_before: int = 0
@@ -208,10 +211,22 @@ class Relay:
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
+        try:
+            made = await self._events(replica, number, began, response)
+        except BrokenStream:
+            if not self.finished:
+                raise
+            made = []  # the client has the whole answer: only what follows it is missing
+        await self._finish(made)
+        if not response.ended:  # then the connection can be used again
+            with suppress(OSError):
+                await response.read(DRAIN_SECONDS)
+
+    async def _events(self, replica: Replica, number: int, began: float, response: Any) -> list[bytes]:
+        """Send what comes up to [DONE]; returns what came with that, which is still to be sent."""
         frames, done = Frames(), False
-        made: list[bytes] = []
         async for part in self.gateway.upstream.parts(response):
-            made = []
+            made: list[bytes] = []
             broken: BrokenStream | None = None
             try:
                 done = self._take(frames.feed(part), made)
@@ -233,13 +248,8 @@ class Relay:
             if broken is not None:
                 raise broken
             if done:
-                break
-        if not done and not self.finished:
-            raise BrokenStream("the stream ended before the answer did")
-        await self._finish(made if done else [])
-        if not response.ended:  # then the connection can be used again
-            with suppress(OSError):
-                await response.read(DRAIN_SECONDS)
+                return made
+        raise BrokenStream("the stream ended before the answer did")
 
     def _take(self, found: list[bytes], made: list[bytes]) -> bool:
         """Put events as the client gets them into `made`; whether the last one of the answer was among them.
@@ -261,8 +271,8 @@ class Relay:
         """An event as the client gets it; None for one that it does not get."""
         if events.is_usage(event):
             return self._usage(event)
-        if events.is_finish(event):
-            self.finished = True
+        self.ends += events.finishes(event)
+        self.finished = self.ends >= self.asked.answers
         if self.rest is None:
             return self.kept.take(event)
         if self.way == continuation.IDS:

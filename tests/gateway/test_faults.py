@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from fake import Fake, answer
+from fake import Fake, answer, warms
 from running import QUICK, running
 
 from selfspec_cli.gateway.client import Client, watch
@@ -48,6 +48,32 @@ async def test_a_stream_survives_and_the_client_gets_the_very_text_once(tmp_path
             text = (await on.get("/metrics"))[1]
             assert 'selfspec_gateway_streams_continued_total{backend="good"} 1.0' in text
             assert "selfspec_gateway_stream_lost_seconds_total 0.0\n" not in text
+
+
+class EndsBadly(Fake):
+    """Its connection breaks behind the event that says why the answer has ended, before the usage."""
+
+    async def send(self, response, body, *given, finish=None, **more):
+        await super().send(response, body, *given, finish=finish and "stop", **more)
+        if finish and not warms(body):
+            response._req.transport.abort()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_that_has_ended_is_not_continued(tmp_path, path):
+    async with running([EndsBadly("a"), Fake("b")], tmp_path) as on:
+        body = {name: value for name, value in PATHS[path].items() if name != "max_tokens"}
+        stream = await on.stream(body, path)
+        assert stream.text == answer("once upon", 20)
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "stop"
+        assert on.fakes["b"].asked == []
+        (row,) = await on.rows()
+        assert (row["status"], row["tokens"], row["survived"]) == (200, 20, 0)
+
+
+async def test_of_several_answers_all_have_to_end(tmp_path):
+    async with running([EndsBadly("a"), Fake("b")], tmp_path) as on:
+        assert "error" in (await on.stream(PROMPT | {"n": 2})).events[-1]
 
 
 async def test_it_survives_twice(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 from fake import Fake
 from running import running
 
-from selfspec_cli.gateway import events
+from selfspec_cli.gateway import asked as requests
+from selfspec_cli.gateway import continuation, events
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
 from selfspec_cli.gateway.limits import Bucket
@@ -20,6 +21,29 @@ from selfspec_cli.gateway.timing import FEW, MOST_LATE, Late, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+
+# ---- continuations ---------------------------------------------------------------------------------------------------
+
+
+def chat(*parts, **more):
+    body = {"model": "toy", "messages": [{"role": "user", "content": list(parts)}], "stream": True, **more}
+    return requests.read(requests.CHAT, json.dumps(body).encode(), {})
+
+
+def test_a_chat_with_a_picture_is_not_continued_by_token_ids():
+    """The ids say only where the picture stood."""
+    text, picture = {"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "data:x"}}
+    assert continuation.way(chat(text), vllm=True) == continuation.IDS
+    assert continuation.way(chat(text, picture), vllm=True) == continuation.NOT
+    assert continuation.way(chat(text, picture, temperature=0), vllm=True) == continuation.AGAIN
+
+
+def test_a_limit_that_is_null_is_none():
+    text = {"type": "text", "text": "x"}
+    assert chat(text, max_tokens=7, max_completion_tokens=None).most_tokens == 7
+    assert chat(text, max_tokens=7, max_completion_tokens=5).most_tokens == 5
+    assert chat(text).most_tokens is None
+
 
 # ---- class batch -----------------------------------------------------------------------------------------------------
 

@@ -190,9 +190,7 @@ class Gateway:
             out.waited = time.monotonic() - asked.began
         choice = self._route(asked, out)
         out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"
-        expected = choice.expected or choice.order[0].predict(asked)
-        if expected is not None:
-            out.expected_ttft, out.expected_tpot = expected.ttft, expected.tpot
+        out.expect(choice.expected or choice.order[0].predict(asked))
         relay = Relay(self, asked, out, client, sure=choice.sure)
         if asked.stream and self.settings.survive:
             relay.way = continuation.way(asked, choice.order[0].vllm)

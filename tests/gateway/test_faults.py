@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import socket
@@ -14,7 +15,8 @@ from fake import Fake, answer, warms
 from running import QUICK, running
 
 from selfspec_cli.gateway.client import Client, watch
-from selfspec_cli.gateway.settings import LimitSettings
+from selfspec_cli.gateway.settings import KeySettings, LimitSettings
+from selfspec_cli.gateway.timing import FEW
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 30, "temperature": 0}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once upon"}], "max_tokens": 30, "temperature": 0}
@@ -187,6 +189,67 @@ async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path
         assert on.fakes["a"].aborted == 2
         assert len(on.gateway.replicas[0].flights) == 0
         assert sorted(row["status"] for row in await on.rows()) == [200, 499, 499]
+
+
+PRICES = {"price_in": 1e6, "price_out": 1e6}  # a token costs one
+LETTERS_OF_PROMPT = len(PROMPT["prompt"])
+
+
+async def test_tokens_that_a_client_left_behind_are_counted_and_cost(tmp_path):
+    """Otherwise nobody who hangs up before the end would ever reach tokens_per_minute."""
+    key = KeySettings(name="ann", sha256=hashlib.sha256(b"k").hexdigest(), tokens_per_minute=1000)
+    async with running([Fake("a", step=0.01)], tmp_path, keys=[key], backends={"a": PRICES}) as on:
+        body, mine = PROMPT | {"max_tokens": 500, "stream": True}, {"Authorization": "Bearer k"}
+        async with on.session.post(on.url + "/v1/completions", json=body, headers=mine) as response:
+            for _ in range(20):
+                await response.content.readuntil(b"\n\n")
+        (row,) = await on.rows()
+        assert row["status"] == 499
+        assert (row["prompt_tokens"], 15 < row["tokens"] < 500) == (LETTERS_OF_PROMPT, True)
+        assert row["cost"] == LETTERS_OF_PROMPT + row["tokens"]
+        assert on.gateway.keys.tenant("Bearer k").tokens.level == 1000 - row["cost"]
+
+
+async def test_each_backend_of_a_stream_is_paid_for_what_it_did(tmp_path):
+    dear = {name: 10 * price for name, price in PRICES.items()}
+    async with running([Fake("a", die_after=7), Fake("b")], tmp_path, backends={"a": PRICES, "b": dear}) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+        (row,) = await on.rows()
+        assert (row["prompt_tokens"], row["tokens"]) == (LETTERS_OF_PROMPT, 30)
+        assert row["cost"] == (LETTERS_OF_PROMPT + 7) + 10 * (LETTERS_OF_PROMPT + 7 + 23)
+
+
+@pytest.mark.parametrize("refuse", [400, 503])
+async def test_a_dear_backend_that_does_not_answer_costs_nothing_and_the_cheap_answer_is_taken(tmp_path, refuse):
+    backends = {"cheap": {"price_out": 1e6}, "dear": {"price_out": 1e7}}
+    fakes = [Fake("cheap", unsure=-3.0), Fake("dear")]
+    async with running(fakes, tmp_path, policy="cascade", backends=backends) as on:
+        fakes[1].refuse = refuse
+        status, found, headers = await on.post(PROMPT | {"prompt": "hard"})
+        assert (status, headers["x-selfspec-backend"]) == (200, "cheap")
+        assert found["choices"][0]["text"] == answer("hard", 30)
+        assert (await on.rows())[0]["cost"] == 30
+
+
+async def test_what_is_expected_is_that_of_the_backend_that_answers(tmp_path):
+    async with running([Fake("a"), Fake("b", first=0.2)], tmp_path) as on:
+        for _ in range(FEW + 3):
+            await on.stream(PROMPT | {"selfspec": {"backend": "b"}})
+        on.fakes["a"].refuse = 500
+        await on.stream(PROMPT)
+        row = (await on.rows())[-1]
+        assert (row["route"], row["tried"]) == ("b", ["a"])
+        assert row["expected_ttft_ms"] > 100
+
+
+async def test_a_server_that_prefills_and_answers_garbage_is_one_that_failed(tmp_path):
+    prefill = Fake("prefill", whole_garbage=b"<html>")
+    await prefill.start()
+    kinds, backends = {"a": "split"}, {"a": {"prefill": prefill.url}}
+    async with running([Fake("a"), Fake("b")], tmp_path, kinds=kinds, backends=backends) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        assert (await on.rows())[0]["tried"] == ["a"]
+    await prefill.stop()
 
 
 async def test_a_slow_client_gets_everything_and_holds_up_nobody(tmp_path):

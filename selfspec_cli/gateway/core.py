@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.gateway import asked as requests
 from selfspec_cli.gateway import continuation
 from selfspec_cli.gateway.asked import Asked
@@ -84,11 +84,11 @@ class Gateway:
     def _check_model(self, asked: Asked) -> None:
         if not any(one.takes(asked.model) for one in self.replicas):
             known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
-            raise GatewayError(f"model {asked.model!r} is not known; allowed: {', '.join(known) or 'none yet'}", 404,
-                               "invalid_request_error", param="model")  # fmt: skip
+            problem = closest(asked.model, known or ("none yet",), "model")
+            raise GatewayError(problem, 404, "invalid_request_error", param="model")
         names = [one.name for one in self.replicas]
         if asked.backend is not None and asked.backend not in names:
-            raise bad_request(f"backend {asked.backend!r} is not known; allowed: {', '.join(names)}", "backend")
+            raise bad_request(closest(asked.backend, names, "backend"), "backend")
 
     def _route(self, asked: Asked, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""

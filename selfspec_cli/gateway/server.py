@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import uvicorn
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.asked import ENDPOINTS
 from selfspec_cli.gateway.caching import Caching
-from selfspec_cli.gateway.client import Receive, Scope, Send
+from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.judging import judge
 from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.ports import AnswerCache
@@ -53,15 +54,32 @@ def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
     """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface."""
-    surface = control(gateway)
+    surface, limits = control(gateway), gateway.settings.limits
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in ENDPOINTS:
             await gateway(scope, receive, send)
         elif scope["type"] == "http":
-            await surface(scope, receive, send)
+            try:
+                body = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
+            except GatewayError as error:
+                await Client(send, {}).fail(error)
+            except Vanished:
+                pass
+            else:
+                await surface(scope, _after(body, receive), send)
 
     return app
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """What comes of a request whose body has been read: the body, and then the rest."""
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 @asynccontextmanager
@@ -69,9 +87,12 @@ async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterato
     """A gateway with its client, its log, and its backends, for as long as the block lasts."""
     folder = Path(gateway.settings.results_dir) / FOLDER
 
+    judges = [one for one in gateway.replicas if one.name == gateway.settings.cache.judge]
+
     def looked() -> None:
         gateway.batch.look()
-        gateway.caching.settle()
+        if any(one.available() and one.idle() for one in judges):  # otherwise answers wait on
+            gateway.caching.settle()
 
     supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
     gateway.log.open()

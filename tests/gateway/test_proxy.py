@@ -82,14 +82,26 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             ({**PROMPT, "selfspec": {"policy": "round_robbin"}}, "did you mean 'round_robin'"),
             ({**PROMPT, "selfspec": {"class": "bulk"}}, "interactive, batch"),
             ({**PROMPT, "selfspec": 7}, "JSON object"),
-            ({**PROMPT, "selfspec": {"backend": "b"}}, "allowed: a"),
+            ({**PROMPT, "selfspec": {"backend": "b"}}, "backend 'b' is not known; allowed: a"),
+            ({**PROMPT, "selfspec": {"priority": "nan"}}, "priority='nan': a whole number is needed"),
+            ({**PROMPT, "selfspec": {"priority": 1.5}}, "priority=1.5: a whole number"),
+            ({**PROMPT, "selfspec": {"priority": True}}, "priority=True: a whole number"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "inf"}}, "deadline_ms='inf': a number from 0 to 86400000"),
+            ({**PROMPT, "selfspec": {"deadline_ms": -1}}, "deadline_ms=-1: a number from 0"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "soon"}}, "deadline_ms='soon': a number"),
+            ({**PROMPT, "stream": True, "stream_options": [1]}, "stream_options=[1]: a JSON object"),
+            ({**PROMPT, "vllm_xargs": "k=2"}, "vllm_xargs='k=2': a JSON object"),
+            (b'{"model": "toy", "prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "cannot be handed on"),
         ):
             status, found, _ = await on.post(body)
             assert status == 400, body
             assert word in found["error"]["message"]
-        status, found, _ = await on.post({**PROMPT, "model": "other"})
+        status, found, _ = await on.post({**PROMPT, "model": "tyo"})
         assert status == 404
-        assert "allowed: toy" in found["error"]["message"]
+        assert found["error"]["message"] == "model 'tyo' is not known; allowed: toy; did you mean 'toy'?"
+        for path, said in (("b/drain", "backend 'b' is not known; allowed: a"), ("a/drian", "did you mean 'drain'?")):
+            status, found, _ = await on.post({}, f"/gateway/backends/{path}")
+            assert (status, said in found["error"]["message"]) == (404, True)
         status, text = await on.get("/v1/nothing")
         assert status == 404
         assert "error" in json.loads(text)
@@ -102,6 +114,9 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
         status, found, _ = await on.post({**PROMPT, "prompt": "x" * 200_000})
         assert status == 413
         assert "0.01 MiB" in found["error"]["message"]
+        long = {"quality": 1, "entry": "x" * 200_000}
+        status, found, _ = await on.post(long, "/gateway/feedback", **{"Content-Type": "application/json"})
+        assert (status, "0.01 MiB" in found["error"]["message"]) == (413, True)
         status, _, _ = await on.post(PROMPT)
         assert status == 200
 
@@ -186,7 +201,7 @@ async def test_the_control_surface(tmp_path):
         ("POST", "/gateway/feedback", b"{", 400, "JSON", None),
         ("POST", "/gateway/feedback", b"", 400, "body: ", None),
         ("POST", "/gateway/feedback", b'{"request_id": "no", "quality": 1}', 404, "'no' is not known", None),
-        ("POST", "/gateway/backends/a/stop", None, 404, "drain or resume", None),
+        ("POST", "/gateway/backends/a/stop", None, 404, "drain, resume", None),
         ("DELETE", "/gateway/cache/1", None, 404, "no cache is configured", None),
         ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError: no settings", None),
     ],

@@ -10,8 +10,7 @@ from typing import Any
 
 import orjson
 
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.backends.base import BackendKind, need_url
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
 from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.settings import BackendSettings
 
@@ -22,9 +21,9 @@ _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs"
 
 def check(settings: BackendSettings) -> None:
     """Raises ConfigError where one of the two addresses is missing."""
-    need_url(settings)
-    if settings.prefill is None or not settings.prefill.startswith(("http://", "https://")):
-        raise ConfigError(f"backend {settings.name}: prefill={settings.prefill!r}: write http://HOST:PORT")
+    check_use(settings, "prefill")
+    need_address(settings, "url", settings.url)
+    need_address(settings, "prefill", settings.prefill)
 
 
 async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:

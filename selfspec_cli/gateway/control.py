@@ -108,6 +108,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
+        gateway.telemetry.queue.labels("batch").set(len(gateway.batch.waiting))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")

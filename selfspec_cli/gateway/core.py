@@ -52,7 +52,7 @@ class Gateway:
         self.tracing = Tracing(settings.tracing)
         self.keys = Keys(settings.keys)
         self.ledger = Ledger()
-        self.batch = Batch(settings.batch, self.candidates)
+        self.batch = Batch(settings.batch, self._wanted)
         self.choosers: dict[str, Chooser] = {}
         self.draining = False
         self.inside = 0
@@ -66,6 +66,10 @@ class Gateway:
     def candidates(self, asked: Asked) -> list[Replica]:
         """Backends that serve the model of a request and take requests now."""
         return [one for one in self.replicas if one.takes(asked.model) and one.available()]
+
+    def _wanted(self, asked: Asked) -> list[Replica]:
+        """Those of them that the client would have."""
+        return [one for one in self.candidates(asked) if asked.backend in (None, one.name)]
 
     def chooser(self, name: str) -> Chooser:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
@@ -92,9 +96,7 @@ class Gateway:
 
     def _route(self, asked: Asked, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        found = self.candidates(asked)
-        if asked.backend is not None:
-            found = [one for one in found if one.name == asked.backend]
+        found = self._wanted(asked)
         if not found:
             raise GatewayError("no backend takes requests for this model now", 503, "service_unavailable",
                                backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
@@ -184,9 +186,7 @@ class Gateway:
         if not out.plain and await self.caching.answered(asked, out, client):
             return
         if asked.kind == "batch":
-            self.telemetry.queue.labels("batch").set(len(self.batch.waiting) + 1)
             reason = await self.batch.wait(asked)
-            self.telemetry.queue.labels("batch").set(len(self.batch.waiting))
             out.waited = time.monotonic() - asked.began
         choice = self._route(asked, out)
         out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
@@ -112,6 +113,14 @@ class _Server(uvicorn.Server):
     """uvicorn's, which tells the gateway when it is asked to end, so that no new request is begun."""
 
     gateway: Gateway
+    say: Say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; says where it listens once it does, with the port that it got."""
+        await super().startup(sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self.say(f"listening on http://{self.gateway.settings.host}:{port}/v1")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,8 +140,8 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-def server(gateway: Gateway) -> uvicorn.Server:
-    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings."""
+def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
+    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings. say: where it listens."""
     settings = gateway.settings
     config = uvicorn.Config(
         application(gateway),
@@ -151,7 +160,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
         proxy_headers=False,
     )
     found = _Server(config)
-    found.gateway = gateway
+    found.gateway, found.say = gateway, say
     return found
 
 
@@ -167,8 +176,7 @@ def serve(settings: GatewaySettings, say: Say) -> None:
         async with opened(gateway, say):
             gc.collect()
             gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
-            say(f"listening on http://{settings.host}:{settings.port}/v1")
-            await server(gateway).serve()
+            await server(gateway, say).serve()
 
     import uvloop
 

@@ -177,6 +177,16 @@ async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
         assert (await on.get("/health"))[0] == 503
 
 
+async def test_a_gateway_whose_backends_are_full_is_healthy(tmp_path):
+    async with running([Fake("a", step=0.05)], tmp_path, backends={"a": {"at_once": 1}}) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT))
+        await until(lambda: on.fakes["a"].running == 1)
+        async with on.session.get(on.url + "/health") as response:
+            assert (response.status, (await response.json())["backends"]) == (200, ["a"])
+        assert (await on.post(PROMPT))[0] == 503
+        assert (await busy)[0] == 200
+
+
 async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path) as on:
         other = asyncio.ensure_future(on.stream(PROMPT | {"max_tokens": 15}))

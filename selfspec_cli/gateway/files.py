@@ -7,6 +7,7 @@ import re
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -76,6 +77,11 @@ def check(settings: GatewaySettings) -> None:
         from selfspec_cli.gateway.cache import options_from
 
         options_from(settings.cache.options)
+    if settings.cache.kind == "meaning":
+        from selfspec_cli.gateway.cache import embedding
+
+        if missing := [name for name in embedding.NEEDED if find_spec(name) is None]:
+            raise ConfigError(f"cache.kind=meaning: {', '.join(missing)} is missing: pip install 'selfspec[meaning]'")
     for place, key in enumerate(settings.keys):
         if not key.name or (key.env is None) == (key.sha256 is None):
             raise ConfigError(f"keys.{place}: give a name, and either env or sha256")

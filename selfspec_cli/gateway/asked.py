@@ -18,8 +18,10 @@ ENDPOINTS = (CHAT, COMPLETIONS, EMBEDDINGS)
 CLASSES = ("interactive", "batch")
 CACHE_WISHES = ("none", "exact", "meaning")
 OWN = "selfspec"  # of the body: what is meant for the gateway
+OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
 WISH_HEADERS = {f"x-selfspec-{name.replace('_', '-')}": name for name in WISHES}
+LONGEST_WAIT = 86_400_000  # milliseconds: a day
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
 
@@ -58,9 +60,17 @@ class Asked:
         return bool(self.body.get("stream"))
 
     @property
+    def answers(self) -> int:
+        """Choices that the answer will have."""
+        several, prompt = self.body.get("n"), self.body.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
+        return prompts * (several if isinstance(several, int) and several > 0 else 1)
+
+    @property
     def most_tokens(self) -> int | None:
         """Limit of the answer that the client set."""
-        limit = self.body.get("max_completion_tokens", self.body.get("max_tokens"))
+        limit = self.body.get("max_completion_tokens")
+        limit = self.body.get("max_tokens") if limit is None else limit
         return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
@@ -81,6 +91,13 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
         raise bad_request(f"model={body['model']!r}: a name is needed", "model")
     if not isinstance(body.get("stream") or False, bool):
         raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
+    for name in OBJECTS:
+        if not isinstance(body.get(name) or {}, dict):
+            raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
+    try:
+        orjson.dumps(body)
+    except TypeError as error:  # lists in lists in lists: more of them can be read than written
+        raise bad_request(f"the body cannot be handed on: {error}") from error
     needed = {CHAT: "messages", COMPLETIONS: "prompt", EMBEDDINGS: "input"}[endpoint]
     if needed not in body and not (endpoint == COMPLETIONS and "prompt_embeds" in body):
         raise bad_request(f"{needed} is missing", needed)
@@ -112,9 +129,9 @@ def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
         elif name == "cache":
             asked.cache = _word(value, CACHE_WISHES, name)
         elif name == "priority":
-            asked.priority = int(_number(value, name))
+            asked.priority = _whole(value, name)
         elif name == "deadline_ms":
-            asked.deadline = asked.began + max(0.0, _number(value, name)) / 1000
+            asked.deadline = asked.began + _milliseconds(value, name) / 1000
         else:
             setattr(asked, name, str(value))
 
@@ -125,11 +142,21 @@ def _word(value: Any, allowed: tuple[str, ...], name: str) -> str:
     return str(value)
 
 
-def _number(value: Any, name: str) -> float:
+def _whole(value: Any, name: str) -> int:
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise bad_request(f"{name}={value!r}: a number is needed", name) from error
+        return int(str(value))
+    except ValueError as error:
+        raise bad_request(f"{name}={value!r}: a whole number is needed", name) from error
+
+
+def _milliseconds(value: Any, name: str) -> float:
+    try:
+        found = float(str(value))
+    except ValueError:
+        found = float("nan")
+    if not 0 <= found <= LONGEST_WAIT:
+        raise bad_request(f"{name}={value!r}: a number from 0 to {LONGEST_WAIT} is needed", name)
+    return found
 
 
 def _measure(asked: Asked, content: Any) -> None:

@@ -28,11 +28,13 @@ class Caching:
         self._settling: asyncio.Task[None] | None = None
 
     def _wants(self, asked: Asked) -> Literal["none", "exact", "meaning"]:
-        """What a request may be answered by: never more than the settings allow, nor than the client wishes."""
+        """What a request may be answered by: never more than the settings allow, nor than the client wishes. Who names
+        a backend wants no other's answer."""
         order: tuple[Literal["none", "exact", "meaning"], ...] = ("none", "exact", "meaning")
         allowed = order.index(self.settings.kind if self.cache is not None else "none")
         wished = order.index(asked.cache) if asked.cache is not None else allowed
-        return "none" if asked.endpoint == EMBEDDINGS else order[min(allowed, wished)]
+        elsewhere = asked.backend is not None and asked.cache is None
+        return "none" if asked.endpoint == EMBEDDINGS or elsewhere else order[min(allowed, wished)]
 
     def _request(self, asked: Asked) -> Any:
         from selfspec_cli.gateway.cache import CacheRequest
@@ -94,8 +96,8 @@ class Caching:
             self.fault(error)
 
     def settle(self) -> None:
-        """Let answers be judged, one at a time; called when backends were looked at."""
-        if self.cache is not None and self.settings.judge is not None and self._settling is None:
+        """Let answers be judged, one at a time; called when the backend that judges idles."""
+        if self.cache is not None and self._settling is None:
             self._settling = asyncio.ensure_future(self._settle(self.cache))
 
     async def _settle(self, cache: AnswerCache) -> None:

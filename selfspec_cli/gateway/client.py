@@ -21,12 +21,18 @@ class Vanished(Exception):
     """The client closed its connection before its request was read."""
 
 
-async def read_body(receive: Receive, most: int) -> bytes:
-    """The body of a request; raises GatewayError (413) for one of more than `most` bytes, and Vanished."""
+async def read_body(receive: Receive, most: int, seconds: float) -> bytes:
+    """The body of a request; raises GatewayError for one of more than `most` bytes (413) or of which nothing came for
+    so many seconds (408), and Vanished."""
     parts: list[bytes] = []
     size = 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(seconds):
+                message = await receive()
+        except TimeoutError as error:
+            raise GatewayError(f"nothing of the body came for {seconds:g} s", 408, "invalid_request_error",
+                               headers={"connection": "close"}) from error  # fmt: skip
         if message["type"] == "http.disconnect":
             raise Vanished
         part = message.get("body", b"")
@@ -39,7 +45,7 @@ async def read_body(receive: Receive, most: int) -> bytes:
 
 
 class Client:
-    """Sends the answer. waits_since: monotonic seconds, while the client has no room for a part of a stream.
+    """Sends the answer. waits_since: monotonic seconds, while the client has no room for a part of it.
     kept: what was sent, where it is to be kept and is not too long; else None."""
 
     def __init__(self, send: Send, headers: dict[str, str]) -> None:
@@ -59,16 +65,12 @@ class Client:
         """Send the head."""
         self.begun = True
         pairs = [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in self.headers.items()]
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *pairs]}
-        )
+        await self._out({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *pairs]})
 
     async def part(self, data: bytes) -> None:
         """Send a part of a stream; returns when the client has room for more."""
         await self._part(data)
-        self.waits_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self.waits_since = None
+        await self._out({"type": "http.response.body", "body": data, "more_body": True})
 
     async def last(self, data: bytes) -> None:
         """Send the last part of a stream."""
@@ -89,7 +91,12 @@ class Client:
     async def end(self, data: bytes = b"") -> None:
         """Send the end, and what comes with it."""
         self.ended = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        await self._out({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _out(self, message: MutableMapping[str, Any]) -> None:
+        self.waits_since = time.monotonic()
+        await self._send(message)
+        self.waits_since = None
 
     async def whole(self, status: int, data: bytes, kind: bytes = JSON) -> None:
         """Send an answer in one piece."""
@@ -124,7 +131,7 @@ def watch(receive: Receive, client: Client, task: asyncio.Task[Any], unread: flo
                 since = client.waits_since
                 if since is not None and time.monotonic() - since > unread:
                     gone = f"the client read nothing for {unread:g} s"
-        if client.ended:  # a server tells of every end in that way
+        if client.ended and client.waits_since is None:  # a server tells of every end in that way
             return ""
         return gone if task.cancel(gone) else ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -157,7 +158,7 @@ class Connections:
 
     def __init__(self, connect_seconds: float) -> None:
         self.connect_seconds = connect_seconds
-        self._idle: dict[tuple[str, str, int], list[Connection]] = {}
+        self._idle: dict[tuple[str, str, int], deque[Connection]] = {}
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes, seconds: float) -> Connection:
@@ -192,7 +193,10 @@ class Connections:
             return connection.close()
         connection._parser = None
         connection.idle_since = time.monotonic()
-        self._idle.setdefault(connection.host, []).append(connection)
+        kept = self._idle.setdefault(connection.host, deque())
+        kept.append(connection)
+        while kept[0].lost is not None or connection.idle_since - kept[0].idle_since >= KEPT_SECONDS:
+            kept.popleft().close()  # after a rush the last ones are used again and again, and the first ones never
 
     def close(self) -> None:
         """Close those that nobody uses."""
@@ -203,7 +207,7 @@ class Connections:
 
     def _warm(self, where: tuple[str, str, int]) -> Connection | None:
         """The one that was used last; those that were closed meanwhile are forgotten."""
-        kept = self._idle.get(where, [])
+        kept = self._idle.get(where, ())
         while kept:
             one = kept.pop()
             if one.lost is None and time.monotonic() - one.idle_since < KEPT_SECONDS:

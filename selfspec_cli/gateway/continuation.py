@@ -39,9 +39,17 @@ def way(asked: Asked, vllm: bool) -> str:
         return NOT
     stateful = any(body.get(name) for name in _STATE)
     logged = body.get("logprobs") not in (None, False)
-    if vllm and not stateful and not (logged and asked.endpoint == CHAT) and not body.get("return_token_ids"):
+    chat = asked.endpoint == CHAT and (logged or not _only_text(body.get("messages")))
+    if vllm and not stateful and not chat and not body.get("return_token_ids"):
         return IDS
     return AGAIN if asked.greedy and not logged else NOT
+
+
+def _only_text(messages: Any) -> bool:
+    """Whether messages have no pictures or the like, of which token ids say only where they stood."""
+    contents = [one.get("content") for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
 def _one_prompt(prompt: Any) -> bool:

@@ -14,11 +14,14 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from selfspec_cli import __version__
+from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError, bad_request
 from selfspec_cli.gateway.policies import POLICIES
+from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.replica import State
 
+MOST_SAID = 200  # characters of a wrong value
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
 
 
@@ -84,7 +87,7 @@ def _errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             return _answer(bad_request(f"the body is not JSON: {first['ctx']['error']}"))
         name = ".".join(str(part) for part in first["loc"] if part != "body")
-        given = "" if first["type"] == "missing" else f"={first['input']!r}"
+        given = "" if first["type"] == "missing" else f"={first['input']!r:.{MOST_SAID}}"
         return _answer(bad_request(f"{name or 'body'}{given}: {first['msg']}", name or None))
 
 
@@ -94,8 +97,9 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """200 while a backend takes requests and the gateway does not end."""
-        up = [one.name for one in gateway.replicas if one.available()]
+        """200 while a backend takes requests and the gateway does not end. One that is full is no fault: whoever asks
+        would end a gateway in the middle of its requests."""
+        up = [one.name for one in gateway.replicas if one.sound()]
         fine = bool(up) and not gateway.draining
         return JSONResponse({"status": "ok" if fine else "unavailable", "backends": up}, 200 if fine else 503)
 
@@ -105,6 +109,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
+        gateway.telemetry.queue.labels("batch").set(len(gateway.batch.waiting))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
@@ -131,36 +136,46 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _actions(app: FastAPI, gateway: Gateway) -> None:
-    """What changes something."""
+    """What changes something. The cache is called in another thread, because its file's may be at work."""
+
+    def cache() -> AnswerCache:
+        if gateway.caching.cache is None:
+            raise GatewayError("no cache is configured: cache.kind=exact", 404, "invalid_request_error")
+        return gateway.caching.cache
 
     @app.post("/gateway/feedback")
     async def feedback(given: Feedback) -> dict[str, Any]:
         """An answer was judged: the policy `quality` and the cache learn from it."""
-        if given.entry is not None and gateway.caching.cache is not None:
-            gateway.caching.cache.feedback(given.entry, given.quality >= 0.5)
-            return {"entry": given.entry}
-        if given.request_id is None or not gateway.judged(given.request_id, given.quality):
+        if given.entry is not None:
+            known = await asyncio.to_thread(cache().feedback, given.entry, given.quality >= 0.5)
+            return _entry(given.entry, known)
+        if given.request_id is None:
+            raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
+        if not gateway.judged(given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
 
     @app.delete("/gateway/cache/{entry}")
     async def evict(entry: str) -> dict[str, Any]:
         """Forget one answer of the cache."""
-        if gateway.caching.cache is None:
-            raise GatewayError("no cache is configured: cache.kind=exact", 404, "invalid_request_error")
-        gateway.caching.cache.evict(entry)
-        return {"entry": entry}
+        return _entry(entry, await asyncio.to_thread(cache().evict, entry))
 
     @app.post("/gateway/backends/{name}/{what}")
     async def drain(name: str, what: str) -> dict[str, Any]:
         """what: drain (no new requests; those in flight end) or resume."""
-        found = [one for one in gateway.replicas if one.name == name]
-        if not found or what not in ("drain", "resume"):
-            names = ", ".join(one.name for one in gateway.replicas)
-            problem = f"{name}/{what}: allowed: one of {names}, and drain or resume"
-            raise GatewayError(problem, 404, "invalid_request_error")
-        found[0].draining = what == "drain"
-        return _shown(found[0])
+        found = {one.name: one for one in gateway.replicas}
+        for noun, word, allowed in (("backend", name, found), ("action", what, ("drain", "resume"))):
+            if word not in allowed:
+                raise GatewayError(closest(word, allowed, noun), 404, "invalid_request_error")
+        found[name].draining = what == "drain"
+        return _shown(found[name])
+
+
+def _entry(name: str, known: bool) -> dict[str, Any]:
+    """The answer about an entry of the cache; raises GatewayError (404) where there is none by that name."""
+    if not known:
+        raise GatewayError(f"entry {name[:MOST_SAID]!r} is not in the cache (any more)", 404, "invalid_request_error")
+    return {"entry": name}
 
 
 def _shown(one: Any) -> dict[str, Any]:

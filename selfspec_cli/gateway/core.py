@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, closest
 from selfspec_cli.gateway import asked as requests
 from selfspec_cli.gateway import continuation
 from selfspec_cli.gateway.asked import Asked
@@ -52,7 +52,7 @@ class Gateway:
         self.tracing = Tracing(settings.tracing)
         self.keys = Keys(settings.keys)
         self.ledger = Ledger()
-        self.batch = Batch(settings.batch, self.candidates)
+        self.batch = Batch(settings.batch, self._wanted)
         self.choosers: dict[str, Chooser] = {}
         self.draining = False
         self.inside = 0
@@ -66,6 +66,10 @@ class Gateway:
     def candidates(self, asked: Asked) -> list[Replica]:
         """Backends that serve the model of a request and take requests now."""
         return [one for one in self.replicas if one.takes(asked.model) and one.available()]
+
+    def _wanted(self, asked: Asked) -> list[Replica]:
+        """Those of them that the client would have."""
+        return [one for one in self.candidates(asked) if asked.backend in (None, one.name)]
 
     def chooser(self, name: str) -> Chooser:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
@@ -84,17 +88,15 @@ class Gateway:
     def _check_model(self, asked: Asked) -> None:
         if not any(one.takes(asked.model) for one in self.replicas):
             known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
-            raise GatewayError(f"model {asked.model!r} is not known; allowed: {', '.join(known) or 'none yet'}", 404,
-                               "invalid_request_error", param="model")  # fmt: skip
+            problem = closest(asked.model, known or ("none yet",), "model")
+            raise GatewayError(problem, 404, "invalid_request_error", param="model")
         names = [one.name for one in self.replicas]
         if asked.backend is not None and asked.backend not in names:
-            raise bad_request(f"backend {asked.backend!r} is not known; allowed: {', '.join(names)}", "backend")
+            raise bad_request(closest(asked.backend, names, "backend"), "backend")
 
     def _route(self, asked: Asked, out: Outcome) -> Choice:
         """Where a request goes; raises GatewayError (503) where nobody takes it."""
-        found = self.candidates(asked)
-        if asked.backend is not None:
-            found = [one for one in found if one.name == asked.backend]
+        found = self._wanted(asked)
         if not found:
             raise GatewayError("no backend takes requests for this model now", 503, "service_unavailable",
                                backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
@@ -164,7 +166,8 @@ class Gateway:
             self._done(out, tenant)
 
     async def _read(self, path: str, receive: Receive, headers: dict[str, str], tenant: Tenant) -> Asked:
-        raw = await read_body(receive, int(self.settings.limits.body_mib * 2**20))
+        limits = self.settings.limits
+        raw = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
         asked = requests.read(path, raw, headers)
         asked.tenant = tenant.name
         if asked.prompt_chars:
@@ -183,15 +186,11 @@ class Gateway:
         if not out.plain and await self.caching.answered(asked, out, client):
             return
         if asked.kind == "batch":
-            self.telemetry.queue.labels("batch").set(len(self.batch.waiting) + 1)
             reason = await self.batch.wait(asked)
-            self.telemetry.queue.labels("batch").set(len(self.batch.waiting))
             out.waited = time.monotonic() - asked.began
         choice = self._route(asked, out)
         out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"
-        expected = choice.expected or choice.order[0].predict(asked)
-        if expected is not None:
-            out.expected_ttft, out.expected_tpot = expected.ttft, expected.tpot
+        out.expect(choice.expected or choice.order[0].predict(asked))
         relay = Relay(self, asked, out, client, sure=choice.sure)
         if asked.stream and self.settings.survive:
             relay.way = continuation.way(asked, choice.order[0].vllm)

@@ -113,9 +113,9 @@ def is_usage(event: bytes) -> bool:
     return b'"usage"' in event and _NO_CHOICES.search(event) is not None
 
 
-def is_finish(event: bytes) -> bool:
-    """Whether it says why the answer has ended."""
-    return _FINISHED.search(event) is not None
+def finishes(event: bytes) -> int:
+    """Of how many choices it says why they have ended."""
+    return len(_FINISHED.findall(event))
 
 
 def payload(event: bytes) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -16,6 +18,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.limits import digest_of
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.base import words_for
 from selfspec_cli.gateway.settings import GatewaySettings
@@ -65,6 +68,8 @@ def check(settings: GatewaySettings) -> None:
         raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
     for policy in (settings.policy, *settings.policy_options):
         options = settings.policy_options.get(policy) or {}
+        if not isinstance(options, dict):
+            raise ConfigError(f"policy_options.{policy}={options!r}: a mapping is needed")
         POLICIES[policy].check(options)
         if options.get("backend", "") not in ("", *names):
             raise ConfigError(closest(options["backend"], names, f"policy_options.{policy}.backend"))
@@ -72,11 +77,22 @@ def check(settings: GatewaySettings) -> None:
         from selfspec_cli.gateway.cache import options_from
 
         options_from(settings.cache.options)
+    if settings.cache.kind == "meaning":
+        from selfspec_cli.gateway.cache import embedding
+
+        if missing := [name for name in embedding.NEEDED if find_spec(name) is None]:
+            raise ConfigError(f"cache.kind=meaning: {', '.join(missing)} is missing: pip install 'selfspec[meaning]'")
     for place, key in enumerate(settings.keys):
         if not key.name or (key.env is None) == (key.sha256 is None):
             raise ConfigError(f"keys.{place}: give a name, and either env or sha256")
         if key.env is not None and not os.environ.get(key.env):
             raise ConfigError(f"keys.{place}.env={key.env}: that environment variable is not set")
+        if key.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", key.sha256):
+            raise ConfigError(f"keys.{place}.sha256={key.sha256!r}: 64 hexadecimal digits are needed")
+    digests = [digest_of(key) for key in settings.keys]
+    for place, digest in enumerate(digests):
+        if digest in digests[:place]:
+            raise ConfigError(f"keys.{place}: the same key as keys.{digests.index(digest)}: whose limits hold?")
 
 
 def _file(name: str) -> Path:
@@ -106,6 +122,10 @@ def _put(content: Any, place: list[str], value: Any, word: str) -> None:
     """Set a value at a dotted place; a number picks an item of a list."""
     for depth, part in enumerate(place[:-1]):
         content = _inner(content, part, place[depth + 1], word)
+        if not isinstance(content, (dict, list)):
+            raise ConfigError(
+                f"{word}: {'.'.join(place[: depth + 1])} is {content!r}, which has no {place[depth + 1]!r}"
+            )
     last = place[-1]
     if isinstance(content, list):
         content[_index(content, last, word)] = value

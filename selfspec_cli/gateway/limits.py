@@ -73,8 +73,7 @@ class Keys:
         self.everybody = None if settings else Tenant(KeySettings(name=EVERYBODY, admin=True), now)
         self.known: dict[str, Tenant] = {}
         for one in settings:
-            digest = (one.sha256 or _digest(os.environ[str(one.env)])).lower()
-            self.known[digest] = Tenant(one, now)
+            self.known[digest_of(one)] = Tenant(one, now)
 
     def tenant(self, authorization: str) -> Tenant:
         """The client of a request; raises GatewayError (401) for a key that is missing or not known."""
@@ -86,6 +85,11 @@ class Keys:
             problem = "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
             raise GatewayError(problem, 401, "authentication_error", headers={"www-authenticate": "Bearer"})
         return found
+
+
+def digest_of(settings: KeySettings) -> str:
+    """The SHA-256 of a configured key."""
+    return (settings.sha256 or _digest(os.environ[str(settings.env)])).lower()
 
 
 def _digest(key: str) -> str:

@@ -48,7 +48,10 @@ class RequestLog:
         """Write what is left."""
         if self._task is not None:
             self._task.cancel()
-        self.write()
+        try:
+            self.write()
+        except OSError as error:  # what is closed after it has to be closed all the same
+            self.fault(error)
 
     def write(self) -> None:
         """Append what was collected, in one write: lines of several processes do not mix."""

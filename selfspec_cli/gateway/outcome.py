@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.timing import Prediction
 
 
 @dataclass
@@ -41,6 +42,11 @@ class Outcome:
     survived: int = 0
     lost: float | None = None
     tried: list[str] = field(default_factory=list)
+
+    def expect(self, found: Prediction | None) -> None:
+        """Take the times that are predicted from now on; what has passed is part of the time to first token."""
+        passed = time.monotonic() - self.asked.began
+        self.expected_ttft, self.expected_tpot = (None, None) if found is None else (passed + found.ttft, found.tpot)
 
     def usage(self, found: Any) -> None:
         """Take the tokens of an answer's `usage`."""

@@ -21,11 +21,11 @@ class AnswerCache(Protocol):
     async def settle(self, most: int = 1) -> int:
         """Judge answers that wait for it, in idle time; how many were."""
 
-    def feedback(self, entry_id: str, right: bool) -> None:
-        """Somebody judged a hit."""
+    def feedback(self, entry_id: str, right: bool) -> bool:
+        """Somebody judged a hit; whether there is such an entry."""
 
-    def evict(self, entry_id: str) -> Any:
-        """Forget one answer."""
+    def evict(self, entry_id: str) -> bool:
+        """Forget one answer; whether there was one."""
 
     def stats(self) -> dict[str, Any]:
         """For the control surface."""

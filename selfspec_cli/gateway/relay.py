@@ -29,7 +29,8 @@ DRAIN_SECONDS = 0.5  # for the end of an answer, behind its last event
 
 @dataclass
 class Relay:
-    """What is known of an answer while it is sent. last: when the newest token came."""
+    """What is known of an answer while it is sent. last: when the newest token came. ends: choices that have ended.
+    counted: whether the tokens of what the backend of now does are known. tokens_before: those of other backends."""
 
     gateway: Gateway
     asked: Asked
@@ -40,7 +41,9 @@ class Relay:
     first: float | None = None
     first_of_rest: float | None = None
     last: float | None = None
+    ends: int = 0
     finished: bool = False
+    counted: bool = False
     rest: continuation.Rest | None = None
     headers: dict[str, str] = field(default_factory=dict)
     tokens_before: int = 0
@@ -58,11 +61,15 @@ class Relay:
         for replica in tried:
             if replica is tried[-1]:
                 self.sure = None  # nobody is left to ask: its answer is taken
+            if replica is not tried[0]:
+                self.out.expect(replica.predict(self.asked))
             try:
                 await self._leg(replica)
                 return
             except Refused as error:
                 replica.succeeded()
+                if self.spare is not None:
+                    continue
                 self.out.route, self.out.status = replica.name, error.status
                 self.client.headers["x-selfspec-backend"] = replica.name
                 return await self.client.whole(error.status, of_backend(error.status, error.raw, replica.name))
@@ -141,7 +148,7 @@ class Relay:
                 return await self._finish([self.rest.ended()])
             path, body = wanted
         number, began = replica.begin(self.asked), time.monotonic()
-        self.first_of_rest = None
+        self.first_of_rest, self.counted = None, False
         try:
             ids = self.way == continuation.IDS
             sent = outgoing(self.asked, replica, body, ids=ids, plain=self.out.plain)
@@ -164,6 +171,10 @@ class Relay:
     def _ended(self, replica: Replica, number: int) -> None:
         """The backend has done with it, well or not."""
         out, tpot = self.out, None
+        if not self.counted and not self.finished and (events := replica.flights[number].events):
+            out.prompt_tokens = len(self.kept.prompt_ids()) or round(self.asked.prompt_tokens)
+            out.tokens = len(self.kept.token_ids()) or events
+            self.counted = True
         single = self.rest is None and (self.asked.body.get("n") or 1) == 1
         if self.finished and single and out.tokens and out.tokens > 1 and self.first and self.last:
             tpot = (self.last - self.first) / (out.tokens - 1)
@@ -172,8 +183,9 @@ class Relay:
         out.machine_seconds = (out.machine_seconds or 0.0) + seconds
         own = replica.settings
         priced = own.price_hour / 3600 * seconds if own.price_hour else 0.0
-        if out.tokens is not None or out.prompt_tokens is not None:
-            priced += ((out.prompt_tokens or 0) * own.price_in + (out.tokens or 0) * own.price_out) / 1e6
+        if self.counted:  # what others generated before is part of the prompt here
+            prompt, tokens = (out.prompt_tokens or 0) + self.tokens_before, (out.tokens or 0) - self.tokens_before
+            priced += (prompt * own.price_in + tokens * own.price_out) / 1e6
         if own.price_hour or own.price_in or own.price_out:
             out.cost = (out.cost or 0.0) + priced
 
@@ -188,7 +200,7 @@ class Relay:
             raise BrokenStream(f"the answer is not JSON: {raw[:80]!r}") from error
         if not isinstance(found, dict) or ("choices" not in found and "data" not in found):
             raise BrokenStream(f"what came is no answer: {raw[:80]!r}")
-        self.out.usage(found.get("usage"))
+        self._usage_of(found)
         if self.sure is not None:
             sure = sureness(found)
             if self.asked.body.get("logprobs") in (None, False):
@@ -208,10 +220,22 @@ class Relay:
         kind = response.headers.get("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise BrokenStream(f"a stream was asked for, and {kind or 'something without a type'} came")
+        try:
+            made = await self._events(replica, number, began, response)
+        except BrokenStream:
+            if not self.finished:
+                raise
+            made = []  # the client has the whole answer: only what follows it is missing
+        await self._finish(made)
+        if not response.ended:  # then the connection can be used again
+            with suppress(OSError):
+                await response.read(DRAIN_SECONDS)
+
+    async def _events(self, replica: Replica, number: int, began: float, response: Any) -> list[bytes]:
+        """Send what comes up to [DONE]; returns what came with that, which is still to be sent."""
         frames, done = Frames(), False
-        made: list[bytes] = []
         async for part in self.gateway.upstream.parts(response):
-            made = []
+            made: list[bytes] = []
             broken: BrokenStream | None = None
             try:
                 done = self._take(frames.feed(part), made)
@@ -233,13 +257,8 @@ class Relay:
             if broken is not None:
                 raise broken
             if done:
-                break
-        if not done and not self.finished:
-            raise BrokenStream("the stream ended before the answer did")
-        await self._finish(made if done else [])
-        if not response.ended:  # then the connection can be used again
-            with suppress(OSError):
-                await response.read(DRAIN_SECONDS)
+                return made
+        raise BrokenStream("the stream ended before the answer did")
 
     def _take(self, found: list[bytes], made: list[bytes]) -> bool:
         """Put events as the client gets them into `made`; whether the last one of the answer was among them.
@@ -261,8 +280,8 @@ class Relay:
         """An event as the client gets it; None for one that it does not get."""
         if events.is_usage(event):
             return self._usage(event)
-        if events.is_finish(event):
-            self.finished = True
+        self.ends += events.finishes(event)
+        self.finished = self.ends >= self.asked.answers
         if self.rest is None:
             return self.kept.take(event)
         if self.way == continuation.IDS:
@@ -278,13 +297,17 @@ class Relay:
             prompt = len(self.kept.prompt_ids())
             found["usage"] = continuation.usage(found.get("usage") or {}, prompt, self.tokens_before)
             event = b"data: " + orjson.dumps(found)
-        self.out.usage(found.get("usage"))
+        self._usage_of(found)
         if not (self.asked.body.get("stream_options") or {}).get("include_usage"):
             return None
         return event if self.rest is None else self.rest.event(event)
 
+    def _usage_of(self, found: dict[str, Any]) -> None:
+        self.out.usage(found.get("usage"))
+        self.counted = self.counted or bool(found.get("usage"))
+
     async def _finish(self, more: list[bytes]) -> None:
         self.finished = True
         if self.out.tokens is None and self.way == continuation.IDS and self.kept.tokens:
-            self.out.tokens = len(self.kept.token_ids())
+            self.out.tokens, self.counted = len(self.kept.token_ids()), True
         await self.client.last(END.join([*more, events.DONE, b""]))

@@ -79,10 +79,12 @@ class Replica:
         return model in ("auto", *self.models, *self.settings.serves)
 
     def available(self) -> bool:
-        """Whether a request may be sent there now. After too many failures one request at a time tries it."""
+        """Whether a request may be sent there now."""
+        return self.sound() and (self.settings.at_once is None or len(self.flights) < self.settings.at_once)
+
+    def sound(self) -> bool:
+        """The same, were there room for it. After too many failures one request at a time tries it."""
         if self.state is not State.up or self.draining:
-            return False
-        if self.settings.at_once is not None and len(self.flights) >= self.settings.at_once:
             return False
         return self.open_until == 0 or (self.now() >= self.open_until and not self.trying)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import signal
+import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import uvicorn
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.asked import ENDPOINTS
 from selfspec_cli.gateway.caching import Caching
-from selfspec_cli.gateway.client import Receive, Scope, Send
+from selfspec_cli.gateway.client import Client, Receive, Scope, Send, Vanished, read_body
 from selfspec_cli.gateway.control import control
 from selfspec_cli.gateway.core import Gateway
+from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.judging import judge
 from selfspec_cli.gateway.log import FILE, RequestLog
 from selfspec_cli.gateway.ports import AnswerCache
@@ -53,15 +55,32 @@ def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:
     """ASGI: the endpoints of models go to the gateway itself, everything else to the control surface."""
-    surface = control(gateway)
+    surface, limits = control(gateway), gateway.settings.limits
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in ENDPOINTS:
             await gateway(scope, receive, send)
         elif scope["type"] == "http":
-            await surface(scope, receive, send)
+            try:
+                body = await read_body(receive, int(limits.body_mib * 2**20), limits.unread_seconds)
+            except GatewayError as error:
+                await Client(send, {}).fail(error)
+            except Vanished:
+                pass
+            else:
+                await surface(scope, _after(body, receive), send)
 
     return app
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """What comes of a request whose body has been read: the body, and then the rest."""
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return first.pop() if first else await receive()
+
+    return again
 
 
 @asynccontextmanager
@@ -69,9 +88,12 @@ async def opened(gateway: Gateway, say: Say = lambda text: None) -> AsyncIterato
     """A gateway with its client, its log, and its backends, for as long as the block lasts."""
     folder = Path(gateway.settings.results_dir) / FOLDER
 
+    judges = [one for one in gateway.replicas if one.name == gateway.settings.cache.judge]
+
     def looked() -> None:
         gateway.batch.look()
-        gateway.caching.settle()
+        if any(one.available() and one.idle() for one in judges):  # otherwise answers wait on
+            gateway.caching.settle()
 
     supervisor = Supervisor(gateway.replicas, gateway.upstream, folder, looked, say)
     gateway.log.open()
@@ -91,6 +113,14 @@ class _Server(uvicorn.Server):
     """uvicorn's, which tells the gateway when it is asked to end, so that no new request is begun."""
 
     gateway: Gateway
+    say: Say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; says where it listens once it does, with the port that it got."""
+        await super().startup(sockets)
+        if self.started:
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self.say(f"listening on http://{self.gateway.settings.host}:{port}/v1")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,8 +140,8 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-def server(gateway: Gateway) -> uvicorn.Server:
-    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings."""
+def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
+    """uvicorn for a gateway; with uvloop and httptools, which the extra `gateway` brings. say: where it listens."""
     settings = gateway.settings
     config = uvicorn.Config(
         application(gateway),
@@ -130,7 +160,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
         proxy_headers=False,
     )
     found = _Server(config)
-    found.gateway = gateway
+    found.gateway, found.say = gateway, say
     return found
 
 
@@ -146,8 +176,7 @@ def serve(settings: GatewaySettings, say: Say) -> None:
         async with opened(gateway, say):
             gc.collect()
             gc.freeze()  # what is there now stays: collections need not look at it again while tokens wait
-            say(f"listening on http://{settings.host}:{settings.port}/v1")
-            await server(gateway).serve()
+            await server(gateway, say).serve()
 
     import uvloop
 

@@ -27,7 +27,7 @@ class BackendSettings:
     )
     replicas: list[str] = knob(factory=list, help="of `pool`: addresses of the servers behind the router")
     prefill: str | None = knob(None, help="of `split`: address of the server that prefills", unset="required there")
-    model: str | None = knob(None, help="the name of the model there", unset="the first that /v1/models names")
+    model: str | None = knob(None, help="the one model there that clients get", unset="all that /v1/models names")
     serves: list[str] = knob(factory=list, help="names of models that clients may use for it, besides its own")
     weights: str | None = knob(
         None, help="backends with equal weights continue each other's streams", unset="the model's name, and the kind"
@@ -68,8 +68,8 @@ class LimitSettings:
     first_byte_seconds: float = knob(120.0, help="a backend that has sent nothing for so long has failed", unit="s",
                                      above=0)  # fmt: skip
     stall_seconds: float = knob(30.0, help="likewise between two parts of a stream", unit="s", above=0)
-    unread_seconds: float = knob(300.0, help="a client that has read nothing of its stream for so long is left",
-                                 unit="s", above=0)  # fmt: skip
+    unread_seconds: float = knob(300.0, help="a client that has read nothing of its answer for so long is left, and "
+                                 "one that has sent nothing of its request", unit="s", above=0)  # fmt: skip
     attempts: int = knob(3, help="backends that are tried for one request", low=1)
     failures: int = knob(3, help="failures in a row after which a backend is left alone", low=1)
     open_seconds: float = knob(5.0, help="for so long, before one request tries it", unit="s", above=0)

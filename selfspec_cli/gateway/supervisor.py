@@ -158,8 +158,9 @@ class Supervisor:
 
     async def _learn_models(self, one: Replica) -> None:
         found = orjson.loads(await self.upstream.get(f"{one.url}/v1/models", ANSWER_SECONDS, key_of(one)))
-        one.models = tuple(str(entry["id"]) for entry in found["data"])
-        one.model = one.settings.model or one.models[0]
+        listed = tuple(str(entry["id"]) for entry in found["data"])
+        one.models = (one.settings.model,) if one.settings.model else listed
+        one.model = one.models[0]
         quantised = " quantised" if BACKENDS[one.settings.kind].changes_weights else ""
         one.weights = one.settings.weights or f"{one.model}{quantised}"
 

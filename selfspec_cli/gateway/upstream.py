@@ -142,7 +142,7 @@ async def prepared(upstream: Upstream, replica: Replica, path: str, body: dict[s
 
 def outgoing(asked: Asked, replica: Replica, body: dict[str, Any], *, ids: bool, plain: bool) -> dict[str, Any]:
     """A request's body as one backend gets it. ids: token ids are wanted. plain: without drafts."""
-    made = {**body, "model": replica.model or asked.model}
+    made = {**body, "model": asked.model if asked.model in replica.models else replica.model or asked.model}
     if asked.stream:
         made["stream"] = True
         made["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from fake import Fake, answer
@@ -108,3 +109,53 @@ async def test_answers_are_judged_while_the_backend_idles(tmp_path):
         assert seen
         assert set(seen) == {None}  # this backend says neither yes nor no
         assert "Do both answers say the same" in fake.asked[-1]["messages"][0]["content"]
+
+
+async def test_answers_wait_for_their_judge_while_it_is_busy(tmp_path):
+    settled = []
+
+    async def settle(most):
+        settled.append(len(on.gateway.replicas[0].flights))
+        return 1
+
+    async with running([Fake("a", step=0.05)], tmp_path, cache=CacheSettings(kind="exact", judge="a")) as on:
+        on.gateway.caching.cache.settle = settle
+        await on.post(PROMPT)
+        await asyncio.sleep(0.2)
+        assert settled
+        assert set(settled) == {0}
+
+
+async def test_an_entry_that_is_not_there_is_told(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        for entry in ("f" * 17, "nonsense", "-1", "1"):
+            async with on.session.delete(f"{on.url}/gateway/cache/{entry}") as response:
+                assert response.status == 404
+                assert (await response.json())["error"]["message"].startswith(f"entry '{entry}' is not in the cache")
+            async with on.session.post(f"{on.url}/gateway/feedback", json={"entry": entry, "quality": 1}) as response:
+                assert response.status == 404
+        async with on.session.post(f"{on.url}/gateway/feedback", json={"quality": 1}) as response:
+            assert response.status == 400
+            assert "request_id or entry is missing" in (await response.json())["error"]["message"]
+
+
+async def test_a_cache_whose_file_is_busy_holds_up_nobody(tmp_path):
+    async with running([Fake("a")], tmp_path, cache=EXACT) as on:
+        free = threading.Event()
+        on.gateway.caching.cache._files.submit(free.wait, 20)
+        judging = asyncio.ensure_future(
+            on.session.post(f"{on.url}/gateway/feedback", json={"entry": "1", "quality": 1})
+        )
+        await asyncio.sleep(0.1)
+        assert (await on.post(PROMPT | {"selfspec": {"cache": "none"}}))[0] == 200
+        assert not free.is_set()
+        free.set()
+        assert (await judging).status == 404
+
+
+async def test_who_names_a_backend_gets_no_answer_of_another(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, cache=EXACT) as on:
+        for more in ({}, {"backend": "b"}, {"backend": "b", "cache": "exact"}):
+            await on.post(PROMPT | {"selfspec": more})
+            await on.settled()
+        assert [row["route"] for row in await on.rows()] == ["a", "b", "cache"]

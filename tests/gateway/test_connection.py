@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from selfspec_cli.gateway.connection import MOST_HEAD, Connections
+from selfspec_cli.gateway.connection import KEPT_SECONDS, MOST_HEAD, Connections
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
 WHOLE = HEAD + b"content-length: 5\r\n\r\nhello"
@@ -111,3 +111,18 @@ async def test_a_server_that_says_nothing_is_not_waited_for_and_one_that_is_not_
             await got(Connections(1.0), url, seconds=0.05)
     with pytest.raises(ConnectionError):
         await got(Connections(1.0), url)
+
+
+async def test_connections_of_a_rush_are_closed_when_nobody_needs_them():
+    async with answering(*[WHOLE] * 5) as (url, opened):
+        connections = Connections(2.0)
+        rush = [await connections.ask("GET", url, {}, b"", 2.0) for _ in range(4)]
+        for one in rush:
+            assert await one.read(2.0) == b"hello"
+            connections.give_back(one)
+        for one in rush[:3]:
+            one.idle_since -= KEPT_SECONDS
+        assert await got(connections, url) == (200, b"hello")
+        assert [one.transport.is_closing() for one in rush] == [True, True, True, False]
+        assert len(opened) == 4
+        connections.close()

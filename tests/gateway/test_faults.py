@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import socket
@@ -10,10 +11,12 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from fake import Fake, answer
+from fake import Fake, answer, warms
 from running import QUICK, running
 
-from selfspec_cli.gateway.settings import LimitSettings
+from selfspec_cli.gateway.client import Client, watch
+from selfspec_cli.gateway.settings import KeySettings, LimitSettings
+from selfspec_cli.gateway.timing import FEW
 
 PROMPT = {"model": "toy", "prompt": "once upon", "max_tokens": 30, "temperature": 0}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "once upon"}], "max_tokens": 30, "temperature": 0}
@@ -47,6 +50,32 @@ async def test_a_stream_survives_and_the_client_gets_the_very_text_once(tmp_path
             text = (await on.get("/metrics"))[1]
             assert 'selfspec_gateway_streams_continued_total{backend="good"} 1.0' in text
             assert "selfspec_gateway_stream_lost_seconds_total 0.0\n" not in text
+
+
+class EndsBadly(Fake):
+    """Its connection breaks behind the event that says why the answer has ended, before the usage."""
+
+    async def send(self, response, body, *given, finish=None, **more):
+        await super().send(response, body, *given, finish=finish and "stop", **more)
+        if finish and not warms(body):
+            response._req.transport.abort()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_that_has_ended_is_not_continued(tmp_path, path):
+    async with running([EndsBadly("a"), Fake("b")], tmp_path) as on:
+        body = {name: value for name, value in PATHS[path].items() if name != "max_tokens"}
+        stream = await on.stream(body, path)
+        assert stream.text == answer("once upon", 20)
+        assert stream.events[-1]["choices"][0]["finish_reason"] == "stop"
+        assert on.fakes["b"].asked == []
+        (row,) = await on.rows()
+        assert (row["status"], row["tokens"], row["survived"]) == (200, 20, 0)
+
+
+async def test_of_several_answers_all_have_to_end(tmp_path):
+    async with running([EndsBadly("a"), Fake("b")], tmp_path) as on:
+        assert "error" in (await on.stream(PROMPT | {"n": 2})).events[-1]
 
 
 async def test_it_survives_twice(tmp_path):
@@ -148,6 +177,16 @@ async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
         assert (await on.get("/health"))[0] == 503
 
 
+async def test_a_gateway_whose_backends_are_full_is_healthy(tmp_path):
+    async with running([Fake("a", step=0.05)], tmp_path, backends={"a": {"at_once": 1}}) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT))
+        await until(lambda: on.fakes["a"].running == 1)
+        async with on.session.get(on.url + "/health") as response:
+            assert (response.status, (await response.json())["backends"]) == (200, ["a"])
+        assert (await on.post(PROMPT))[0] == 503
+        assert (await busy)[0] == 200
+
+
 async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path):
     async with running([Fake("a", step=0.05)], tmp_path) as on:
         other = asyncio.ensure_future(on.stream(PROMPT | {"max_tokens": 15}))
@@ -160,6 +199,67 @@ async def test_a_client_that_vanishes_stops_its_backend_and_nobody_else(tmp_path
         assert on.fakes["a"].aborted == 2
         assert len(on.gateway.replicas[0].flights) == 0
         assert sorted(row["status"] for row in await on.rows()) == [200, 499, 499]
+
+
+PRICES = {"price_in": 1e6, "price_out": 1e6}  # a token costs one
+LETTERS_OF_PROMPT = len(PROMPT["prompt"])
+
+
+async def test_tokens_that_a_client_left_behind_are_counted_and_cost(tmp_path):
+    """Otherwise nobody who hangs up before the end would ever reach tokens_per_minute."""
+    key = KeySettings(name="ann", sha256=hashlib.sha256(b"k").hexdigest(), tokens_per_minute=1000)
+    async with running([Fake("a", step=0.01)], tmp_path, keys=[key], backends={"a": PRICES}) as on:
+        body, mine = PROMPT | {"max_tokens": 500, "stream": True}, {"Authorization": "Bearer k"}
+        async with on.session.post(on.url + "/v1/completions", json=body, headers=mine) as response:
+            for _ in range(20):
+                await response.content.readuntil(b"\n\n")
+        (row,) = await on.rows()
+        assert row["status"] == 499
+        assert (row["prompt_tokens"], 15 < row["tokens"] < 500) == (LETTERS_OF_PROMPT, True)
+        assert row["cost"] == LETTERS_OF_PROMPT + row["tokens"]
+        assert on.gateway.keys.tenant("Bearer k").tokens.level == 1000 - row["cost"]
+
+
+async def test_each_backend_of_a_stream_is_paid_for_what_it_did(tmp_path):
+    dear = {name: 10 * price for name, price in PRICES.items()}
+    async with running([Fake("a", die_after=7), Fake("b")], tmp_path, backends={"a": PRICES, "b": dear}) as on:
+        assert (await on.stream(PROMPT)).text == WANTED
+        (row,) = await on.rows()
+        assert (row["prompt_tokens"], row["tokens"]) == (LETTERS_OF_PROMPT, 30)
+        assert row["cost"] == (LETTERS_OF_PROMPT + 7) + 10 * (LETTERS_OF_PROMPT + 7 + 23)
+
+
+@pytest.mark.parametrize("refuse", [400, 503])
+async def test_a_dear_backend_that_does_not_answer_costs_nothing_and_the_cheap_answer_is_taken(tmp_path, refuse):
+    backends = {"cheap": {"price_out": 1e6}, "dear": {"price_out": 1e7}}
+    fakes = [Fake("cheap", unsure=-3.0), Fake("dear")]
+    async with running(fakes, tmp_path, policy="cascade", backends=backends) as on:
+        fakes[1].refuse = refuse
+        status, found, headers = await on.post(PROMPT | {"prompt": "hard"})
+        assert (status, headers["x-selfspec-backend"]) == (200, "cheap")
+        assert found["choices"][0]["text"] == answer("hard", 30)
+        assert (await on.rows())[0]["cost"] == 30
+
+
+async def test_what_is_expected_is_that_of_the_backend_that_answers(tmp_path):
+    async with running([Fake("a"), Fake("b", first=0.2)], tmp_path) as on:
+        for _ in range(FEW + 3):
+            await on.stream(PROMPT | {"selfspec": {"backend": "b"}})
+        on.fakes["a"].refuse = 500
+        await on.stream(PROMPT)
+        row = (await on.rows())[-1]
+        assert (row["route"], row["tried"]) == ("b", ["a"])
+        assert row["expected_ttft_ms"] > 100
+
+
+async def test_a_server_that_prefills_and_answers_garbage_is_one_that_failed(tmp_path):
+    prefill = Fake("prefill", whole_garbage=b"<html>")
+    await prefill.start()
+    kinds, backends = {"a": "split"}, {"a": {"prefill": prefill.url}}
+    async with running([Fake("a"), Fake("b")], tmp_path, kinds=kinds, backends=backends) as on:
+        assert (await on.post(PROMPT))[1]["choices"][0]["text"] == WANTED
+        assert (await on.rows())[0]["tried"] == ["a"]
+    await prefill.stop()
 
 
 async def test_a_slow_client_gets_everything_and_holds_up_nobody(tmp_path):
@@ -246,6 +346,32 @@ async def test_a_client_that_does_not_read_is_left_after_a_while(tmp_path):
             assert (await on.stream(PROMPT | {"max_tokens": 1500})).text == answer("once upon", 1500)
         row = next(row for row in await on.rows() if row["status"] == 499)
         assert "read nothing" in row["error"]
+
+
+@pytest.mark.parametrize("send", ["part", "last", "end"])
+async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(send):
+    never = asyncio.Event()
+
+    async def full(message):
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    client = Client(full, {})
+    sending = asyncio.ensure_future(getattr(client, send)(b"x"))
+    assert "read nothing" in await watch(never.wait, client, sending, 0.2)
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+
+async def test_a_client_that_stops_in_the_middle_of_its_request_holds_no_place(tmp_path):
+    async with running([Fake("a")], tmp_path, limits=replace(QUICK, unread_seconds=0.3)) as on:
+        reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to its end: the connection is closed
+        assert head.startswith(b"HTTP/1.1 408")
+        assert json.loads(body)["error"]["message"] == "nothing of the body came for 0.3 s"
+        assert on.gateway.inside == 0
+        writer.close()
 
 
 async def test_a_thousand_streams_at_once_are_neither_lost_nor_mixed_up(tmp_path):

@@ -9,17 +9,42 @@ import pytest
 from fake import Fake
 from running import running
 
-from selfspec_cli.gateway import events
+from selfspec_cli.gateway import asked as requests
+from selfspec_cli.gateway import continuation, events
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
 from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
+from selfspec_cli.gateway.log import RequestLog
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings, BatchSettings, LedgerSettings
 from selfspec_cli.gateway.timing import FEW, MOST_LATE, Late, Timing
 from selfspec_cli.record.gateway_log import Ledger
 
 PROMPT = {"model": "toy", "prompt": "once", "max_tokens": 12, "temperature": 0}
+
+# ---- continuations ---------------------------------------------------------------------------------------------------
+
+
+def chat(*parts, **more):
+    body = {"model": "toy", "messages": [{"role": "user", "content": list(parts)}], "stream": True, **more}
+    return requests.read(requests.CHAT, json.dumps(body).encode(), {})
+
+
+def test_a_chat_with_a_picture_is_not_continued_by_token_ids():
+    """The ids say only where the picture stood."""
+    text, picture = {"type": "text", "text": "what is this"}, {"type": "image_url", "image_url": {"url": "data:x"}}
+    assert continuation.way(chat(text), vllm=True) == continuation.IDS
+    assert continuation.way(chat(text, picture), vllm=True) == continuation.NOT
+    assert continuation.way(chat(text, picture, temperature=0), vllm=True) == continuation.AGAIN
+
+
+def test_a_limit_that_is_null_is_none():
+    text = {"type": "text", "text": "x"}
+    assert chat(text, max_tokens=7, max_completion_tokens=None).most_tokens == 7
+    assert chat(text, max_tokens=7, max_completion_tokens=5).most_tokens == 5
+    assert chat(text).most_tokens is None
+
 
 # ---- class batch -----------------------------------------------------------------------------------------------------
 
@@ -45,6 +70,42 @@ async def test_a_batch_waits_for_an_idle_backend_and_interactive_requests_do_not
         assert rows["batch"]["reason"] == "first_idle"
         assert rows["batch"]["waited_ms"] > 100
         assert rows["interactive"]["waited_ms"] is None
+
+
+async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp_path):
+    async with running([Fake("a"), Fake("b", step=0.03)], tmp_path, batch=BatchSettings(enough=100)) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"backend": "b"}}))
+        await until_begun(on, "b")
+        await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
+        await busy
+        assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
+
+
+async def until_begun(on, name):
+    while on.fakes[name].running == 0:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_batch_whose_client_leaves_is_no_longer_in_the_queue(tmp_path):
+    async with running([Fake("a", step=0.1)], tmp_path, batch=BatchSettings(enough=100)) as on:
+        busy = asyncio.ensure_future(on.post(PROMPT))
+        await until_begun(on, "a")
+        waiting = asyncio.ensure_future(on.post(PROMPT | {"selfspec": {"class": "batch"}}))
+        while not on.gateway.batch.waiting:
+            await asyncio.sleep(0.01)
+        async with on.session.get(on.url + "/metrics") as response:
+            assert 'selfspec_gateway_queue{class="batch"} 1.0' in await response.text()
+        waiting.cancel()
+        await busy
+        assert 'selfspec_gateway_queue{class="batch"} 0.0' in (await on.get("/metrics"))[1]
+
+
+async def test_a_log_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    log = RequestLog(tmp_path / "gone" / "log.jsonl")
+    log.add({"id": "x"})
+    (tmp_path / "gone").rmdir()
+    await log.close()
+    assert "FileNotFoundError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("enough", "deadline", "reason"), [(3, 30_000, "first_enough"), (100, 250, "first_deadline")])

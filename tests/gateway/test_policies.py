@@ -259,6 +259,13 @@ def test_quality_loses_where_nobody_judges():
     assert ours.mean() > turn.mean()
 
 
+def test_quality_without_trust_in_its_prior_begins_with_it_all_the_same():
+    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
+    chooser = POLICIES["quality"].chooser({"trust": 0.0}, SloSettings())
+    choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
+    assert (choice.order[0].name, choice.reason) == ("small", "cheapest_good")
+
+
 def cascaded(sure_of_hard, right_of_hard):
     """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]

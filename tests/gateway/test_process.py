@@ -70,6 +70,24 @@ async def test_a_gateway_that_is_told_to_end_ends_its_streams_first(tmp_path, wi
 
 
 @pytest.mark.slow
+async def test_a_free_port_is_said_with_its_number(tmp_path):
+    backend = ["backends.0.name=a", "backends.0.url=http://127.0.0.1:1", f"results_dir={tmp_path}", "port=0"]
+    file = tmp_path / "gateway.yaml"
+    file.write_text("{}")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "selfspec_cli", "gateway", str(file), *backend,
+                                                   stderr=asyncio.subprocess.PIPE)  # fmt: skip
+    said = ""
+    while "/v1" not in said.partition("listening on ")[2]:
+        said += (await process.stderr.read(4096)).decode()
+    url = said.partition("listening on ")[2].partition("/v1")[0]
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
+        assert (await response.json())["status"] == "unavailable"
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
 async def test_a_port_that_is_taken_is_bad_input(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

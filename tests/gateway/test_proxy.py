@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+from aiohttp import web
 from fake import Fake, answer
 from running import running
 
@@ -36,6 +37,25 @@ async def test_answers_come_through_whole_and_in_parts(tmp_path):
         assert found["data"][0]["embedding"] == [0.5]
 
 
+class Two(Fake):
+    """A server with a model and an adapter of it."""
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "toy"}, {"id": "adapter"}]})
+
+
+async def test_of_several_models_of_a_server_a_client_gets_the_one_it_names(tmp_path):
+    async with running(
+        [Two("a"), Two("b")], tmp_path, backends={"a": {"serves": ["alias"]}, "b": {"model": "toy"}}
+    ) as on:
+        for name, got in (("toy", "toy"), ("adapter", "adapter"), ("alias", "toy"), ("auto", "toy")):
+            assert (await on.post(PROMPT | {"model": name}))[0] == 200
+            assert on.fakes["a"].asked[-1]["model"] == got
+        on.gateway.replicas[0].draining = True  # what is left is a backend whose model is set: it has no other
+        assert (await on.post(PROMPT | {"model": "adapter"}))[0] == 503
+        assert (await on.post(PROMPT | {"model": "toy"}))[0] == 200
+
+
 async def test_what_the_gateway_does_not_know_is_handed_on(tmp_path):
     own = {"tools": [{"type": "function"}], "logprobs": 2, "n": 1, "vllm_xargs": {"selfspec_k": 2}, "new_key": [1]}
     async with running([Fake("a")], tmp_path) as on:
@@ -62,14 +82,26 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             ({**PROMPT, "selfspec": {"policy": "round_robbin"}}, "did you mean 'round_robin'"),
             ({**PROMPT, "selfspec": {"class": "bulk"}}, "interactive, batch"),
             ({**PROMPT, "selfspec": 7}, "JSON object"),
-            ({**PROMPT, "selfspec": {"backend": "b"}}, "allowed: a"),
+            ({**PROMPT, "selfspec": {"backend": "b"}}, "backend 'b' is not known; allowed: a"),
+            ({**PROMPT, "selfspec": {"priority": "nan"}}, "priority='nan': a whole number is needed"),
+            ({**PROMPT, "selfspec": {"priority": 1.5}}, "priority=1.5: a whole number"),
+            ({**PROMPT, "selfspec": {"priority": True}}, "priority=True: a whole number"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "inf"}}, "deadline_ms='inf': a number from 0 to 86400000"),
+            ({**PROMPT, "selfspec": {"deadline_ms": -1}}, "deadline_ms=-1: a number from 0"),
+            ({**PROMPT, "selfspec": {"deadline_ms": "soon"}}, "deadline_ms='soon': a number"),
+            ({**PROMPT, "stream": True, "stream_options": [1]}, "stream_options=[1]: a JSON object"),
+            ({**PROMPT, "vllm_xargs": "k=2"}, "vllm_xargs='k=2': a JSON object"),
+            (b'{"model": "toy", "prompt": ' + b"[" * 300 + b"]" * 300 + b"}", "cannot be handed on"),
         ):
             status, found, _ = await on.post(body)
             assert status == 400, body
             assert word in found["error"]["message"]
-        status, found, _ = await on.post({**PROMPT, "model": "other"})
+        status, found, _ = await on.post({**PROMPT, "model": "tyo"})
         assert status == 404
-        assert "allowed: toy" in found["error"]["message"]
+        assert found["error"]["message"] == "model 'tyo' is not known; allowed: toy; did you mean 'toy'?"
+        for path, said in (("b/drain", "backend 'b' is not known; allowed: a"), ("a/drian", "did you mean 'drain'?")):
+            status, found, _ = await on.post({}, f"/gateway/backends/{path}")
+            assert (status, said in found["error"]["message"]) == (404, True)
         status, text = await on.get("/v1/nothing")
         assert status == 404
         assert "error" in json.loads(text)
@@ -82,6 +114,9 @@ async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answer
         status, found, _ = await on.post({**PROMPT, "prompt": "x" * 200_000})
         assert status == 413
         assert "0.01 MiB" in found["error"]["message"]
+        long = {"quality": 1, "entry": "x" * 200_000}
+        status, found, _ = await on.post(long, "/gateway/feedback", **{"Content-Type": "application/json"})
+        assert (status, "0.01 MiB" in found["error"]["message"]) == (413, True)
         status, _, _ = await on.post(PROMPT)
         assert status == 200
 
@@ -166,7 +201,7 @@ async def test_the_control_surface(tmp_path):
         ("POST", "/gateway/feedback", b"{", 400, "JSON", None),
         ("POST", "/gateway/feedback", b"", 400, "body: ", None),
         ("POST", "/gateway/feedback", b'{"request_id": "no", "quality": 1}', 404, "'no' is not known", None),
-        ("POST", "/gateway/backends/a/stop", None, 404, "drain or resume", None),
+        ("POST", "/gateway/backends/a/stop", None, 404, "drain, resume", None),
         ("DELETE", "/gateway/cache/1", None, 404, "no cache is configured", None),
         ("GET", "/gateway/config", None, 500, "the gateway failed: RuntimeError: no settings", None),
     ],

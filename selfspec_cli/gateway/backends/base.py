@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.gateway.settings import BackendSettings
@@ -18,10 +20,25 @@ def nothing(settings: BackendSettings, port: int) -> list[str] | None:
     return None
 
 
-def need_url(settings: BackendSettings) -> None:
-    """Raises ConfigError where no address is given."""
-    if settings.url is None or not settings.url.startswith(("http://", "https://")):
-        raise ConfigError(f"backend {settings.name}: url={settings.url!r}: write http://HOST:PORT")
+def need_address(settings: BackendSettings, key: str, url: str | None) -> None:
+    """Raises ConfigError for what is no address that requests can be sent to."""
+    with suppress(ValueError):  # of a port that there is not
+        parts = urlsplit(url or "")
+        fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        if fine and not (parts.query or parts.fragment or parts.username):
+            return
+    raise ConfigError(f"backend {settings.name}: {key}={url!r}: write http://HOST:PORT, without a query, and without a "
+                      "key, which key_env names")  # fmt: skip
+
+
+def check_use(settings: BackendSettings, *used: str) -> None:
+    """Raises ConfigError for a setting that its kind of backend does not use."""
+    for name in ("words", "options", "environment", "replicas", "prefill"):
+        if name not in used and getattr(settings, name):
+            allowed = ", ".join(used) or "none of these"
+            raise ConfigError(f"backend {settings.name}: {name}={getattr(settings, name)!r}: kind {settings.kind} does "
+                              f"not use it; of words, options, environment, replicas and prefill it uses {allowed}"
+                              )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,9 @@ def serve_command(settings: BackendSettings, port: int) -> list[str]:
 
 def check_serve(settings: BackendSettings) -> None:
     """Raises ConfigError for words that are no settings; `selfspec serve` checks them in full when it starts."""
+    check_use(settings, "words", "options", "environment")
+    if settings.url is not None:
+        need_address(settings, "url", settings.url)
     wrong = [word for word in settings.words if "=" not in word]
     if wrong:
         raise ConfigError(f"backend {settings.name}: words={wrong[0]!r}: write KEY=VALUE, as for selfspec serve")

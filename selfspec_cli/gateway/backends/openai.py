@@ -1,5 +1,13 @@
 """Any address with the OpenAI API, with a price and a key from the environment; it need not be vLLM."""
 
-from selfspec_cli.gateway.backends.base import BackendKind, need_url
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
+from selfspec_cli.gateway.settings import BackendSettings
 
-BACKEND = BackendKind("openai", "any address with the OpenAI API", need_url, vllm=False)
+
+def check(settings: BackendSettings) -> None:
+    """Raises ConfigError where no address is given."""
+    check_use(settings)
+    need_address(settings, "url", settings.url)
+
+
+BACKEND = BackendKind("openai", "any address with the OpenAI API", check, vllm=False)

@@ -7,7 +7,7 @@ environment of its own (`pip install vllm-router`): the first of `options` may n
 import shutil
 
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.backends.base import BackendKind
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
 from selfspec_cli.gateway.settings import BackendSettings
 
 
@@ -18,8 +18,11 @@ def _program(settings: BackendSettings) -> str:
 
 def check(settings: BackendSettings) -> None:
     """Raises ConfigError where there is neither an address, nor a router and replicas."""
+    check_use(settings, "replicas", "options", "environment")
+    for place, url in enumerate(settings.replicas):
+        need_address(settings, f"replicas.{place}", url)
     if settings.url is not None:
-        return
+        return need_address(settings, "url", settings.url)
     if not settings.replicas:
         raise ConfigError(f"backend {settings.name}: give replicas: [http://HOST:PORT, ...], or url of a router")
     if shutil.which(_program(settings)) is None:

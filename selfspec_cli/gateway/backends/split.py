@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.gateway.backends.base import BackendKind, need_url
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
+from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.settings import BackendSettings
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -21,16 +21,16 @@ _OF_THE_ANSWER = ("stream_options", "min_tokens", "return_token_ids", "logprobs"
 
 def check(settings: BackendSettings) -> None:
     """Raises ConfigError where one of the two addresses is missing."""
-    need_url(settings)
-    if settings.prefill is None or not settings.prefill.startswith(("http://", "https://")):
-        raise ConfigError(f"backend {settings.name}: prefill={settings.prefill!r}: write http://HOST:PORT")
+    check_use(settings, "prefill")
+    need_address(settings, "url", settings.url)
+    need_address(settings, "prefill", settings.prefill)
 
 
 async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The body for the server that decodes, once the other one has prefilled the prompt.
 
     Raises:
-        BackendFailed, Refused: it did not.
+        BackendFailed, BrokenStream, Refused: it did not.
     """
     if "input" in body:  # an embedding is prefill alone
         return body
@@ -40,8 +40,11 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
         first["max_completion_tokens"] = 1
     base = replica.settings.prefill.rstrip("/").removesuffix("/v1").rstrip("/")
     async with upstream.post(replica, path, first, {}, base=base) as response:
-        found = orjson.loads(b"".join([part async for part in upstream.parts(response)]))
-    where = found.get("kv_transfer_params")
+        raw = b"".join([part async for part in upstream.parts(response)])
+    try:
+        where = orjson.loads(raw).get("kv_transfer_params")
+    except (orjson.JSONDecodeError, AttributeError) as error:
+        raise BrokenStream(f"what came from the server that prefills is no answer: {raw[:80]!r}") from error
     return {**body, "kv_transfer_params": where} if where else body
 
 

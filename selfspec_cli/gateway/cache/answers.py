@@ -109,11 +109,11 @@ class AnswerCache:
         for event in replay.stream(answer, include_usage):
             yield event
 
-    def feedback(self, entry_id: str, right: bool) -> None:
-        """A client judged a hit. A wrong answer to the same request is evicted; one by meaning raises the entry's
-        threshold and counts against the promise. Praise moves the entry's threshold alone.
+    def feedback(self, entry_id: str, right: bool) -> bool:
+        """A client judged a hit; whether there is such an entry. A wrong answer to the same request is evicted; one by
+        meaning raises the entry's threshold and counts against the promise. Praise moves the entry's threshold alone.
         """
-        self._files.submit(self._desk.feedback, _number(entry_id), right).result()
+        return self._files.submit(self._desk.feedback, _number(entry_id), right).result()
 
     def evict(self, entry_id: str) -> bool:
         """Forget one answer; whether there was one."""
@@ -169,6 +169,7 @@ def open_cache(path: str | Path, options: Mapping[str, Any] | None = None, judge
 def _number(entry_id: str) -> int:
     """The number of an entry's id; 0, which no entry has, for what is no id."""
     try:
-        return int(entry_id, 16)
+        number = int(entry_id, 16)
     except ValueError:
         return 0
+    return number if 0 < number < 1 << 63 else 0

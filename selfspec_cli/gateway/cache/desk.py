@@ -156,6 +156,8 @@ class Desk:
     def keep(self, request: CacheRequest, answer: dict[str, Any]) -> str:
         now = time.time() if request.now is None else request.now
         miss = self._misses.pop(request.key, None)
+        if miss is None and (known := self.storage.by_key(request.key, now)) is not None:
+            return _name(known[0])  # the same request, asked at the same time, was answered first
         number = secrets.randbits(62) + 1
         new = miss is not None and miss.candidate is None  # nothing like it: it may be found by meaning at once
         question = request.question if miss is not None else None
@@ -208,19 +210,20 @@ class Desk:
         self.storage.add_verdict(tenant, verdict, judgement.promise)
         self.counts["verdicts right" if verdict.right else "verdicts wrong"] += 1
 
-    def feedback(self, entry: int, right: bool) -> None:
+    def feedback(self, entry: int, right: bool) -> bool:
         place = self.storage.place(entry)
         if place is None:
-            return
+            return False
         candidate = self._served.pop(entry, None)
         if candidate is None:
             if not right:
                 self.evict(entry)
-            return
+            return True
         judgement = self._judgement(place[0])
         if not right:
             judgement.promise = judgement.promise.after_complaint()
         self._learn(place[0], candidate.verdict(right))
+        return True
 
     def evict(self, entry: int) -> bool:
         place = self.storage.place(entry)

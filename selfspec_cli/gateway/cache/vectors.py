@@ -32,7 +32,7 @@ class Vectors:
         return self._indices[scope]
 
     def __len__(self) -> int:
-        return sum(len(index) for index in self._indices.values())
+        return sum(len(index) for index in list(self._indices.values()))  # asked from another thread
 
     def add(self, scope: bytes, entry: int, vector: np.ndarray) -> None:
         self._of(scope).add(entry, vector)

@@ -58,6 +58,8 @@ class _Quality(Chooser):
             : self.neighbours
         ]
         weight = sum(alike for alike, _ in near)
+        if not self.trust + weight:  # without trust in the prior, and nothing is like it
+            return self.prior
         return (self.trust * self.prior + sum(alike * quality for alike, quality in near)) / (self.trust + weight)
 
     def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:

@@ -335,3 +335,17 @@ def test_a_kill_in_the_middle_of_writing_leaves_whole_entries_and_the_index_is_b
     for entries in (40, 80, 120):
         run(all_there(path, killed_after(path, entries) + 1))
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_the_same_question_at_the_same_time_is_still_found_by_meaning(make):
+    cache, request = make(), ask(SAME.format("Landaa"), wants="meaning")
+
+    async def twice():
+        for _ in range(2):
+            assert await cache.lookup(request) is None
+        return [await cache.store(request, said(text), {}) for text in ("first", "second")]
+
+    first, second = run(twice())
+    assert first == second
+    assert (cache.stats()["entries"], cache.stats()["vectors"]) == (1, 1)
+    assert text_of(run(cache.lookup(request))) == "first"

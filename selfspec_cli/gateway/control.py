@@ -131,8 +131,12 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/gateway/config")
     async def config() -> Any:
-        """The settings. Keys are not in them: settings name the variables that hold them."""
-        return asdict(gateway.settings)
+        """The settings. Keys are not in them: settings name the variables that hold them. Of the environment of servers
+        the names alone, because a value may be a token."""
+        settings = asdict(gateway.settings)
+        for backend in settings["backends"]:
+            backend["environment"] = sorted(backend["environment"])
+        return settings
 
 
 def _actions(app: FastAPI, gateway: Gateway) -> None:

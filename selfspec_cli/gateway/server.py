@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import socket
 import threading
@@ -154,7 +155,7 @@ def server(gateway: Gateway, say: Say = lambda text: None) -> uvicorn.Server:
         access_log=False,
         log_level="warning",
         backlog=BACKLOG,
-        timeout_graceful_shutdown=int(settings.limits.drain_seconds),
+        timeout_graceful_shutdown=math.ceil(settings.limits.drain_seconds),
         timeout_keep_alive=75,
         server_header=False,
         proxy_headers=False,

@@ -145,6 +145,13 @@ async def test_keys_and_their_limits(tmp_path, monkeypatch):
         assert all("authorization" not in headers for headers in on.fakes["a"].headers)
 
 
+async def test_the_settings_that_are_shown_hold_no_value_of_a_servers_environment(tmp_path):
+    environment = {"HF_TOKEN": "a token", "CUDA_VISIBLE_DEVICES": "1"}
+    async with running([Fake("a")], tmp_path, backends={"a": {"environment": environment}}) as on:
+        status, shown = await on.get("/gateway/config")
+        assert status == 200 and "HF_TOKEN" in shown and "a token" not in shown
+
+
 async def test_request_ids_are_kept_and_handed_on(tmp_path):
     async with running([Fake("a")], tmp_path) as on:
         _, _, headers = await on.post(PROMPT, **{"X-Request-Id": "mine-1"})

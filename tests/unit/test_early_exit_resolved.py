@@ -238,7 +238,7 @@ def test_copies_from_a_file():
         ({"length_table": "3:9"},
          "length_table = '3:9': '3:9' drafts more than the engine's k; allowed: 0 to 5"),
         ({"length_table": "3:2/0.5"}, "the threshold of length_table entry 3:2/0.5 = 0.5 is given but gate 'none' has "
-         "no threshold; gates that use threshold: adaedl, calibrated, entropy, margin, maxp, survival, varH"),
+         f"no threshold; gates that use threshold: {', '.join(name for name in GATES if name != 'none')}"),
         ({"threshold": 2.0, "gate": {"kind": "maxp"}},
          "threshold = 2.0 is out of range for gate 'maxp'; allowed: from 0 to 1"),
         ({"gate": {"kind": "calibrated"}},

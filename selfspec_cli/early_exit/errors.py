@@ -26,8 +26,8 @@ def closest(
     return f"{message}; did you mean {meant!r}?" if meant else message
 
 
-def nearest(word: object, allowed: Iterable[str]) -> str | None:
-    """The word of `allowed` that is spelt most like `word`; None where none is like it."""
+def nearest(word: object, allowed: Iterable[str], alike: float = 0.5) -> str | None:
+    """The word of `allowed` that is spelt most like `word`; None where none is so much `alike`, 0 to 1."""
     by_lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=alike)
     return by_lower[near[0]] if near else None

@@ -280,8 +280,9 @@ class Relay:
         """An event as the client gets it; None for one that it does not get."""
         if events.is_usage(event):
             return self._usage(event)
-        self.ends += events.finishes(event)
-        self.finished = self.ends >= self.asked.answers
+        if found := events.finishes(event):
+            self.ends += found
+            self.finished = self.ends >= self.asked.answers
         if self.rest is None:
             return self.kept.take(event)
         if self.way == continuation.IDS:

@@ -7,7 +7,6 @@ the gateway.
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from selfspec_cli import children
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
-from selfspec_cli.early_exit.errors import closest
+from selfspec_cli.early_exit.errors import closest, nearest
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port
 from selfspec_cli.gateway.backends import pool
@@ -68,7 +67,7 @@ def asked(words: Sequence[str]) -> tuple[int, str | None, list[str]]:
            for name in ("replicas", "router")}  # fmt: skip
     others = [word for word in words if word.partition("=")[0] not in own]
     for name in (word.partition("=")[0] for word in others):
-        if difflib.get_close_matches(name, own, cutoff=0.8):  # the settings of a model know nothing of these two
+        if nearest(name, own, alike=0.8):  # the settings of a model know nothing of these two
             raise ConfigError(closest(name, own, "key", further=" and the settings of a run"))
     text = (own["replicas"] or ["1"])[-1]
     if not text.isdecimal() or int(text) < 1:

@@ -49,7 +49,9 @@ class Drafting:
     """Wraps the layers of `model`, in place; `teacher` runs it as it is, `draft` as the view that was set.
 
     position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that
-    drafts attend to; None: all of it.
+    drafts attend to; None: all of it. attended: by layer, bool [rounds, whole], what of all tokens the drafts of a round
+    attend to besides their own, for the rounds that begin at the last `rounds` tokens; a layer without: all of them.
+    queries: of the full model, [b, heads, n, d] by layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,6 +63,8 @@ class Drafting:
         self.model, self.position, self.skipped = model, 0, frozenset[int]()
         self.kept: Kept = {}
         self.window: int | None = None
+        self.attended: dict[int, Tensor] = {}
+        self.queries: dict[int, Tensor] = {}
         AttentionInterface.register(ATTENTION, self._attention)
         model.config._attn_implementation = ATTENTION
         self.linears: dict[str, list[DraftLinear]] = {}
@@ -137,11 +141,16 @@ class Drafting:
         groups, index, length = query.shape[1] // key.shape[1], module.layer_idx, query.shape[2]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if not self.position:
-            self.kept[index] = [(key, value)]
+            self.kept[index], self.queries[index] = [(key, value)], query
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
             return out.transpose(1, 2).contiguous(), None
         kept = self.kept[index]
         full_key, full_value = kept[0]
+        attended = self.attended.get(index)
+        if attended is not None:  # what no row attends to costs nothing
+            seen = attended.any(0)
+            seen[len(seen) - length :] = True
+            full_key, full_value, attended = full_key[:, :, seen], full_value[:, :, seen], attended[:, seen]
         # Token i sees what was drafted i - d, d below the position, by the pass in which that was drafted.
         recent = [(key, value), *(kept[self.position - d] for d in range(1, self.position))]
         scores = query @ full_key.transpose(2, 3) * scaling  # [b, heads, length, whole]
@@ -149,6 +158,9 @@ class Drafting:
         causal = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril(before)
         if self.window is not None:
             causal = causal.triu(before - self.window + 1)
+        if attended is not None:  # a token's round began position - 1 tokens before it
+            drafted = torch.ones_like(causal).triu(before - self.position + 1)
+            causal &= attended.roll(self.position - 1, 0) | drafted
         scores = scores.masked_fill(~causal, -torch.inf)
         at = torch.arange(length, device=query.device)
         for d, (own, _) in enumerate(recent[:length]):

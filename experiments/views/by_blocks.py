@@ -83,7 +83,7 @@ def every_key(query: Tensor, key: Tensor) -> Tensor:
 
 
 def mean_key(query: Tensor, key: Tensor) -> Tensor:
-    """Scores of blocks by their mean keys. The last, begun block is always attended to, so what it gets is no matter."""
+    """Scores of blocks by their mean keys. The last, begun block is attended to anyway."""
     return query @ in_blocks(key.transpose(1, 2)).mean(-1)
 
 

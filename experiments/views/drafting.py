@@ -49,7 +49,7 @@ class Drafting:
     """Wraps the layers of `model`, in place; `teacher` runs it as it is, `draft` as the view that was set.
 
     position: which draft of a round is made, from 1; 0 for the full model. window: last tokens of the context that
-    drafts attend to; None: all of it. attended: by layer, bool [rounds, whole], what of all tokens the drafts of a round
+    drafts attend to; None: all of it. attended: by layer, bool [rounds, whole], which tokens the drafts of a round
     attend to besides their own, for the rounds that begin at the last `rounds` tokens; a layer without: all of them.
     queries: of the full model, [b, heads, n, d] by layer.
     """

@@ -6,6 +6,7 @@ from typing import Any
 
 import golden
 import pytest
+import torch
 from harness import Live, layer_skip, live
 from models import LAYERS
 from test_draft_weights import COMPILED, made
@@ -13,6 +14,8 @@ from test_draft_weights import COMPILED, made
 from selfspec_cli.config.paths import plain_model_dir
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import skipped_layers
+from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
+from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
 
 pytestmark = pytest.mark.engine
 
@@ -117,9 +120,42 @@ def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected)
     assert counts[0] == counts[2] != counts[1], counts
 
 
-def test_a_window_is_refused_for_layers_that_have_one_of_their_own(expected):
-    want, refused = expected("gemma2"), "draft_window = 32 is not supported for this model"
-    with pytest.raises(SettingsError, match=refused), live(want.path, layer_skip(2, K, draft_window=32)):
+def test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets(expected, monkeypatch):
+    """Under 64 tokens one block of 32 is chosen besides the first one and the last ones. The query by which it is chosen
+    is that of the newest token with keys and values, wherever it is in the step and however many drafts were rejected.
+    """
+    want, begun, begin, start = expected("llama"), [], Blocks.begin, _EarlyExit._start
+
+    def seen(self, ends, rejected):
+        begun.append((ends.clone(), rejected))
+        begin(self, ends, rejected)
+
+    def checked(self, batch, *more):
+        ends, rejected = begun[-1]
+        sampled = torch.tensor([bool(own) for own in self._sampled])
+        known = torch.from_numpy(batch.num_tokens_no_spec[: len(ends)]) - 2  # the newest token has no keys yet
+        assert torch.equal(self.runner.positions[ends - 1 - rejected][sampled], known[sampled])
+        return start(self, batch, *more)
+
+    monkeypatch.setattr(Blocks, "begin", seen)
+    monkeypatch.setattr(_EarlyExit, "_start", checked)
+    view, counts = {"layer_skip": LAYERS - 1, "draft_context": "blocks:64"}, []
+    with live(want.path, layer_skip(LAYERS - 1, K, draft_context="blocks:64")) as engine:
+        want.check(engine)
+        for own in (view, {"layer_skip": LAYERS - 1}, view):
+            engine.call("early_exit_set_view", own)
+            before = engine.counts()
+            want.check(engine, SOME)
+            counts.append(engine.counts() - before)
+            counts[-1].require_both_verdicts()
+    assert counts[0] == counts[2] != counts[1], counts
+    assert any(rejected.any() for _, rejected in begun)
+
+
+@pytest.mark.parametrize(("key", "value"), [("draft_window", 32), ("draft_context", "blocks:64")])
+def test_a_part_of_the_context_is_refused_for_layers_that_have_a_window_of_their_own(expected, key, value):
+    want, refused = expected("gemma2"), f"{key} = {value} is not supported for this model"
+    with pytest.raises(SettingsError, match=refused), live(want.path, layer_skip(2, K, **{key: value})):
         pass
 
 

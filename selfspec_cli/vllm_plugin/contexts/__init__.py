@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 from selfspec_cli.early_exit.contexts import Context
@@ -14,15 +14,19 @@ if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import AttentionGroup, VllmConfig
 
 
-def kernel_for(context: Context, groups: Sequence[AttentionGroup], vllm_config: VllmConfig) -> ContextKernel | None:
+def kernel_for(
+    context: Context, groups: Sequence[AttentionGroup], names: Set[str], vllm_config: VllmConfig
+) -> ContextKernel | None:
     """What leaves blocks out for `context`; None for the whole context, where nothing has to.
 
-    groups: vLLM's attention groups that draft. Raises SettingsError for a model whose layers cannot take it.
+    groups: vLLM's attention groups that draft; names: their layers that do. Raises SettingsError for a model whose
+    layers cannot take it.
     """
     refuse_context(context, groups)
     if context.kind.kernels is None:
         return None
     made = importlib.import_module(context.kind.kernels).KERNEL(*context.values)
     assert isinstance(made, ContextKernel)
-    made.groups, made.vllm_config = groups, vllm_config
+    made.groups, made.names, made.vllm_config = groups, names, vllm_config
+    made.start()
     return made

@@ -6,7 +6,7 @@ it. The target's next pass gathers its own block tables again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,19 +22,31 @@ class ContextKernel:
     numbers that a user wrote.
 
     A kind needs `shortened` and `longest`; both model runners draft by them. `shorten` may be written anew where plain
-    PyTorch is too slow on a GPU. A kind that looks at keys finds them by the names of the layers in `groups` (vLLM's
-    attention groups that draft, of one KV cache) in `vllm_config.compilation_config.static_forward_context`.
+    PyTorch is too slow on a GPU. A kind that looks at keys finds its layers in
+    `vllm_config.compilation_config.static_forward_context`, by their names: `names`, of the layers that draft. `groups`
+    are vLLM's attention groups of these layers, of one KV cache.
     """
 
     groups: Sequence[AttentionGroup]
+    names: Set[str]
     vllm_config: VllmConfig
 
-    def shortened(self, blocks: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def start(self) -> None:
+        """Called once, when the above is set and before CUDA graphs are captured. Raises SettingsError for a model that
+        the kind is not for."""
+
+    def begin(self, ends: Tensor, rejected: Tensor) -> None:
+        """Called before a round, after the target's pass. ends [n]: one past each row's last token in that pass.
+        rejected [n]: how many of its last tokens are drafts that were rejected."""
+
+    def shortened(
+        self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(block tables, tokens left out) for drafts after contexts of `seq_lens` tokens, the newest one included.
 
         blocks: int32 [n, columns]; seq_lens: [n] -> block tables of the same shape, and the tokens in the blocks that
         were left out, [n] of the kind of `seq_lens`. Kept are whole blocks, in their order, and with them the block of
-        the newest token and every column after it, into which drafts are written.
+        the newest token and every column after it, into which drafts are written. rows [n]: of `begin`; None: all.
         """
         raise NotImplementedError
 

@@ -46,7 +46,9 @@ class Window(ContextKernel):
     def __init__(self, window: int) -> None:
         self.window = window
 
-    def shortened(self, blocks: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def shortened(
+        self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `ContextKernel.shortened`."""
         left_out = blocks_left_out(seq_lens, self.window, block_size)
         return without_blocks(blocks, 1, left_out), left_out * block_size

@@ -158,7 +158,7 @@ class _EarlyExit(DraftModelProposer):
                 if names:
                     self._groups.append((group, names))
         drafting = [group for group, _ in self._groups]
-        self._context = kernel_for(self.settings.context, drafting, self.vllm_config)
+        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
         self.kv_cache_gid = self._groups[0][0].kv_cache_group_id
         self.draft_attn_groups = [group for group, _ in self._groups]
 
@@ -196,7 +196,12 @@ class _EarlyExit(DraftModelProposer):
 
     @torch.inference_mode()
     def propose(
-        self, num_speculative_tokens: int, *, sampling_metadata: SamplingMetadata, **unused: Any
+        self,
+        num_speculative_tokens: int,
+        *,
+        sampling_metadata: SamplingMetadata,
+        common_attn_metadata: CommonAttentionMetadata | None = None,
+        **unused: Any,
     ) -> list[list[int]]:
         """Draft for every request that sampled a token in this step.
 
@@ -214,6 +219,10 @@ class _EarlyExit(DraftModelProposer):
         self._draft_probs = None
         if self._weights.stale:
             self.renew()
+        if self._context is not None and common_attn_metadata is not None:
+            tried = self._verified or [0] * len(self._sampled)
+            rejected = [most - max(len(own) - 1, 0) for most, own in zip(tried, self._sampled, strict=True)]
+            self._context.begin(common_attn_metadata.query_start_loc[1 : len(rejected) + 1], torch.tensor(rejected))
         state = self._start(batch, min(num_speculative_tokens, self.draft_length), proposals)
         probs = [] if state is None else self._draft(state, proposals, sampling_metadata)
         if self._draws(sampling_metadata) and any(proposals):

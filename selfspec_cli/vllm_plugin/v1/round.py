@@ -72,7 +72,7 @@ class Ahead:
         attended = (positions + 1).int()
         if context is not None:
             size, seq_lens = tables[0].block_size, state.positions + 1  # of one KV cache (`refuse_context`)
-            short, left_out = context.shortened(groups[0][0], seq_lens, size)
+            short, left_out = context.shortened(groups[0][0], seq_lens, size, state.rows)
             groups = [(short, slots) for _, slots in groups]
             attended -= left_out.int()
         return cls(positions, attended, int(attended[0].max()), groups)

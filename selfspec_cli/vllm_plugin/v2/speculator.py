@@ -193,7 +193,7 @@ class EarlyExitSpeculator(DraftLoop):
             self.kv_cache_config, self.vllm_config, self.device, active_layer_names=self._layer_names
         )
         drafting = [group for groups in self.attn_groups for group in groups]
-        self._context = kernel_for(self.settings.context, drafting, self.vllm_config)
+        self._context = kernel_for(self.settings.context, drafting, self._layer_names, self.vllm_config)
         self._configure_decode_metadata_update()
 
     # ---- what changes on a live engine --------------------------------------------------------------------------
@@ -313,6 +313,9 @@ class EarlyExitSpeculator(DraftLoop):
             return drafts.fill_(-1)
         self.drafting_disabled = False
         self._begin(input_batch, steps, verdict, temperature, seeds, dummy_run)
+        if self._context is not None:
+            requests = input_batch.num_reqs
+            self._context.begin(input_batch.query_start_loc[1 : requests + 1], num_rejected[:requests])
         # In vLLM's profiling run there is no KV cache yet: `set_attn` comes after it.
         self._draft(input_batch, steps, is_profile, dp_sync_state, dummy_run and skip_attn_for_dummy_run)
         if self.state.free is not None and self.draft_logits is not None and not dummy_run:

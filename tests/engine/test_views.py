@@ -121,9 +121,8 @@ def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected)
 
 
 def test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets(expected, monkeypatch):
-    """Under 64 tokens one block of 32 is chosen besides the first one and the last ones. The query by which it is chosen
-    is that of the newest token with keys and values, wherever it is in the step and however many drafts were rejected.
-    """
+    """Under 64 tokens one block of 32 is chosen besides the first one and the last ones. The query by which it is
+    chosen is that of the newest token with keys and values, however many drafts were rejected behind it."""
     want, begun, begin, start = expected("llama"), [], Blocks.begin, _EarlyExit._start
 
     def seen(self, ends, rejected):

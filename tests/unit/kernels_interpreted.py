@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights, block_weights_of_keys
 from selfspec_cli.vllm_plugin.contexts.window import Window
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
 from selfspec_cli.vllm_plugin.v2.round_setup import begin_round
@@ -95,6 +96,44 @@ def test_with_a_window_drafts_attend_to_what_the_plain_functions_say(window):
     end_step()(state, sharp_and_flat(ROWS))
     assert state.buffers.positions[:4].tolist() == [length + 1 for length in lengths]
     assert state.buffers.seq_lens[:4].tolist() == [tokens + 1 for tokens in attended[:4].tolist()]
+
+
+@pytest.mark.parametrize(("page", "dim", "shared", "at_once"), [(16, 64, 6, 8), (4, 16, 1, 3), (48, 80, 2, 1)])
+def test_the_attention_to_each_block_is_that_of_the_plain_function(page, dim, shared, at_once):
+    """Requests without a key, within a block and at the end of the table; a block, a head and a number of heads that
+    are no power of two."""
+    heads, columns = 2, 5
+    cache = torch.randn(4 * columns, heads, page, 2 * dim)
+    table = torch.randperm(4 * columns).int().view(4, columns)
+    lengths = torch.tensor([0, 1, 2 * page + 3, columns * page], dtype=torch.int32)
+    queries = torch.randn(4, heads * shared, dim)
+    found = block_weights(queries, cache, table, lengths, 0.2, at_once)
+    torch.testing.assert_close(found, block_weights_of_keys(queries, cache[table.long()][..., :dim], lengths, 0.2))
+    assert found.isinf().sum((1, 2)).tolist() == [heads * shared * n for n in (columns, columns, columns - 3, 0)]
+
+
+@pytest.mark.parametrize("tokens", [8, 12, 24, 64])
+def test_drafts_over_chosen_blocks_attend_to_what_the_plain_functions_say(tokens):
+    state, size, lengths = new_state(), 4, [2, 17, 38, 50]
+    table = torch.arange(5 * 16, dtype=torch.int32).view(5, 16)
+    kernel = Blocks(tokens)
+    kernel.queries = torch.randn(4, 2, 16) * 4
+    kernel.layer = SimpleNamespace(kv_cache=torch.randn(5 * 16, 1, size, 32), impl=SimpleNamespace(scale=0.25))
+    kernel.places_of_keys = torch.arange(size * 32).view(size, 32)[:, :16].flatten()
+    begin(state, lengths)
+    state.left_out.fill_(7)  # of a round of more requests
+    own = torch.tensor([length + 1 for length in lengths])
+    wanted, left_out = kernel.shortened(table[:4], own, size)
+    kernel.shorten(state, table, size)
+    attended = own - left_out
+    assert bool(left_out.any()) == (tokens < 64)
+    assert state.buffers.seq_lens.tolist() == [*attended.tolist(), 0]
+    assert state.left_out.tolist() == [*left_out.tolist(), 0]
+    assert table[4].tolist() == list(range(64, 80))  # padding
+    for row, kept in enumerate(attended.tolist()):
+        used = -(-(kept + K) // size)
+        assert table[row, :used].tolist() == wanted[row, :used].tolist()
+        assert kept <= kernel.longest(size)
 
 
 def test_requests_that_draft_nothing_forget_their_last_draft():

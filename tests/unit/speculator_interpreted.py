@@ -167,16 +167,16 @@ def copy_without_triton(speculator, monkeypatch):
     monkeypatch.setattr(speculator, "_copy_request_inputs", copy)
 
 
-def propose(speculator, requests, lengths=None, sampled=None, **more):
+def propose(speculator, requests, lengths=None, sampled=None, rejected=None, **more):
     """lengths: tokens that the target has keys and values for, of each request; 10 of all where it is None. sampled: by
-    each, one where it is None."""
+    each, one where it is None; rejected: of the K drafts of each, none where it is None."""
     seq_lens = torch.tensor(lengths or [10] * requests, dtype=torch.int32)
     batch = SimpleNamespace(
         num_reqs=requests, num_tokens_after_padding=requests, seq_lens=seq_lens, seq_lens_cpu_upper_bound=seq_lens,
-        idx_mapping=torch.arange(requests),
+        idx_mapping=torch.arange(requests), query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * (K + 1),
     )  # fmt: skip
     sampled = torch.tensor(sampled or [1] * requests, dtype=torch.int32)
-    rejected = torch.zeros(requests, dtype=torch.int32)
+    rejected = torch.tensor(rejected or [0] * requests, dtype=torch.int32)
     last = torch.arange(REQUESTS).unsqueeze(1)
     return speculator.propose(batch, {}, {}, None, None, sampled, rejected, last, None, None, None, **more)
 
@@ -255,7 +255,14 @@ def test_free_drafts_have_places_beyond_k_and_end_the_loop_at_once(config, monke
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"draft_window": WINDOW}, {"length_table": "1:4 2:2"}, {"adaptive_length": True}, {"free_drafts": 9}],
+    [
+        {},
+        {"draft_window": WINDOW},
+        {"draft_context": "blocks:64"},
+        {"length_table": "1:4 2:2"},
+        {"adaptive_length": True},
+        {"free_drafts": 9},
+    ],
 )
 def test_the_profiling_run_drafts_before_there_is_a_kv_cache(config, monkeypatch, more):
     """No attention groups, no block tables and no graphs: vLLM calls `set_attn` after it (test_vllm_seams.py)."""
@@ -304,6 +311,40 @@ def test_with_a_window_a_graph_is_replayed_on_shortened_block_tables(config, mon
         assert read[row, : 1 + kept].tolist() == [whole[row, 0], *whole[row, 1 + left_out :][:kept].tolist()]
     assert max(attended) + K - 1 <= speculator.draft_max_seq_len == WINDOW + 2 * BLOCK + K
     assert speculator.state.lengths.tolist() == [K] * REQUESTS
+
+
+def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(config, monkeypatch):
+    """Each request's last pass was over K + 1 tokens, some of whose drafts were rejected. The queries that the layer
+    kept of it say which block to attend to."""
+    speculator, _ = start(config(draft_context="blocks:64"))
+    copy_without_triton(speculator, monkeypatch)
+    blocks, layers = 128 // BLOCK, speculator.vllm_config.compilation_config.static_forward_context
+    cache = torch.zeros(REQUESTS * blocks, 1, BLOCK, 2 * 32)
+    cache[:, 0, 0, :32] = 9 * torch.nn.functional.one_hot(torch.arange(REQUESTS * blocks) % blocks, 32).float()
+    attention = SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), kv_cache_dtype="auto", num_heads=1, head_size=32,
+        kv_sharing_target_layer_name=None, kv_cache=cache, impl=SimpleNamespace(scale=1.0, forward=lambda *own: None),
+    )  # fmt: skip
+    monkeypatch.setitem(layers, "layer", attention)
+    monkeypatch.setattr(speculator.vllm_config.device_config, "device", torch.device("cpu"))
+    speculator._warm, speculator._layer_names = True, {"layer"}
+    group = Group(speculator.input_buffers)
+    table = torch.arange(REQUESTS * blocks, dtype=torch.int32).view(REQUESTS, blocks)
+    monkeypatch.setattr(v2, "init_attn_backend", lambda *arguments, **more: ([[group]], None, [BLOCK]))
+    speculator.set_attn(None, None, SimpleNamespace(block_sizes=[BLOCK], input_block_tables=[table]), None, [])
+    speculator.decode_cudagraph_manager, whole = Graphs(speculator), table.clone()
+    queries = torch.zeros(REQUESTS * (K + 1), 1, 32)
+    queries[K - 1, 0, 3], queries[2 * K + 1, 0, 5] = 9.0, 9.0  # of tokens behind which 1 and 0 drafts were rejected
+    attention.impl.forward(attention, queries)
+    propose(speculator, 2, [120, 116], rejected=[1, 0])
+    ((read, attended),) = group.read
+    # Of 64 tokens 16 are the last ones, 12 blocks are chosen, and one is the first.
+    left_out = [4 * (25 - 12), 4 * (24 - 12)]
+    assert attended[:2] == [120 - left_out[0], 117 - left_out[1]]
+    for row, block in enumerate((3, 5)):
+        kept = read[row, : 1 + 12].tolist()
+        assert kept == sorted(kept) and whole[row, block] in kept and whole[row, 0] == kept[0]
+    assert speculator.draft_max_seq_len == 64 + 2 * BLOCK + K
 
 
 # ---- what requests ask for -------------------------------------------------------------------------------------------

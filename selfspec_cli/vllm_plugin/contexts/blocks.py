@@ -21,8 +21,6 @@ from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.attention.drafting import PLAIN
 from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
 from selfspec_cli.vllm_plugin.contexts.window import blocks_left_out
-from selfspec_cli.vllm_plugin.spec_config import settings_of
-from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -150,8 +148,8 @@ class Blocks(ContextKernel):
         return self._by(weights, blocks, seq_lens, block_size)
 
     def longest(self, block_size: int) -> int:
-        """The first block, the tokens, and what of the block before the window is kept with it."""
-        return self.tokens + 2 * block_size
+        """The first block, the window and what of a block before it is kept with it, and the blocks chosen."""
+        return self.window + (2 + self._most(block_size)) * block_size
 
     def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
         """The keys are read by one kernel, where they lie."""
@@ -164,9 +162,11 @@ class Blocks(ContextKernel):
         state.left_out[:n] = left_out
         lengths -= left_out
 
+    def _most(self, block_size: int) -> int:
+        return max(1, (self.tokens - self.window) // block_size)
+
     def _by(self, weights: Tensor, blocks: Tensor, seq_lens: Tensor, page: int) -> tuple[Tensor, Tensor]:
-        most = max(1, (self.tokens - self.window) // page)
-        kept = chosen_blocks(weights, seq_lens, self.window, most, page)
+        kept = chosen_blocks(weights, seq_lens, self.window, self._most(page), page)
         return only(blocks, kept), ((~kept).sum(1) * page).to(seq_lens.dtype)
 
     @cached_property
@@ -194,6 +194,9 @@ class Blocks(ContextKernel):
 def kept_queries(layer: Any, vllm_config: VllmConfig) -> Tensor:
     """Queries [tokens of a step, query heads, dim] of the last pass through an attention layer, which keeps them from
     now on. Raises SettingsError for a live engine whose passes are in CUDA graphs: these would keep none."""
+    from selfspec_cli.vllm_plugin.spec_config import settings_of
+    from selfspec_cli.vllm_plugin.vllm_names import CUDAGraphMode
+
     impl, started = layer.impl, settings_of(vllm_config)
     if not hasattr(impl, "selfspec_queries"):
         graphs = vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)

@@ -1,0 +1,208 @@
+"""Drafts over the blocks with the greatest attention: which blocks, by whose keys and queries, and for which models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from selfspec_cli.early_exit.contexts import Context
+from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.resolved import ResolvedSettings
+from selfspec_cli.vllm_plugin.contexts import kernel_for
+from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights_of_keys, chosen_blocks, only
+from selfspec_cli.vllm_plugin.detection import SETTINGS_KEY
+
+pytestmark = pytest.mark.contract
+
+SIZE, COLUMNS, HEADS, SHARED, DIM = 32, 7, 2, 3, 64
+
+
+class CpuLayer:
+    """An attention layer of vLLM's for CPUs, as far as its KV cache is concerned, with random keys in it."""
+
+    def __init__(self, isa: str = "vec", dtype: torch.dtype = torch.float32, requests: int = 4):
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        self.isa, self._k_scale_float, self._v_scale_float = isa, 1.0, 1.0
+        self.impl = object.__new__(CPUAttentionBackendImpl)
+        self.impl.attn_type, self.impl.kv_cache_dtype, self.impl.scale = "decoder", "auto", DIM**-0.5
+        self.attn_backend, self.kv_cache_dtype = SimpleNamespace(get_name=lambda: "CPU_ATTN"), "auto"
+        self.kv_sharing_target_layer_name, self.num_heads, self.head_size = None, HEADS * SHARED, DIM
+        draw, count = torch.Generator().manual_seed(0), requests * COLUMNS
+        self.kv_cache = torch.zeros(count, HEADS, SIZE, 2 * DIM, dtype=dtype)
+        self.keys = torch.randn(count, HEADS, SIZE, DIM, generator=draw).to(dtype)  # by block
+        self.table = torch.randperm(count, generator=draw).int().view(requests, COLUMNS)
+        tokens = self.keys.transpose(1, 2).reshape(-1, HEADS, DIM)
+        slots = torch.arange(count * SIZE)
+        self.impl.do_kv_cache_update(self, tokens, -tokens, self.kv_cache, slots)
+
+
+def blocks_of(layer: CpuLayer, tokens: int) -> Blocks:
+    made = Blocks(tokens)
+    made.layer = layer  # type: ignore[assignment]
+    return made
+
+
+def expected(layer: CpuLayer, queries: torch.Tensor, lengths: list[int], tokens: int) -> list[list[int]]:
+    """Columns that are kept of each request, token by token from the definition."""
+    found = []
+    for row, length in enumerate(lengths):
+        shares = torch.zeros(COLUMNS)
+        known = length - 1
+        for head in range(HEADS * SHARED):
+            keys = layer.keys[layer.table[row].long(), head // SHARED].flatten(0, 1)[:known].float()
+            share = (keys @ queries[row, head].float() * DIM**-0.5).softmax(0)
+            for place in range(known):
+                shares[place // SIZE] += share[place]
+        in_use = range((length - 1) // SIZE + 1)
+        last = [block for block in in_use if block >= (length - tokens // 4) // SIZE]
+        between = [block for block in in_use if block and block not in last]
+        best = sorted(between, key=lambda block: -float(shares[block]))[: max(1, (tokens - tokens // 4) // SIZE)]
+        found.append(sorted({0, *best, *last}))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 128, 160, 1024])
+@pytest.mark.parametrize(("isa", "dtype"), [("vec", torch.float32), ("vec", torch.bfloat16), ("vec16", torch.float32)])
+def test_blocks_with_the_greatest_attention_are_kept_with_the_first_and_the_last_ones_in_their_order(
+    isa, dtype, tokens
+):
+    """Requests of unequal length: one shorter than what is kept, one whose last block is the table's last column. Keys
+    lie in the cache as vLLM's own kernel for CPUs puts them there."""
+    layer, lengths = CpuLayer(isa, dtype), [2, 70, 161, COLUMNS * SIZE]
+    queries = torch.randn(4, HEADS * SHARED, DIM, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
+    made = blocks_of(layer, tokens)
+    made.queries = queries
+    short, left_out = made.shortened(layer.table, torch.tensor(lengths), SIZE)
+    assert short.shape == layer.table.shape and short.dtype == torch.int32
+    for row, columns in enumerate(expected(layer, queries, lengths, tokens)):
+        assert short[row, : len(columns)].tolist() == layer.table[row, columns].tolist()
+        assert int(left_out[row]) == SIZE * ((lengths[row] - 1) // SIZE + 1 - len(columns))
+        assert lengths[row] - int(left_out[row]) <= made.longest(SIZE)
+    if tokens == 1024:
+        assert not left_out.any()
+    # Some rows of the batch, later in the round: each with its own query, at the same blocks.
+    rows = torch.tensor([3, 1])
+    some, _ = made.shortened(layer.table[rows], torch.tensor(lengths)[rows], SIZE, rows)
+    for place, row in enumerate(rows.tolist()):
+        kept = (lengths[row] - int(left_out[row]) - 1) // SIZE + 1
+        assert some[place, :kept].tolist() == short[row, :kept].tolist()
+
+
+def test_columns_into_which_drafts_are_written_follow_the_newest_block():
+    """A request may draft across the end of its newest block; what comes after that is in the table already."""
+    table = torch.arange(10, 20, dtype=torch.int32).unsqueeze(0)
+    weights = torch.zeros(1, 1, 10)
+    weights[0, 0, 3] = 5.0
+    kept = chosen_blocks(weights, torch.tensor([8 * 4]), 4, 1, 4)
+    assert only(table, kept)[0, :6].tolist() == [10, 13, 17, 18, 19, 0]
+
+
+def test_heads_are_added_up_and_the_newest_token_has_no_key_yet():
+    keys = torch.zeros(1, 4, 1, 2, 2)  # blocks of two tokens
+    keys[0, 1, 0, 0, 0] = keys[0, 2, 0, 1, 1] = keys[0, 3, 0, 1, 0] = 1.0
+    queries = torch.tensor([[[9.0, 0.0], [0.0, 9.0]]])
+    weights = block_weights_of_keys(queries, keys, torch.tensor([8]), 1.0)
+    assert weights.argmax(-1).tolist() == [[1, 2]]
+    assert weights[0, 0, 3] == 0.0  # of the last block's first token alone
+
+
+def group(**more: object) -> SimpleNamespace:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    return SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, **more)
+
+
+def engine(layers: dict[str, object], context: str = "blocks:256", graphs: object = None) -> SimpleNamespace:
+    """vLLM's configuration, as far as it is asked, of an engine that was started with a context."""
+    started = ResolvedSettings.from_user({"layer_skip": 2, "draft_context": context}, 4)
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers, cudagraph_mode=graphs),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        device_config=SimpleNamespace(device=torch.device("cpu")),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        speculative_config=SimpleNamespace(**{SETTINGS_KEY: started.to_dict()}),
+    )
+
+
+def layer(backend: str = "FLASH_ATTN", **more: object) -> SimpleNamespace:
+    def forward(own, query, key):
+        return ("attended", own, query, key)
+
+    return SimpleNamespace(
+        attn_backend=SimpleNamespace(get_name=lambda: backend), impl=SimpleNamespace(forward=forward), num_heads=2,
+        head_size=4, **{"kv_cache_dtype": "auto", "kv_sharing_target_layer_name": None, **more},
+    )  # fmt: skip
+
+
+def kernel(layers: dict[str, object], **more: object):
+    return kernel_for(Context("blocks", (256,)), [group()], {"b", "d", "c", "a"}, engine(layers, **more))
+
+
+def test_one_layer_three_quarters_of_the_way_through_those_that_draft_keeps_its_queries():
+    layers = {name: layer() for name in ("other", "a", "b", "c", "d", "later")}
+    made = kernel(layers)
+    assert made.layer is layers["d"] and not hasattr(layers["c"].impl, "selfspec_queries")
+    query = torch.arange(5 * 8.0).view(5, 2, 4)
+    assert layers["d"].impl.forward("layer", query, "key") == ("attended", "layer", query, "key")
+    made.begin(torch.tensor([2, 5]), torch.tensor([0, 2]))
+    assert torch.equal(made.queries, query[[1, 2]])
+    # The same layer goes on for another number of tokens; a step of more tokens than there may be keeps the first.
+    assert kernel(layers).kept is made.kept
+    layers["d"].impl.forward("layer", torch.ones(9, 2, 4), None)
+    assert made.kept.sum() == 8 * 8
+    made.begin(torch.tensor([1]), torch.tensor([0]))
+    assert torch.equal(made.queries, torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"backend": "FLASHMLA"}, r"FLASHMLA \(auto\); allowed: FLASH_ATTN, CPU_ATTN"),
+        ({"kv_cache_dtype": "fp8"}, r"FLASH_ATTN \(fp8\)"),
+        ({"kv_sharing_target_layer_name": "a"}, "cannot be read"),
+    ],
+)
+def test_keys_that_cannot_be_read_are_refused(wrong, said):
+    with pytest.raises(SettingsError, match=f"draft_context = blocks:256 is not supported for this model.*{said}"):
+        kernel({name: layer(**wrong) for name in "abcd"})
+
+
+def test_a_live_engine_whose_passes_are_captured_cannot_begin_to_keep_queries():
+    from vllm.config.compilation import CUDAGraphMode
+
+    layers = {name: layer() for name in "abcd"}
+    with pytest.raises(
+        SettingsError, match="draft_context = window:64 cannot become blocks on a live engine with CUDA"
+    ):
+        kernel(layers, context="window:64", graphs=CUDAGraphMode.FULL)
+    assert kernel(layers, context="window:64", graphs=CUDAGraphMode.NONE) is not None  # it runs eagerly
+    assert kernel(layers, context="window:64", graphs=CUDAGraphMode.FULL) is not None  # it keeps them already
+
+
+def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
+    """Rows with rejected drafts, with none, and inside a prefill, where no token was sampled."""
+    from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    told: list[list[int]] = []
+    context = SimpleNamespace(begin=lambda ends, rejected: told.append((ends - 1 - rejected).tolist()))
+    proposer = SimpleNamespace(
+        runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)), free=None,
+        lengths=SimpleNamespace(verdict=lambda *_: None), recorder=None, draft_length=3, _context=context,
+        _weights=SimpleNamespace(stale=False), _start=stop, _sampled=[[5], [7, 8, 9], []], _verified=[3, 2, 0],
+    )  # fmt: skip
+    common = SimpleNamespace(query_start_loc=torch.tensor([0, 4, 7, 15, 15]))
+    for _ in range(2):
+        with pytest.raises(Stop):
+            _EarlyExit.propose(proposer, 3, sampling_metadata=None, common_attn_metadata=common)
+        proposer._sampled, proposer._verified = [[5], [7], []], None  # a step without drafts
+    assert told == [[0, 6, 14], [3, 6, 14]]

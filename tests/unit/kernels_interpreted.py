@@ -106,9 +106,15 @@ def test_the_attention_to_each_block_is_that_of_the_plain_function(page, dim, sh
     cache = torch.randn(4 * columns, heads, page, 2 * dim)
     table = torch.randperm(4 * columns).int().view(4, columns)
     lengths = torch.tensor([0, 1, 2 * page + 3, columns * page], dtype=torch.int32)
-    queries = torch.randn(4, heads * shared, dim)
-    found = block_weights(queries, cache, table, lengths, 0.2, at_once)
-    torch.testing.assert_close(found, block_weights_of_keys(queries, cache[table.long()][..., :dim], lengths, 0.2))
+    queries, ends, rejected = (
+        torch.randn(9, heads * shared, dim),
+        torch.tensor([1, 3, 6, 9]),
+        torch.tensor([0, 1, 2, 0]),
+    )
+    found = torch.full((4, heads * shared, columns), -torch.inf)
+    block_weights(queries, ends, rejected, cache, table, lengths, 0.2, found, at_once)
+    own, keys = queries[[0, 1, 3, 8]], cache[table.long()][..., :dim]
+    torch.testing.assert_close(found, block_weights_of_keys(own, keys, lengths, 0.2))
     assert found.isinf().sum((1, 2)).tolist() == [heads * shared * n for n in (columns, columns, columns - 3, 0)]
 
 
@@ -117,7 +123,8 @@ def test_drafts_over_chosen_blocks_attend_to_what_the_plain_functions_say(tokens
     state, size, lengths = new_state(), 4, [2, 17, 38, 50]
     table = torch.arange(5 * 16, dtype=torch.int32).view(5, 16)
     kernel = Blocks(tokens)
-    kernel.queries = torch.randn(4, 2, 16) * 4
+    kernel.kept = torch.randn(9, 2, 16) * 4
+    kernel.begin(torch.tensor([2, 4, 6, 9]), torch.tensor([0, 1, 0, 2]))
     kernel.layer = SimpleNamespace(kv_cache=torch.randn(5 * 16, 1, size, 32), impl=SimpleNamespace(scale=0.25))
     kernel.places_of_keys = torch.arange(size * 32).view(size, 32)[:, :16].flatten()
     begin(state, lengths)

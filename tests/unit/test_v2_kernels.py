@@ -42,8 +42,8 @@ def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
 def compiled() -> dict[str, str]:
     """What the programs below print, by name. All of them run in one process: importing Triton and PyTorch takes longer
     than to compile."""
-    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "BEGIN": BEGIN,
-                "MATCHING": MATCHING, "COMPILE": COMPILE}  # fmt: skip
+    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "CHOOSE": CHOOSE,
+                "BEGIN": BEGIN,                "MATCHING": MATCHING, "COMPILE": COMPILE}  # fmt: skip
     if HAS_VLLM:
         programs["ATTENTION"] = ATTENTION
     printed = run("-c", "".join(f"print('{MARK}{name}')\n{program}\n" for name, program in programs.items()))
@@ -280,10 +280,33 @@ print(ptx.rindex("ld.global"), ptx.index("bar.sync"), ptx.rindex("bar.sync"), pt
 """
 
 
-def test_the_kernel_that_shortens_a_block_table_reads_all_before_it_writes(compiled):
+CHOOSE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from selfspec_cli.vllm_plugin.contexts.blocks import _choose, _weigh
+
+TYPES = {"weights": "*fp32", "table": "*i32", "columns": "i32", "seq_lens": "*i32", "left_out": "*i32", "heads": "i32",
+         "window": "i32", "most": "i32", "queries": "*bf16", "ends": "*i32", "rejected": "*i32", "cache": "*bf16",
+         "scale": "fp32", "cache_block": "i32", "cache_head": "i32", "cache_token": "i32"}
+CONSTANTS = {_choose: {"PAGE": 16, "COLUMNS": 2048},
+             _weigh: {"PAGE": 16, "KEYS": 16, "DIM": 128, "DIMS": 128, "SHARED": 6, "ROWS": 16, "BLOCKS": 8}}
+for kernel, constants in CONSTANTS.items():
+    signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    print(ptx.count("mma.sync"), ptx.rindex("ld.global"), ptx.rindex("bar.sync"), ptx.index("st.global"))
+"""
+
+
+def test_the_kernels_that_shorten_a_block_table_read_all_before_they_write(compiled):
     """A row moves within itself, and a thread may overwrite what another one has to read."""
     places = [int(word) for word in compiled["SHORTEN"].split()]
     assert places == sorted(places)
+    choose, weigh = ([int(word) for word in line.split()] for line in compiled["CHOOSE"].splitlines())
+    assert choose[0] == 0 and choose[1] < choose[3]
+    assert weigh[0] > 0  # its products are on tensor cores
 
 
 def test_the_kernel_that_begins_a_round_compiles_for_cuda(compiled):

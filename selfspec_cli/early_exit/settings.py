@@ -159,7 +159,7 @@ class DraftSettings:
     draft_context: str = knob(
         FULL,
         help="what of the context drafts attend to, as NAME or NAME:NUMBER; the verify pass attends to everything",
-        limits="full, window:TOKENS (see draft_window), or a kind that an installed package adds",
+        limits="full, window:TOKENS (see draft_window), blocks:TOKENS, or a kind that an installed package adds",
         spec_keys=("draft_context",),
         methods=DRAFTING,
     )

@@ -56,6 +56,16 @@ def engine(**changes: Any) -> Callable[[], Any]:
     return lambda: refusals.refuse_engine(SimpleNamespace(**PLAIN | changes))
 
 
+def blocks_of_latent_keys() -> None:
+    from selfspec_cli.vllm_plugin.contexts.blocks import Blocks
+
+    made, backend = Blocks(256), SimpleNamespace(get_name=lambda: "FLASHMLA")
+    layer = SimpleNamespace(attn_backend=backend, kv_cache_dtype="auto")
+    made.names = {"layer"}
+    made.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    made.start()
+
+
 def target(name: str, value: Any = True) -> Callable[[], Any]:
     facts = {"model": "m", "runner_type": "generate", **dict.fromkeys(refusals.NO_TARGETS, False), name: value}
     return lambda: refusals.refuse_model(SimpleNamespace(**facts))
@@ -228,6 +238,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
                 Context("window", (64,)), [SimpleNamespace(kv_cache_spec=None, kv_cache_group_id=0)]
             ),
             instead="leave draft_window out"),
+        Row("drafts over the blocks with the greatest attention (draft_context=blocks:N)", YES, "chosen anew before "
+            "each round; an engine with CUDA graphs is started with it",
+            "engine/test_views.py::"
+            "test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets"),
+        Row("the same for latent keys (MLA), for keys in fp8, and by other backends than FlashAttention", REFUSED,
+            "their keys cannot be read", refusal=blocks_of_latent_keys, instead="draft_window = 256"),
         Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "
             "only if every pass runs all layers", refusal=engine(offload_group_size=4), instead="cpu_offload_gb"),
         Row("keys of a speculative_config that are for other methods", REFUSED, "they would change nothing",

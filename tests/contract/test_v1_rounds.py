@@ -200,6 +200,20 @@ def test_a_round_begins_without_steps_and_with_nothing_of_its_own_for_any_reques
     assert begun.lengths is begun.limits is begun.previous is begun.ahead is None
 
 
+def test_a_kind_of_context_hears_which_rows_of_the_batch_are_still_drafting():
+    """In the middle of a round too, when the gates of others have closed."""
+    from selfspec_cli.vllm_plugin.v1.round import Ahead, Round
+
+    def shortened(blocks, seq_lens, size, rows):
+        return blocks.flip(1), (rows + size).int()
+
+    blocks = torch.arange(12).int().view(3, 4)
+    state = Round(torch.tensor([2, 0]), torch.zeros(2).int(), torch.tensor([9, 13]), room=9)
+    ahead = Ahead.of(state, 1, [table(4, blocks)], 3, SimpleNamespace(shortened=shortened))
+    assert ahead.seq_lens.tolist() == [[10 - 6, 14 - 4]]
+    assert ahead.groups[0][0].tolist() == blocks[[2, 0]].flip(1).tolist()
+
+
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_whole_blocks_between_the_first_one_and_the_window_are_left_out_and_no_others(size):
     """Counted block by block, for contexts that end anywhere, in the last column of the table too."""

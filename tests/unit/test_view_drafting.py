@@ -20,7 +20,7 @@ LAYERS, LENGTH, PROMPT = 3, 24, 6
 def drafting_module(monkeypatch):
     monkeypatch.syspath_prepend(str(paths.experiments_dir() / "views"))
     yield importlib.import_module("drafting")
-    for name in ("drafting", "acceptance"):
+    for name in ("drafting", "acceptance", "by_blocks"):
         sys.modules.pop(name, None)
 
 
@@ -150,3 +150,41 @@ def test_views_are_written_in_four_ways(drafting_module):
     assert acceptance.views("int4@1,3; int8") == ["int4@1,3", "int8"]
     with pytest.raises(argparse.ArgumentTypeError, match="did you mean 'int8'"):
         acceptance.views("int4,itn8")
+
+
+@torch.no_grad()
+def test_drafts_attend_to_the_tokens_that_their_round_may_attend_to(drafting_module):
+    """Whatever keys and values of other tokens are, what a round drafts is the same, and of its own it is not."""
+    tokens, start = torch.randint(64, (1, LENGTH), generator=torch.Generator().manual_seed(1)), 15
+    drafting = drafting_module.Drafting(tiny())
+    drafting.set_view("shared")
+
+    def drafted(*changed):
+        drafting.teacher(tokens)
+        for kept in drafting.kept.values():
+            for part in kept[0]:
+                part[:, :, list(changed)] += 1.0
+        return [drafting.draft(tokens, position, start)[0] for position in (1, 2, 3)]
+
+    whole, every = drafted(), torch.ones(LENGTH - start, LENGTH, dtype=torch.bool)
+    drafting.attended = dict.fromkeys(range(LAYERS), every)
+    assert all(torch.equal(*pair) for pair in zip(whole, drafted(), strict=True))
+    attended = every.clone()
+    attended[1, 7] = attended[3, 9] = False  # of the rounds that begin at the tokens 16 and 18
+    drafting.attended = dict.fromkeys(range(LAYERS), attended)
+    before = drafted()
+    for changed, row, same in ((7, 1, True), (9, 1, False), (7, 3, False), (9, 3, True)):
+        after = drafted(changed)
+        for place in range(3):
+            assert torch.equal(before[place][row + place], after[place][row + place]) == same, (changed, row, place)
+
+
+def test_the_first_block_the_last_tokens_and_the_heaviest_blocks_are_selected(drafting_module):
+    by_blocks, weights = importlib.import_module("by_blocks"), torch.zeros(2, 13)
+    weights[0, [3, 5, 7, 11]], weights[1, [2, 5, 8, 10]] = torch.tensor([1.0, 3.0, 2.0, 9.0]), torch.arange(4.0)
+    found = by_blocks.selection(weights, 190, 200, 64, False)  # the rounds begin at the tokens 190 and 191
+    assert found.shape == (2, 200)
+    blocks = [sorted({at // by_blocks.SIZE for at in row.nonzero().flatten().tolist()}) for row in found]
+    assert blocks == [[0, 3, 5, 7, 10, 11, 12], [0, 5, 8, 10, 11, 12]]  # the last 16 begin in block 10, and at block 11
+    (window,) = by_blocks.selection(weights[:1], 190, 200, 64, True)
+    assert window.nonzero().flatten().tolist() == [*range(16), *range(7 * 16, 200)]

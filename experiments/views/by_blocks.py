@@ -129,11 +129,27 @@ def selection(weights: Tensor, start: int, whole: int, tokens: int, window: bool
     return kept.repeat_interleave(SIZE, 1)[:, :whole]
 
 
+def views(text: str) -> list[str]:
+    """A type for argparse: views with ';' between them."""
+    words = [word.strip() for word in text.split(";")]
+    for word in words:
+        kind, *rest = word.split(":")
+        among(("whole", "window", "blocks"), "view")(kind)
+        if len(rest) != {"whole": 0, "window": 1, "blocks": 2}[kind] or not all(one.isdecimal() for one in rest[:1]):
+            raise argparse.ArgumentTypeError(f"{word!r}: write whole, window:TOKENS or blocks:TOKENS:SOURCE")
+        source, _, lag = rest[1].partition("@") if len(rest) > 1 else ("all", "", "")
+        if not source.isdecimal():
+            among(("all", "each", "keys", *KINDS), "source")(source)
+        if lag and not (lag.isdecimal() and int(lag) <= FARTHEST):
+            raise argparse.ArgumentTypeError(f"{word!r}: a lag of {lag}; allowed: 0 to {FARTHEST}")
+    return words
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     options.add_argument("--context", type=int, default=4096)
-    options.add_argument("--views", required=True, help="by ';'")
+    options.add_argument("--views", type=views, required=True, help="by ';'")
     options.add_argument("--weights", type=among(DRAFT_WEIGHTS, "kind of copies"), default="int4")
     options.add_argument("--answers", type=int, default=8)
     options.add_argument("--length", type=int, default=88, help="tokens of an answer")
@@ -158,14 +174,14 @@ def main() -> None:
             answer = Answer.of(drafting, torch.tensor(ids), first, 0.0)
             asked.append(Asked(answer, {layer: query[0] for layer, query in drafting.queries.items()}))
     rows: list[dict[str, Any]] = []
-    for view in chosen.views.split(";"):
+    for view in chosen.views:
         found = []
         for one in asked:
-            drafting.attended = attended(one, view.strip(), model.config.num_hidden_layers)
+            drafting.attended = attended(one, view, model.config.num_hidden_layers)
             found.append(accepted(drafting, one.answer, chosen.k)["most likely"])
         alive = torch.cat(found).double().mean(0)
         tokens = {k: round(1 + float(alive[:k].sum()), 3) for k in sorted({4, 8, chosen.k}) if k <= chosen.k}
-        rows.append({"view": view.strip(), "rounds": sum(map(len, found)), "tokens": tokens})
+        rows.append({"view": view, "rounds": sum(map(len, found)), "tokens": tokens})
         print(rows[-1], flush=True)
         document = {"model": Path(chosen.model).name, "context": chosen.context, "weights": chosen.weights,
                     "length": chosen.length, "rows": rows}  # fmt: skip

@@ -179,6 +179,19 @@ def test_drafts_attend_to_the_tokens_that_their_round_may_attend_to(drafting_mod
             assert torch.equal(before[place][row + place], after[place][row + place]) == same, (changed, row, place)
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("wndow:64", "did you mean 'window'"), ("window:a", "write whole, window:TOKENS"), ("blocks:64", "blocks:TOKENS:"),
+     ("blocks:64:eech", "did you mean 'each'"), ("blocks:64:3@33", "a lag of 33; allowed: 0 to 32")],
+)  # fmt: skip
+def test_a_view_that_cannot_be_simulated_is_refused_at_once(drafting_module, word, message):
+    by_blocks = importlib.import_module("by_blocks")
+    known = "whole; window:64;blocks:64:3@8"
+    assert by_blocks.views(known) == ["whole", "window:64", "blocks:64:3@8"]
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        by_blocks.views(f"{known};{word}")
+
+
 def test_the_first_block_the_last_tokens_and_the_heaviest_blocks_are_selected(drafting_module):
     by_blocks, weights = importlib.import_module("by_blocks"), torch.zeros(2, 13)
     weights[0, [3, 5, 7, 11]], weights[1, [2, 5, 8, 10]] = torch.tensor([1.0, 3.0, 2.0, 9.0]), torch.arange(4.0)

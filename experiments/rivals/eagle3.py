@@ -29,6 +29,7 @@ import torch
 from drafting import answers, chat_prompts, load
 from torch import Tensor
 
+KINDS = ("llama", "qwen3")  # of layers that speculators has
 SEED = 2  # of the questions: 0 is what is measured
 Batch = dict[str, Tensor]
 
@@ -118,14 +119,26 @@ def _how(chosen: argparse.Namespace) -> dict[str, Any]:
     return {"ttt_steps": chosen.steps_ahead, "loss_config": resolve_loss_config("kl_div", "eager")}
 
 
+def layer_of(config: Any) -> Any:
+    """The config of a head's only layer: the model's own kind, and Llama's where speculators has none of that kind."""
+    from transformers import LlamaConfig
+
+    if config.model_type not in KINDS:
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
+        given = {name: getattr(config, name) for name in names}
+        config = LlamaConfig(**given, head_dim=getattr(config, "head_dim", None))
+    config.num_hidden_layers = 1
+    return config
+
+
 def _head(chosen: argparse.Namespace) -> Any:
-    """An untrained head of one layer of the model's own kind, with the model's embedding and lm_head."""
+    """An untrained head of one layer, with the model's embedding and lm_head."""
     from speculators.models.eagle3 import Eagle3DraftModel
     from transformers import AutoConfig
 
     torch.manual_seed(SEED)
-    config = AutoConfig.from_pretrained(chosen.model)
-    config.num_hidden_layers = 1
+    config = layer_of(AutoConfig.from_pretrained(chosen.model))
     return Eagle3DraftModel.from_training_args(
         verifier_config=config,
         verifier_name_or_path=str(Path(chosen.model).absolute()),
@@ -169,7 +182,7 @@ def _accepted(parts: list[dict[str, Tensor]], ahead: int) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder, of Llama's or Qwen3's kind")
+    parser.add_argument("--model", required=True, help="a folder with a decoder that transformers knows")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from selfspec_cli.record import folder
+from selfspec_cli.record.point import Point
 from selfspec_cli.scripts import among
 
 RUNS = "joblib:2,joblib:1,ray:2,joblib:2"
@@ -77,8 +79,23 @@ def run(kind: str, workers: str, words: list[str], results: Path, limit: float) 
     points = folder.read(results)[0]
     return {
         "seconds": round(seconds, 1), "exit_code": process.returncode, "keys": sorted({point.key for point in points}),
-        "failed": [point.reason for point in points if not point.ok], "said": said[-600:],
+        "failed": [point.reason for point in points if not point.ok], "workers_seconds": of_workers(points),
+        "said": said[-600:],
     }  # fmt: skip
+
+
+def of_workers(points: Iterable[Point]) -> dict[str, dict[str, float]]:
+    """Seconds that each worker's engines took to start and to measure, by the run that the worker's points name.
+
+    What a run took beyond the longest worker's sum is the launcher's, and imports.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for point in sorted(points, key=lambda point: point.run_id):
+        sums = found.setdefault(point.run_id, {"starts": 0.0, "measured": 0.0})
+        # The points of one engine share its start.
+        sums["starts"] = round(sums["starts"] + (point.start_seconds or 0.0) / (point.start_shared_by or 1), 1)
+        sums["measured"] = round(sums["measured"] + (point.seconds or 0.0), 1)
+    return found
 
 
 def compared(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -113,6 +113,11 @@ class TargetHead:
         return ShardedProjection(rows, self.draft_vocab_size, bias, vllm_config)
 
     @property
+    def projection(self) -> object:
+        """What makes the logits in place of all that the target does for its own; None where nothing does."""
+        return self._bound
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Every weight that a draft step reads for its logits, the model's own lm_head included where it is used."""
         bound = [] if self._bound is None else _read_by(self._bound)

@@ -71,3 +71,19 @@ def test_where_another_method_wins_is_told_with_the_text_that_it_won_on(script, 
     tables = script("table").rivals_tables(tmp_path)
     assert tables.count("| vLLM ngram k=5 | 2.50x") == 1 and tables.index("Python (") < tables.index("English doc")
     assert "Nothing has been measured" in script("table").rivals_tables(tmp_path / "none")
+
+
+def test_a_head_for_a_kind_of_layer_that_speculators_lacks_is_llamas_of_the_same_size(script):
+    transformers = pytest.importorskip("transformers")
+    layer_of = script("eagle3").layer_of
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "num_hidden_layers": 3, "vocab_size": 50}  # fmt: skip
+    of = {kind: layer_of(transformers.AutoConfig.for_model(kind, **sizes)) for kind in ("qwen2", "qwen3")}
+    assert [(kind, made.model_type, made.num_hidden_layers) for kind, made in of.items()] == [
+        ("qwen2", "llama", 1),
+        ("qwen3", "qwen3", 1),
+    ]
+    same = sizes.keys() - {"num_hidden_layers"}
+    assert {name: getattr(of["qwen2"], name) for name in same} == {name: sizes[name] for name in same}
+    wide = layer_of(transformers.AutoConfig.for_model("gemma", **sizes, head_dim=16))
+    assert (wide.model_type, wide.head_dim) == ("llama", 16)

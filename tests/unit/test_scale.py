@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from points import point
 from scripts import importable
 
 SCALE = Path(__file__).parents[2] / "experiments" / "scale"
@@ -105,6 +106,20 @@ def test_a_sweep_that_an_outer_timeout_ends_is_kept(monkeypatch, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert row["exit_code"] == -signal.SIGINT and row["keys"] == []
+
+
+def test_what_each_workers_engines_took_is_summed():
+    with importable(SCALE) as module:
+        workers = module("two_workers")
+    points = [
+        point(run_id="run-u0", number=0, seconds=4.0, start_seconds=30.0, start_shared_by=2),
+        point(run_id="run-u0", number=1, seconds=5.0, start_seconds=30.0, start_shared_by=2),
+        point(run_id="run-u1", number=2, seconds=None, start_seconds=20.0),
+    ]
+    assert workers.of_workers(points) == {
+        "run-u0": {"starts": 30.0, "measured": 9.0},
+        "run-u1": {"starts": 20.0, "measured": 0.0},
+    }
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ def pytest_interpreted(*words: str, packages: tuple[str, ...] = ()) -> str:
 def compiled() -> dict[str, str]:
     """What the programs below print, by name. All of them run in one process: importing Triton and PyTorch takes longer
     than to compile."""
-    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "CHOOSE": CHOOSE,
-                "BEGIN": BEGIN,                "MATCHING": MATCHING, "COMPILE": COMPILE}  # fmt: skip
+    programs = {"ROUND": ROUND, "SEVERAL": SEVERAL, "FEW": FEW, "SHORTEN": SHORTEN, "CHOOSE": CHOOSE, "BEGIN": BEGIN,
+                "MATCHING": MATCHING, "COMPILE": COMPILE, "AHEAD": AHEAD}  # fmt: skip
     if HAS_VLLM:
         programs["ATTENTION"] = ATTENTION
     printed = run("-c", "".join(f"print('{MARK}{name}')\n{program}\n" for name, program in programs.items()))
@@ -262,6 +262,52 @@ for bits, loads in ((4, ".v2.b32"), (8, ".v4.b32")):
     print(bits, ptx.count("mma.sync"), ptx.count("evict_first.L2::cache_hint" + loads), ptx.count(".local"),
           kernel.metadata.shared, 4 * 16 * 8 * 4)
 """
+
+
+AHEAD = """
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.vllm_plugin.weights import compiled_ahead, lowbit
+
+launched, compiled = [], []
+
+
+class Device:
+    "An H100 that launches nothing."
+
+    load_binary = staticmethod(lambda *_: (0, 0, 0, 0, 1024))
+    unload_module = staticmethod(lambda *_: None)
+    get_device_properties = staticmethod(lambda _: {"max_shared_mem": 232448})
+
+
+class Driver:
+    utils = Device()
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda _: 0)
+    launcher_cls = staticmethod(lambda *_: lambda *arguments, **_: launched.append(arguments))
+
+
+driver.set_active(Driver())
+knobs.runtime.jit_post_compile_hook = lambda **more: compiled.append(more["fn"].name.rpartition(".")[2])
+copy = lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(torch.randn(2048, 512).bfloat16()))
+for tokens in compiled_ahead.numbers_of_tokens(32):
+    lowbit.compile_for(tokens, copy, None, torch.bfloat16)
+print(len(compiled), len(launched))
+before = list(compiled)
+for tokens in (1, 2, 5, 12, 16, 17, 32):
+    lowbit.linear(torch.randn(tokens, 512).bfloat16(), copy, None, None)
+print(sorted(set(compiled[len(before):])), len(launched))
+"""
+
+
+def test_what_is_compiled_ahead_is_not_compiled_when_it_is_launched(compiled):
+    """For every number of tokens only the kernel that rounds them is new; 4 and 8 tokens have the same product here."""
+    assert compiled["AHEAD"].splitlines() == ["4 0", "['_round'] 14"]
 
 
 SHORTEN = """

@@ -23,7 +23,7 @@ from selfspec_cli.early_exit.request_settings import NOTHING
 from selfspec_cli.vllm_plugin import kernel_choice
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
-from selfspec_cli.vllm_plugin.fused_step.drafting import fused_step
+from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
 from selfspec_cli.vllm_plugin.refusals import require_runner
 from selfspec_cli.vllm_plugin.requests import own_settings
 from selfspec_cli.vllm_plugin.rope import DraftPositions
@@ -46,6 +46,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     init_logger,
     set_forward_context,
 )
+from selfspec_cli.vllm_plugin.weights import compiled_ahead
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
 from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
@@ -380,7 +381,12 @@ class EarlyExitSpeculator(DraftLoop):
             return
         self._warm = True
         began = time.perf_counter()
+        decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
+        by_fused = 0 if self.fused_step is None else MOST
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        products = compiled_ahead.begin(decoder, self.head.projection, self.max_num_reqs, by_fused, self.device, ranks)
         with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
             self._forward(num_tokens)
         take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request of a user's waits for its compilation
+        compiled_ahead.finish(products)  # before the first graph is captured, which no other thread may disturb
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)

@@ -44,6 +44,10 @@ class Kernels(Protocol):
         an operator of torch with a fake implementation.
         """
 
+    def compile_for(self, tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Compile what `linear` launches for so many tokens of `dtype`, from any thread; where that takes no time, or
+        happens elsewhere, do nothing."""
+
     def activation(self, module: nn.Module, name: str) -> nn.Module | None:
         """What stands in for a part of a layer that is an activation; None to leave it, and for all other parts."""
 
@@ -118,13 +122,20 @@ class CopiedWeight(nn.Module):
             tensors = self._kernels.prepare(copy)
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self._names = tuple(tensors)
+        self._names, self._dtype = tuple(tensors), weight.dtype
         # No parameter: a draft step of a few tokens does not read it, and the target counts it.
         self._weight = None if self._kernels is None or not shared else weight
 
+    def compile_for(self, tokens: int, bias: Tensor | None) -> None:
+        """See `Kernels.compile_for`; nothing without kernels."""
+        if self._kernels is not None:
+            self._kernels.compile_for(tokens, self._tensors(), bias, self._dtype)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self._names}
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        x = x.reshape(-1, x.shape[-1])
-        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in self._names}
+        x, tensors = x.reshape(-1, x.shape[-1]), self._tensors()
         if self._kernels is None:
             return F.linear(x, tensors["weight"], bias)
         return self._kernels.linear(x, tensors, bias, self._weight)
@@ -151,18 +162,18 @@ class CopiedProjection:
     """x [n, hidden] -> logits [n, rows] on a copy of lm_head rows [rows, hidden]. bias: [rows] or None."""
 
     def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._copy = CopiedWeight(kind, weight)
-        self._copy.plain = None
+        self.copy = CopiedWeight(kind, weight)
+        self.copy.plain = None
         self.bias = bias
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a call reads, apart from the bias."""
-        return [*self._copy.parameters()]
+        return [*self.copy.parameters()]
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, rows]."""
-        logits: Tensor = self._copy(x, self.bias)
+        logits: Tensor = self.copy(x, self.bias)
         return logits
 
 

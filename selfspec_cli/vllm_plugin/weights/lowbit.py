@@ -99,6 +99,22 @@ def _linear_integers(
     return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype, **setting)
 
 
+def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Compile what `linear` launches for so many tokens of `dtype`, and launch nothing."""
+    if "marlin" in tensors or tokens > rounding.MOST:
+        return
+    words, scales = tensors["words"], tensors["scales"]
+    groups = scales.shape[1]
+    bits, chosen = width_of(words, groups * GROUP), kernel_choice.current()
+    found = None if chosen is None else chosen.for_product(words.shape[0], groups * GROUP, bits, tokens)
+    setting = {**(found or {}), "only_compile": True}
+    rounded, factors = rounding.room_for(groups, rounding.padded(tokens), words.device)
+    if tokens == 1:
+        lowbit_one_token.product(rounded, factors, words, scales, bias, dtype, **setting)
+    else:
+        lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, dtype, **setting)
+
+
 @_linear_integers.register_fake
 def _(x: Tensor, rounded: Any, factors: Any, words: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], words.shape[0])

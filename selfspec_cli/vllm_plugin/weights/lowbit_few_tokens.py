@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launches_early, none_arrived
+from selfspec_cli.vllm_plugin.weights.one_token import MOST_TILES, launcher, launches_early, none_arrived
 from selfspec_cli.vllm_plugin.weights.rounding import padded
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # inputs that share a scale
@@ -356,6 +356,7 @@ def product(
     warps: int | None = None,
     asm: bool = True,
     early: bool | None = None,
+    only_compile: bool = False,
 ) -> Tensor:
     """2 to 32 tokens of `in` inputs times a copy [out, in], plus bias [out] -> [tokens, out] in dtype.
 
@@ -363,8 +364,8 @@ def product(
     8], and float16 [out, in / 64], of a copy of 8 or 4 bits (`draft_weights.integers`). Sums are in float32, and come
     out the same every time. rows_at_once, parts, stages, warps: see `Settings`; None: what `usual_settings` says. asm:
     False where there is no PTX (Triton's interpreter). early: launch it before the kernel in front has ended; None:
-    where the device can. Raises ValueError for other numbers of tokens, and for copies of other bits. Where it captures
-    a CUDA graph, call `one_token.none_arrived` first.
+    where the device can. only_compile: launch nothing, and return what nobody has written. Raises ValueError for other
+    numbers of tokens, and for copies of other bits. Where it captures a CUDA graph, call `none_arrived` first.
     """
     rows, groups = scales.shape
     bits = words.shape[1] // 2 // groups
@@ -382,7 +383,8 @@ def product(
     early = launches_early(device) if early is None else early
     out = torch.empty(tokens, rows, dtype=dtype, device=device)
     partial = out if parts == 1 else torch.empty(parts, tokens, rows, dtype=torch.float32, device=device)
-    _some_rows[(triton.cdiv(rows, rows_at_once), parts)](
+    grid = (triton.cdiv(rows, rows_at_once), parts)
+    launcher(_some_rows, grid, only_compile)(
         rounded.view(torch.int8), factors, words.view(torch.int8), scales, out if bias is None else bias, out, partial,
         arrived, tokens, groups, rows,
         BITS=bits, BIASED=bias is not None, WHOLE=rows % rows_at_once == 0, ROWS=of_warp, TOKENS=room, WARPS=warps,

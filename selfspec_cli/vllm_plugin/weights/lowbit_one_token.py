@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP as GROUP_OF_COPIES
-from selfspec_cli.vllm_plugin.weights.one_token import dp4a, launches_early
+from selfspec_cli.vllm_plugin.weights.one_token import dp4a, launcher, launches_early
 
 GROUP = tl.constexpr(GROUP_OF_COPIES)  # weights that share a scale
 WIDTH = tl.constexpr(GROUP_OF_COPIES // 8)  # words of a group, each with one weight of each part
@@ -187,12 +187,14 @@ def product(
     at_once: int | None = None,
     asm: bool = True,
     early: bool | None = None,
+    only_compile: bool = False,
 ) -> Tensor:
     """One token of `in` inputs times a copy [out, in], plus bias [out] -> [1, out] in dtype.
 
     rounded, factors: the token as `rounding.round_tokens` gives it. rows_at_once: rows of a program. at_once:
     groups of a step of it. Both None for what is usual. asm: False where there is no PTX (Triton's interpreter). early:
-    launch it before the kernel in front has ended; None: where the device can.
+    launch it before the kernel in front has ended; None: where the device can. only_compile: launch nothing, and return
+    what nobody has written.
     """
     early = launches_early(words.device) if early is None else early
     rows, groups = scales.shape
@@ -200,7 +202,8 @@ def product(
     usual = usual_settings(rows, groups, bits)
     rows_at_once, at_once = rows_at_once or usual[0], at_once or usual[1]
     out = torch.empty(1, rows, dtype=dtype, device=words.device)
-    _rows[(triton.cdiv(rows, rows_at_once),)](
+    grid = (triton.cdiv(rows, rows_at_once),)
+    launcher(_rows, grid, only_compile)(
         rounded,
         factors,
         words,

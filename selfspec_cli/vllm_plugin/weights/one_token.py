@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -42,6 +44,11 @@ def launches_early(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launcher(kernel: Any, grid: tuple[int, ...], only_compile: bool) -> Callable[..., object]:
+    """What launches a kernel of Triton's with its arguments, or only compiles it for them."""
+    return partial(kernel.warmup, grid=grid) if only_compile else kernel[grid]
 
 
 MOST_TILES = 2**14  # of a result that several programs share

@@ -225,7 +225,7 @@ FIELDS = {
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
-    "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops",
+    "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops cudagraph_mode",
     "vllm.config:VllmConfig": "additional_config speculative_config kv_transfer_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "
@@ -234,7 +234,7 @@ FIELDS = {
     "vllm.v1.worker.utils:AttentionGroup": "layer_names kv_cache_group_id kv_cache_spec backend",
     f"{V2_FOLDER}.input_batch:InputBatch": "req_ids num_reqs num_draft_tokens num_draft_tokens_per_req cu_num_logits "
     "num_tokens_after_padding idx_mapping expanded_idx_mapping expanded_local_pos seq_lens seq_lens_cpu_upper_bound "
-    "logits_indices input_ids positions",
+    "logits_indices input_ids positions query_start_loc",
     f"{V2_RUNNER}:ExecuteModelState": "input_batch num_spec_tokens_to_schedule",
     f"{V2_FOLDER}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs "
     "uniform_token_count max_query_len",
@@ -290,7 +290,7 @@ ATTRIBUTES = {
     f"{MOE}.routed_experts:RoutedExperts": "moe_config quant_method",
     f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "unquantized_backend moe_kernel moe_quant_config",
     f"{ATTENTION}:Attention": "layer_name num_heads num_kv_heads head_size head_size_v attn_backend attn_type "
-    "kv_cache_dtype kv_sharing_target_layer_name impl",
+    "kv_cache_dtype kv_sharing_target_layer_name impl kv_cache",
     f"{FLASH}:FlashAttentionImpl": "sliding_window logits_soft_cap alibi_slopes sinks scale",
     **{f"vllm.lora.layers:{name}WithLoRA": "base_layer" for name in LORA_LAYERS},
 }

@@ -21,8 +21,8 @@ weights/          what a draft step multiplies by: replace.py puts other parts i
                   experts.py those of experts, fitted.py those that were made from data; fp8.py and lowbit.py the
                   kernels for some of them, lowbit_one_token.py, lowbit_few_tokens.py and marlin.py for integers,
                   one_token.py what those share, compiled_ahead.py compiles them; rounding.py rounds tokens for them,
-                  fused.py has norms and activations do so; sharded.py splits a head over ranks, adapters.py leaves adapters out, renewed.py follows
-                  weights that are replaced, step_bytes.py counts what is read
+                  fused.py has norms and activations do so; sharded.py splits a head over ranks, adapters.py leaves
+                  adapters out, renewed.py follows weights that are replaced, step_bytes.py counts what is read
 exit_head.py      an exit head bound to the loaded model
 requests.py       what a request asks of drafting (its own draft length or threshold), checked where it comes in
 contexts/         what drafts attend to: base.py is what a kind does to block tables, one module a kind

@@ -8,6 +8,7 @@ first launch finds.
 
 from __future__ import annotations
 
+import itertools
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -51,7 +52,7 @@ def begin(
     """
     if device.type != "cuda":
         return []
-    wanted = [(copy, count) for count in numbers_of_tokens(requests, by_fused) for copy in of_layers(trunk)]
+    wanted = list(itertools.product(of_layers(trunk), numbers_of_tokens(requests, by_fused)))
     if isinstance(projection, CopiedProjection):
         wanted += [((projection.copy, projection.bias), count) for count in numbers_of_tokens(requests)]
     pool = ThreadPoolExecutor(

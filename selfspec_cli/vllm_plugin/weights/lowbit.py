@@ -94,9 +94,14 @@ def _linear_integers(
         rounded, factors = rounding.round_tokens(x.contiguous(), bits)
     chosen = kernel_choice.current()
     setting = {} if chosen is None else chosen.of_product(words.shape[0], x.shape[1], bits, tokens)
+    return _product(tokens, rounded, factors, words, scales, bias, x.dtype, **setting)
+
+
+def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **setting: Any) -> Tensor:
+    """Of so many rounded tokens; the other arguments are those of both kernels' functions."""
     if tokens == 1:
-        return lowbit_one_token.product(rounded, factors, words, scales, bias, x.dtype, **setting)
-    return lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, x.dtype, **setting)
+        return lowbit_one_token.product(rounded, factors, *others, **setting)
+    return lowbit_few_tokens.product(rounded, factors, tokens, *others, **setting)
 
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -107,12 +112,8 @@ def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None,
     groups = scales.shape[1]
     bits, chosen = width_of(words, groups * GROUP), kernel_choice.current()
     found = None if chosen is None else chosen.for_product(words.shape[0], groups * GROUP, bits, tokens)
-    setting = {**(found or {}), "only_compile": True}
     rounded, factors = rounding.room_for(groups, rounding.padded(tokens), words.device)
-    if tokens == 1:
-        lowbit_one_token.product(rounded, factors, words, scales, bias, dtype, **setting)
-    else:
-        lowbit_few_tokens.product(rounded, factors, tokens, words, scales, bias, dtype, **setting)
+    _product(tokens, rounded, factors, words, scales, bias, dtype, only_compile=True, **(found or {}))
 
 
 @_linear_integers.register_fake

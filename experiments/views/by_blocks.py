@@ -30,13 +30,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from drafting import Answer, Drafting, accepted, answers, load
+from drafting import Answer, Drafting, accepted, answers, chat_prompts, load
 from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.scripts import among
-from selfspec_cli.texts import chat
 
 SIZE = 16  # tokens of a block
 FARTHEST = 32  # lag
@@ -157,14 +156,7 @@ def main() -> None:
     options.add_argument("--out", type=Path, required=True)
     chosen = options.parse_args()
     model, tokenizer = load(chosen.model, "cpu", torch.bfloat16)
-
-    def ask(question: str) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    prompts = chat.asked("files", chosen.answers, 0, ask, chosen.context)
+    prompts = chat_prompts(tokenizer, chosen.answers, 0, "files", chosen.context)
     made = [answers(model, tokenizer, [prompt], chosen.length, 0.0, 0)[0] for prompt in prompts]
     drafting = Drafting(model)
     drafting.set_view(chosen.weights)

@@ -274,13 +274,16 @@ def answers(
     return found
 
 
-def chat_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
-    """The prompts of `workload=chat` (selfspec_cli/texts/chat.py)."""
+def chat_prompts(tokenizer: Any, count: int, seed: int, kind: str = "chat", most: int = 0) -> list[list[int]]:
+    """The prompts of `workload=chat`, or of another kind (`selfspec_cli.texts.chat.asked`)."""
     from selfspec_cli.texts import chat
 
-    asked = [[{"role": "user", "content": question}] for question in chat.chosen(count, seed)]
-    texts = [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in asked]
-    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    def ask(question: str) -> list[int]:
+        asked = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return chat.asked(kind, count, seed, ask, most)
 
 
 def library_prompts(tokenizer: Any, count: int, seed: int, length: int = 32) -> list[list[int]]:

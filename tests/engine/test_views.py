@@ -104,20 +104,26 @@ def test_a_layer_that_the_model_has_not_is_refused_at_start(expected):
         pass
 
 
+def check_others_without(engine: Live, want: Any, context: dict[str, Any]) -> None:
+    """The same engine drafts others over the whole context, and over this part of it again the same; both are verified
+    to the target's output, with some accepted and some rejected."""
+    counts = []
+    for more in (context, {}, context):
+        engine.call("early_exit_set_view", {"layer_skip": LAYERS - 1, **more})
+        before = engine.counts()
+        want.check(engine, SOME)
+        counts.append(engine.counts() - before)
+        counts[-1].require_both_verdicts()
+    assert counts[0] == counts[2] != counts[1], counts
+
+
 def test_drafts_with_a_window_are_others_and_the_output_is_the_targets(expected):
     """Prompts of up to 170 tokens in blocks of 32: under a window of 32 most contexts have blocks that are left out.
     The same engine without the window drafts others, and with it again the same."""
-    want, counts = expected("llama"), []
-    windowed = {"layer_skip": LAYERS - 1, "draft_window": 32}
+    want = expected("llama")
     with live(want.path, layer_skip(LAYERS - 1, K, draft_window=32)) as engine:
         want.check(engine)
-        for view in (windowed, {"layer_skip": LAYERS - 1}, windowed):
-            engine.call("early_exit_set_view", view)
-            before = engine.counts()
-            want.check(engine, SOME)
-            counts.append(engine.counts() - before)
-            counts[-1].require_both_verdicts()
-    assert counts[0] == counts[2] != counts[1], counts
+        check_others_without(engine, want, {"draft_window": 32})
 
 
 def test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets(expected, monkeypatch):
@@ -139,16 +145,9 @@ def test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_
 
     monkeypatch.setattr(Blocks, "begin", seen)
     monkeypatch.setattr(_EarlyExit, "_start", checked)
-    view, counts = {"layer_skip": LAYERS - 1, "draft_context": "blocks:64"}, []
     with live(want.path, layer_skip(LAYERS - 1, K, draft_context="blocks:64")) as engine:
         want.check(engine)
-        for own in (view, {"layer_skip": LAYERS - 1}, view):
-            engine.call("early_exit_set_view", own)
-            before = engine.counts()
-            want.check(engine, SOME)
-            counts.append(engine.counts() - before)
-            counts[-1].require_both_verdicts()
-    assert counts[0] == counts[2] != counts[1], counts
+        check_others_without(engine, want, {"draft_context": "blocks:64"})
     assert any(rejected.any() for _, rejected in begun)
 
 

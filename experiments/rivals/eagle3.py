@@ -182,7 +182,7 @@ def _accepted(parts: list[dict[str, Tensor]], ahead: int) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder with a decoder that transformers knows")
+    parser.add_argument("--model", required=True, help="a folder with a decoder like Llama's")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

@@ -1,6 +1,6 @@
 """Which products are compiled before a draft step needs them, and that one that cannot be compiled ends nothing."""
 
-from concurrent.futures import Future
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +14,22 @@ CPU = torch.device("cpu")
 
 
 class Copy(nn.Module):
-    """A copy of so many rows and columns."""
+    """A copy of so many rows and columns, which notes what it is compiled for."""
 
-    def __init__(self, rows, columns):
+    def __init__(self, rows, columns, noted=None):
         super().__init__()
         self.words = nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
+        self.noted = noted
+
+    def compile_for(self, tokens, bias):
+        self.noted.append((tuple(self.words.shape), tokens, bias))
+        if tokens == 8:
+            raise RuntimeError("can't start new thread")
 
 
-def layer(rows, columns, bias=False, **more):
+def layer(rows, columns, bias=False, noted=None, **more):
     made = nn.Module()
-    made.quant_method, made.copy_of_weight = CopiedLinear(), Copy(rows, columns)
+    made.quant_method, made.copy_of_weight = CopiedLinear(), Copy(rows, columns, noted)
     made.bias = torch.zeros(rows) if bias else None
     for name, value in more.items():
         setattr(made, name, value)
@@ -49,30 +55,32 @@ def test_one_copy_of_each_shape_with_its_bias_is_compiled():
 
 
 def test_nothing_is_compiled_without_a_gpu():
-    assert compiled_ahead.begin(nn.ModuleList([layer(8, 4)]), None, 32, 0, CPU, 1) == []
+    noted = []
+    with compiled_ahead.beside(nn.ModuleList([layer(8, 4, noted=noted)]), None, 32, 0, CPU, 1):
+        pass
+    assert noted == []
 
 
-def test_all_layers_and_the_logits_are_compiled_in_threads_and_a_failure_ends_nothing(monkeypatch):
-    seen = []
+@pytest.mark.parametrize(
+    ("processors", "ranks", "threads"), [(1, 1, 1), (8, 1, 4), (8, 2, 2), (8, 16, 1), (128, 1, 16)]
+)
+def test_threads_take_half_of_the_processors_that_the_process_may_use(monkeypatch, processors, ranks, threads):
+    monkeypatch.setattr(compiled_ahead.os, "sched_getaffinity", lambda _: range(processors))
+    assert compiled_ahead._threads(ranks) == threads
 
-    def compiled(copy, bias, tokens, device):
-        seen.append((tuple(copy.words.shape), tokens))
-        if tokens == 8:
-            raise RuntimeError("out of registers")
 
-    projection = SimpleNamespace(copy=Copy(50, 4), bias=None)
-    monkeypatch.setattr(compiled_ahead, "_compiled", compiled)
+def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(monkeypatch, caplog):
+    """Compiled by Triton: test_v2_kernels.py."""
+    pytest.importorskip("triton")
+    noted, ran, bias = [], [], torch.zeros(50)
+    projection = SimpleNamespace(copy=Copy(50, 4, noted), bias=bias)
     monkeypatch.setattr(compiled_ahead, "CopiedProjection", SimpleNamespace)
-    cuda = SimpleNamespace(type="cuda")
-    futures = compiled_ahead.begin(nn.ModuleList([layer(8, 4), layer(4, 8)]), projection, 16, 4, cuda, 2)
-    compiled_ahead.finish(futures)
-    of_layers = {(shape, count) for shape in ((8, 4), (4, 8)) for count in (8, 16)}
-    assert set(seen) == of_layers | {((50, 4), count) for count in (1, 4, 8, 16)} and len(seen) == 8
-    assert all(future.done() for future in futures) and sum(future.exception() is not None for future in futures) == 3
-
-
-def test_waiting_is_for_all():
-    first, second = Future(), Future()
-    first.set_result(None)
-    second.set_exception(RuntimeError("no PTX"))
-    compiled_ahead.finish([first, second])
+    layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])
+    caplog.set_level(logging.WARNING, logger="vllm.selfspec")
+    with compiled_ahead.beside(layers, projection, 16, 4, SimpleNamespace(type="cuda"), 2):
+        ran.append(len(noted))
+    wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
+    assert noted == wanted + [((50, 4), count, bias) for count in (1, 4, 8, 16)] and ran == [8]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == ("draft kernels: 3 could not be compiled ahead, and will be where they are first launched "
+                       "(RuntimeError: can't start new thread)")  # fmt: skip

@@ -265,15 +265,22 @@ for bits, loads in ((4, ".v2.b32"), (8, ".v4.b32")):
 
 
 AHEAD = """
+import logging
+import os
+import tempfile
+from types import SimpleNamespace
+
 import torch
+from torch import nn
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.vllm_plugin.weights import compiled_ahead, lowbit
+from selfspec_cli.vllm_plugin.weights import compiled_ahead, copied, lowbit
 
-launched, compiled = [], []
+launched, compiled, logged = [], [], []
 
 
 class Device:
@@ -292,22 +299,74 @@ class Driver:
     launcher_cls = staticmethod(lambda *_: lambda *arguments, **_: launched.append(arguments))
 
 
+class FullDisk(FileCacheManager):
+    def put(self, *_, **more):
+        raise OSError(28, "No space left on device")
+
+
 driver.set_active(Driver())
 knobs.runtime.jit_post_compile_hook = lambda **more: compiled.append(more["fn"].name.rpartition(".")[2])
-copy = lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(torch.randn(2048, 512).bfloat16()))
-for tokens in compiled_ahead.numbers_of_tokens(32):
-    lowbit.compile_for(tokens, copy, None, torch.bfloat16)
-print(len(compiled), len(launched))
-before = list(compiled)
-for tokens in (1, 2, 5, 12, 16, 17, 32):
-    lowbit.linear(torch.randn(tokens, 512).bfloat16(), copy, None, None)
-print(sorted(set(compiled[len(before):])), len(launched))
+copied.kernels_of = lambda *_: lowbit
+handler = logging.Handler()
+handler.emit = lambda record: logged.append(record.getMessage())
+logging.getLogger("vllm.selfspec").addHandler(handler)
+
+
+def copy(bits, rows, columns):
+    return copied.CopiedWeight(DRAFT_WEIGHTS[f"int{bits}"], torch.randn(rows, columns).bfloat16())
+
+
+def beside(one, processors, block=lambda: None):
+    compiled.clear()
+    os.sched_getaffinity = lambda _: range(processors)
+    layer = nn.Module()
+    layer.quant_method, layer.copy_of_weight = copied.CopiedLinear(), one
+    with compiled_ahead.beside(layer, None, 32, 0, SimpleNamespace(type="cuda"), 1):
+        block()
+
+
+def found(one, *numbers):
+    "How many kernels had been compiled; which products are now that they are launched; and all launches."
+    before, compiled[:], launched[:] = len(compiled), [], []
+    for tokens in numbers:
+        one(torch.randn(tokens, one.scales.shape[1] * 64).bfloat16())
+    return before, sorted(set(compiled) - {"_round"}), len(launched)
+
+
+with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+    knobs.cache.dir = folder
+    several = copy(4, 2048, 512)
+    beside(several, processors=16)
+    print(*found(several, 1, 2, 5, 12, 16, 17, 32), logged)
+
+    def fail():
+        raise MemoryError("the layers do not fit")
+
+    ended = copy(8, 2048, 512)
+    try:
+        beside(ended, processors=1, block=fail)
+    except MemoryError as error:
+        print(error, *found(ended, 32), logged)
+
+    knobs.cache.manager_class, no_room = FullDisk, copy(4, 512, 8192)
+    beside(no_room, processors=4)
+    knobs.cache.manager_class = FileCacheManager
+    print(*found(no_room, 32), logged)
 """
 
 
 def test_what_is_compiled_ahead_is_not_compiled_when_it_is_launched(compiled):
-    """For every number of tokens only the kernel that rounds them is new; 4 and 8 tokens have the same product here."""
-    assert compiled["AHEAD"].splitlines() == ["4 0", "['_round'] 14"]
+    """And each kernel once: 4 and 8 tokens have the same product here. It ends with the block that it is beside where
+    that raises, and a full disk is a warning; either way a launch compiles what it does not find."""
+    whole, ended, full_disk = compiled["AHEAD"].splitlines()
+    assert whole == "4 [] 14 []"
+    assert ended.startswith("the layers do not fit ")
+    before, product, launches, warnings = ended.removeprefix("the layers do not fit ").split()
+    assert int(before) < 4 and (product, launches, warnings) == ("['_some_rows']", "2", "[]")
+    assert full_disk == (
+        "0 ['_some_rows'] 2 ['draft kernels: 5 could not be compiled ahead, and will be where they are first launched "
+        "(OSError: [Errno 28] No space left on device)']"
+    )
 
 
 SHORTEN = """

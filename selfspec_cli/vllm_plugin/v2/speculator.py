@@ -384,9 +384,10 @@ class EarlyExitSpeculator(DraftLoop):
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         by_fused = 0 if self.fused_step is None else MOST
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
-        products = compiled_ahead.begin(decoder, self.head.projection, self.max_num_reqs, by_fused, self.device, ranks)
-        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            self._forward(num_tokens)
-        take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request of a user's waits for its compilation
-        compiled_ahead.finish(products)  # before the first graph is captured, which no other thread may disturb
+        head, requests = self.head.projection, self.max_num_reqs
+        # Ends before the first graph is captured, which no other thread may disturb.
+        with compiled_ahead.beside(decoder, head, requests, by_fused, self.device, ranks):
+            with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+                self._forward(num_tokens)
+            take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)

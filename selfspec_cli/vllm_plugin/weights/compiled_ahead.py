@@ -2,15 +2,19 @@
 
 Triton takes 2 to 6 seconds for a product of 2 to 32 tokens. Else each is compiled where a step of so many tokens runs
 for the first time, one after the other, between the graphs that vLLM records (results/LOG.md, "Where does the start of
-an engine with copies go?"). Triton does not hold Python's lock meanwhile, and what it has compiled, by any thread, the
-first launch finds.
+an engine with copies go?"). Triton's own mode for that makes the key of each kernel where it is asked for, so that no
+kernel is compiled twice, and leaves to threads what needs neither CUDA nor, for the most part, Python's lock.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -42,32 +46,54 @@ def numbers_of_tokens(requests: int, above: int = 0) -> list[int]:
     return [count for before, count in zip((0, *CLASSES), CLASSES, strict=False) if before < requests and count > above]
 
 
-def begin(
+@contextmanager
+def beside(
     trunk: nn.Module, projection: object, requests: int, by_fused: int, device: torch.device, ranks: int
-) -> list[Future[None]]:
-    """Begin to compile what draft steps of up to `requests` requests multiply by; `finish` waits for it.
+) -> Iterator[None]:
+    """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
 
     projection: what makes the logits (`TargetHead.projection`). by_fused: requests up to which a kernel for a whole
     step takes the place of the layers' products. ranks: that share the processors of this host.
+
+    A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
+    raises, what no thread has begun is not compiled.
     """
     if device.type != "cuda":
-        return []
+        yield
+        return
+    from triton import AsyncCompileMode
+
     wanted = list(itertools.product(of_layers(trunk), numbers_of_tokens(requests, by_fused)))
     if isinstance(projection, CopiedProjection):
         wanted += [((projection.copy, projection.bias), count) for count in numbers_of_tokens(requests)]
-    pool = ThreadPoolExecutor(
-        max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks))), thread_name_prefix="selfspec-compile"
-    )
-    futures = [pool.submit(_compiled, *copy, count, device) for copy, count in wanted]
-    pool.shutdown(wait=False)
-    return futures
+    failures: list[BaseException] = []
+    with ThreadPoolExecutor(_threads(ranks), thread_name_prefix="selfspec-compile") as pool:
+        # A context of its own: what the block itself compiles does not wait behind this.
+        mode, context = AsyncCompileMode(pool, ignore_errors=True), Context()
+        context.run(mode.__enter__)
+        try:
+            for (copy, bias), count in wanted:
+                try:
+                    context.run(copy.compile_for, count, bias)
+                except Exception as error:
+                    failures.append(error)
+            yield
+            failures += filter(None, [future.exception() for future in mode.raw_futures])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for future in mode.raw_futures:
+                if future.cancelled():
+                    future.set_running_or_notify_cancel()  # Triton waits for all of them, and only this ends a wait
+            raise
+        finally:
+            context.run(mode.__exit__, None, None, None)
+    if failures:
+        logging.getLogger("vllm.selfspec").warning(
+            "draft kernels: %d could not be compiled ahead, and will be where they are first launched (%s: %s)",
+            len(failures), type(failures[0]).__name__, failures[0],
+        )  # fmt: skip
 
 
-def _compiled(copy: CopiedWeight, bias: Tensor | None, tokens: int, device: torch.device) -> None:
-    with torch.inference_mode(), torch.cuda.device(device):
-        copy.compile_for(tokens, bias)
-
-
-def finish(futures: list[Future[None]]) -> None:
-    """Wait for them. A kernel that could not be compiled is left to the step that needs it, which says why."""
-    wait(futures)
+def _threads(ranks: int) -> int:
+    """Half of this rank's share of the processors that the process may use; vLLM compiles on the others."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // (2 * ranks)))

@@ -92,10 +92,9 @@ def of_workers(points: Iterable[Point]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for point in sorted(points, key=lambda point: point.run_id):
         sums = found.setdefault(point.run_id, {"starts": 0.0, "measured": 0.0})
-        # The points of one engine share its start.
-        sums["starts"] = round(sums["starts"] + (point.start_seconds or 0.0) / (point.start_shared_by or 1), 1)
-        sums["measured"] = round(sums["measured"] + (point.seconds or 0.0), 1)
-    return found
+        sums["starts"] += (point.start_seconds or 0.0) / (point.start_shared_by or 1)  # by the points of one engine
+        sums["measured"] += point.seconds or 0.0
+    return {run: {name: round(seconds, 1) for name, seconds in sums.items()} for run, sums in found.items()}
 
 
 def compared(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -115,10 +115,15 @@ def test_what_each_workers_engines_took_is_summed():
         point(run_id="run-u0", number=0, seconds=4.0, start_seconds=30.0, start_shared_by=2),
         point(run_id="run-u0", number=1, seconds=5.0, start_seconds=30.0, start_shared_by=2),
         point(run_id="run-u1", number=2, seconds=None, start_seconds=20.0),
+        *(
+            point(run_id="run-u2", number=number, seconds=0.04, start_seconds=0.3, start_shared_by=10)
+            for number in range(3, 13)
+        ),
     ]
     assert workers.of_workers(points) == {
         "run-u0": {"starts": 30.0, "measured": 9.0},
         "run-u1": {"starts": 20.0, "measured": 0.0},
+        "run-u2": {"starts": 0.3, "measured": 0.4},
     }
 
 

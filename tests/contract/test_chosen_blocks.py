@@ -183,6 +183,18 @@ def test_a_live_engine_whose_passes_are_captured_cannot_begin_to_keep_queries():
     assert kernel(layers, context="window:64", graphs=CUDAGraphMode.FULL) is not None  # it keeps them already
 
 
+def test_a_live_engine_whose_passes_are_captured_goes_on_choosing_by_the_layer_whose_queries_they_keep():
+    """Fewer layers draft from now on, of which another one would be asked."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    layers = {name: layer() for name in "abcd"}
+    started = kernel(layers, graphs=CUDAGraphMode.FULL)
+    for graphs, asked in ((CUDAGraphMode.FULL, "d"), (CUDAGraphMode.NONE, "b")):
+        fewer = kernel_for(Context("blocks", (64,)), [group()], {"a", "b"}, engine(layers, graphs=graphs))
+        assert fewer.layer is layers[asked]
+        assert (fewer.kept is started.kept) == (asked == "d")
+
+
 def test_the_v1_proposer_says_which_tokens_of_the_targets_pass_are_the_newest():
     """Rows with rejected drafts, with none, and inside a prefill, where no token was sampled."""
     from selfspec_cli.vllm_plugin.v1.proposer import _EarlyExit

@@ -337,10 +337,12 @@ def test_blocks_are_chosen_by_the_queries_of_the_newest_tokens_that_have_keys(co
     queries = torch.zeros(REQUESTS * (K + 1), 1, 32)
     queries[K - 1, 0, 20], queries[2 * K + 1, 0, 22] = 9.0, 9.0  # of tokens behind which 1 and 0 drafts were rejected
     attention.impl.forward(attention, queries)
-    attention.num_kv_heads = 2
-    with pytest.raises(SettingsError, match=r"blocks:64 is not supported for this model.* of FLASH_ATTN \(auto\)"):
-        propose(speculator, 2)
-    attention.num_kv_heads = 1
+    halves = cache.view(-1, 1, BLOCK // 2, 2 * 32)  # of a block: what vLLM gives a kernel that is for smaller blocks
+    for heads, layout in ((2, cache), (1, halves)):
+        attention.num_kv_heads, attention.kv_cache = heads, layout
+        with pytest.raises(SettingsError, match=r"blocks:64 is not supported for this model.* of FLASH_ATTN \(auto\)"):
+            propose(speculator, 2)
+    attention.kv_cache = cache
     propose(speculator, 2, [120, 116], rejected=[1, 0])
     ((read, attended),) = group.read
     # Of 64 tokens 16 are the last ones, 12 blocks are chosen, and one is the first.

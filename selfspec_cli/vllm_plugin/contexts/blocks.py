@@ -202,7 +202,7 @@ class Blocks(ContextKernel):
         seq_lens, cache, (rows, columns) = state.buffers.seq_lens, self.layer.kv_cache, table.shape
         rows, (_, query_heads, dim) = min(rows, len(state.draft_tokens)), self.kept.shape
         if self.weights is None:
-            if not fits(cache, self.layer.num_kv_heads, dim):
+            if cache.shape[2] != block_size or not fits(cache, self.layer.num_kv_heads, dim):
                 self._refuse()
             self.weights = torch.empty(rows, query_heads, columns, dtype=torch.float32, device=table.device)
         scale = self.layer.impl.scale

@@ -18,6 +18,7 @@ from selfspec_cli.early_exit.counters import DraftCounters
 from selfspec_cli.early_exit.draft_weights.fp8 import WEIGHTS as FP8
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import GATES, device_features
+from selfspec_cli.vllm_plugin.contexts import blocks as chosen
 from selfspec_cli.vllm_plugin.contexts.blocks import Blocks, block_weights, block_weights_of_keys
 from selfspec_cli.vllm_plugin.contexts.window import Window
 from selfspec_cli.vllm_plugin.v2 import kernels as v2_kernels
@@ -143,6 +144,19 @@ def test_drafts_over_chosen_blocks_attend_to_what_the_plain_functions_say(tokens
         used = -(-(kept + K) // size)
         assert table[row, :used].tolist() == wanted[row, :used].tolist()
         assert kept <= kernel.longest(size)
+
+
+@pytest.mark.parametrize(("columns", "warps"), [(1, 4), (2048, 4), (2049, 8), (8192, 16), (65536, 32)])
+def test_a_longer_block_table_is_chosen_from_by_more_warps(monkeypatch, columns, warps):
+    """Compiled for 65,536 columns (a context of a million tokens) and four warps, a thread of an H100 had 60,188 bytes
+    more than its registers hold, and compiling took minutes."""
+    launched, kernel = [], Blocks(64)
+    monkeypatch.setattr(chosen, "_choose", {(1,): lambda *_, **options: launched.append(options["num_warps"])})
+    monkeypatch.setattr(chosen, "block_weights", lambda *_: None)
+    cache, kernel.kept, kernel.ends, kernel.rejected = torch.zeros(1, 1, 16, 32), torch.zeros(1, 1, 16), None, None
+    kernel.layer = SimpleNamespace(kv_cache=cache, num_kv_heads=1, impl=SimpleNamespace(scale=1.0))
+    kernel.shorten(new_state(), torch.zeros(1, columns, dtype=torch.int32), 16)
+    assert launched == [warps]
 
 
 def test_requests_that_draft_nothing_forget_their_last_draft():

@@ -207,9 +207,11 @@ class Blocks(ContextKernel):
             self.weights = torch.empty(rows, query_heads, columns, dtype=torch.float32, device=table.device)
         scale = self.layer.impl.scale
         block_weights(self.kept, self.ends, self.rejected, cache, table, seq_lens, scale, self.weights)
+        held = triton.next_power_of_2(columns)
         _choose[(rows,)](
             self.weights, table, columns, seq_lens, state.left_out, query_heads, self.window,
-            self._most(block_size), PAGE=block_size, COLUMNS=triton.next_power_of_2(columns),
+            self._most(block_size), PAGE=block_size, COLUMNS=held,
+            num_warps=max(4, min(32, held // 512)),  # or a long table would not fit into the registers of so few
         )  # fmt: skip
 
     def _most(self, block_size: int) -> int:

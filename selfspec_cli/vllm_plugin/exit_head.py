@@ -18,7 +18,7 @@ from selfspec_cli.early_exit.fitted_weights import LM_HEAD, FittedWeights
 from selfspec_cli.early_exit.head_module import BoundHead, ExitHead, scatter_to_full, with_draft_vocabulary
 from selfspec_cli.early_exit.resolved import ResolvedSettings
 from selfspec_cli.vllm_plugin.decoder import input_embedding, language_model, output_projection
-from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection
+from selfspec_cli.vllm_plugin.weights.copied import CopiedProjection, CopiedWeight
 from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
 from selfspec_cli.vllm_plugin.weights.linear import linear
 
@@ -113,9 +113,10 @@ class TargetHead:
         return ShardedProjection(rows, self.draft_vocab_size, bias, vllm_config)
 
     @property
-    def projection(self) -> object:
-        """What makes the logits in place of all that the target does for its own; None where nothing does."""
-        return self._bound
+    def copied(self) -> tuple[CopiedWeight, Tensor | None] | None:
+        """The copy that makes the logits, on this tensor-parallel rank, and the bias that its product adds; None where
+        no copy makes them."""
+        return None if self._bound is None or isinstance(self._bound, BoundHead) else self._bound.copied
 
     @property
     def tensors(self) -> list[Tensor]:

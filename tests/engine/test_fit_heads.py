@@ -147,6 +147,8 @@ def test_fitted_heads_draft_losslessly_and_as_often_as_was_predicted(fitted, exp
 
 def test_rows_split_over_ranks_are_the_same_projection(fitted):
     """On one rank, which is what a CPU has; the gather itself is vLLM's."""
+    from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+    from selfspec_cli.vllm_plugin.weights.copied import copied as on_copy
     from selfspec_cli.vllm_plugin.weights.sharded import ShardedProjection, gathered, split
 
     torch.manual_seed(0)
@@ -157,6 +159,11 @@ def test_rows_split_over_ranks_are_the_same_projection(fitted):
         projection = ShardedProjection(rows, 100, bias, config)
         torch.testing.assert_close(projection.logits(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
         assert torch.equal(gathered(rows.weight, 100), weight)
+        assert projection.copied is None
+        copied = ShardedProjection(on_copy(DRAFT_WEIGHTS["int8"], torch.float32, rows, "lm_head"), 100, bias, config)
+        copy, added = copied.copied
+        assert added is None  # to the product; the projection adds its own to all rows
+        torch.testing.assert_close(copied.logits(x), copy(x)[:, :100] + bias)
 
 
 @pytest.mark.nightly  # test_two_ranks.py has a head of the same kind that nobody fitted

@@ -69,15 +69,13 @@ def test_threads_take_half_of_the_processors_that_the_process_may_use(monkeypatc
     assert compiled_ahead._threads(ranks) == threads
 
 
-def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(monkeypatch, caplog):
+def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplog):
     """Compiled by Triton: test_v2_kernels.py."""
     pytest.importorskip("triton")
     noted, ran, bias = [], [], torch.zeros(50)
-    projection = SimpleNamespace(copy=Copy(50, 4, noted), bias=bias)
-    monkeypatch.setattr(compiled_ahead, "CopiedProjection", SimpleNamespace)
     layers = nn.ModuleList([layer(8, 4, noted=noted), layer(4, 8, noted=noted)])
     caplog.set_level(logging.WARNING, logger="vllm.selfspec")
-    with compiled_ahead.beside(layers, projection, 16, 4, SimpleNamespace(type="cuda"), 2):
+    with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, 4, SimpleNamespace(type="cuda"), 2):
         ran.append(len(noted))
     wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
     assert noted == wanted + [((50, 4), count, bias) for count in (1, 4, 8, 16)] and ran == [8]

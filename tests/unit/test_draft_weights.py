@@ -379,6 +379,9 @@ def test_a_head_over_lm_head_rows_reads_a_copy_of_them(ids, translator, monkeypa
     assert copied.logits(x).shape == (3, rows)
     torch.testing.assert_close(copied.logits(x), shared.logits(x), atol=0.1, rtol=0.1)
     assert not copied.reads_lm_head
+    copy, bias = copied.copied
+    torch.testing.assert_close(copy(x, bias), copied._bound.logits(x))
+    assert shared.copied is None and bound(lens_head(None), "shared", target).copied is None
     monkeypatch.setattr(copied_weights, "kernels_of", lambda kind, device: fp8_kernels)  # as on CUDA
     tensors = bound(head, "fp8", target).tensors
     read = step_bytes.weight_bytes([], [tensor for tensor in tensors if tensor.dtype is not torch.bfloat16])

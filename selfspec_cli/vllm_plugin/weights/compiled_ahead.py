@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedProjection, CopiedWeight
+from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedWeight
 
 CLASSES = (1, 4, 8, 16, 32)  # tokens; the products of all numbers from one to the next are the same kernels
 MOST_THREADS = 16
@@ -48,11 +48,11 @@ def numbers_of_tokens(requests: int, above: int = 0) -> list[int]:
 
 @contextmanager
 def beside(
-    trunk: nn.Module, projection: object, requests: int, by_fused: int, device: torch.device, ranks: int
+    trunk: nn.Module, logits: Copy | None, requests: int, by_fused: int, device: torch.device, ranks: int
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
 
-    projection: what makes the logits (`TargetHead.projection`). by_fused: requests up to which a kernel for a whole
+    logits: what makes them (`TargetHead.copied`). by_fused: requests up to which a kernel for a whole
     step takes the place of the layers' products. ranks: that share the processors of this host.
 
     A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
@@ -64,8 +64,8 @@ def beside(
     from triton import AsyncCompileMode
 
     wanted = list(itertools.product(of_layers(trunk), numbers_of_tokens(requests, by_fused)))
-    if isinstance(projection, CopiedProjection):
-        wanted += [((projection.copy, projection.bias), count) for count in numbers_of_tokens(requests)]
+    if logits is not None:
+        wanted += [(logits, count) for count in numbers_of_tokens(requests)]
     failures: list[BaseException] = []
     with ThreadPoolExecutor(_threads(ranks), thread_name_prefix="selfspec-compile") as pool:
         # A context of its own: what the block itself compiles does not wait behind this.

@@ -162,18 +162,23 @@ class CopiedProjection:
     """x [n, hidden] -> logits [n, rows] on a copy of lm_head rows [rows, hidden]. bias: [rows] or None."""
 
     def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.copy = CopiedWeight(kind, weight)
-        self.copy.plain = None
+        self._copy = CopiedWeight(kind, weight)
+        self._copy.plain = None
         self.bias = bias
+
+    @property
+    def copied(self) -> tuple[CopiedWeight, Tensor | None]:
+        """The copy, and the bias that its product adds."""
+        return self._copy, self.bias
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a call reads, apart from the bias."""
-        return [*self.copy.parameters()]
+        return [*self._copy.parameters()]
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, rows]."""
-        logits: Tensor = self.copy(x, self.bias)
+        logits: Tensor = self._copy(x, self.bias)
         return logits
 
 

@@ -16,6 +16,7 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
+    from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 
 class ShardedProjection:
@@ -35,6 +36,12 @@ class ShardedProjection:
     def tensors(self) -> list[Tensor]:
         """What a call reads on this rank, apart from the bias."""
         return [parameter.detach() for parameter in self._rows.parameters()]
+
+    @property
+    def copied(self) -> tuple[CopiedWeight, None] | None:
+        """This rank's copy, whose product adds no bias; None where the rows are no copy."""
+        copy = getattr(self._rows, "copy_of_weight", None)
+        return None if copy is None else (copy, None)
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, count]."""

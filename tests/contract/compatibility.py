@@ -62,7 +62,8 @@ def blocks_of_latent_keys() -> None:
     made, backend = Blocks(256), SimpleNamespace(get_name=lambda: "FLASHMLA")
     layer = SimpleNamespace(attn_backend=backend, kv_cache_dtype="auto")
     made.names = {"layer"}
-    made.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    compilation = SimpleNamespace(static_forward_context={"layer": layer}, cudagraph_mode=None)
+    made.vllm_config = SimpleNamespace(compilation_config=compilation)
     made.start()
 
 

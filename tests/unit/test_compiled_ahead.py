@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from selfspec_cli.stages import tune_kernels
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear
 
@@ -38,11 +39,16 @@ def layer(rows, columns, bias=False, noted=None, **more):
 
 @pytest.mark.parametrize(
     ("requests", "above", "wanted"),
-    [(1, 0, [1]), (2, 0, [1, 4]), (5, 0, [1, 4, 8]), (32, 0, [1, 4, 8, 16, 32]), (256, 0, [1, 4, 8, 16, 32]),
+    [(1, 0, [1]), (2, 0, [1, 2]), (5, 0, [1, 2, 4, 8]), (32, 0, [1, 2, 4, 8, 16, 32]), (256, 0, [1, 2, 4, 8, 16, 32]),
      (4, 4, []), (32, 4, [8, 16, 32])],
 )  # fmt: skip
 def test_numbers_of_tokens(requests, above, wanted):
     assert compiled_ahead.numbers_of_tokens(requests, above) == wanted
+
+
+def test_every_number_of_tokens_that_tune_kernels_measures_is_compiled():
+    """Each may have a setting of its own then."""
+    assert {int(word) for word in tune_kernels.TOKENS.split(",")} <= set(compiled_ahead.CLASSES)
 
 
 def test_one_copy_of_each_shape_with_its_bias_is_compiled():
@@ -78,7 +84,7 @@ def test_all_layers_and_the_logits_are_compiled_and_a_failure_is_a_warning(caplo
     with compiled_ahead.beside(layers, (Copy(50, 4, noted), bias), 16, 4, SimpleNamespace(type="cuda"), 2):
         ran.append(len(noted))
     wanted = [(shape, count, None) for shape in ((8, 4), (4, 8)) for count in (8, 16)]
-    assert noted == wanted + [((50, 4), count, bias) for count in (1, 4, 8, 16)] and ran == [8]
+    assert noted == wanted + [((50, 4), count, bias) for count in (1, 2, 4, 8, 16)] and ran == [9]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == ("draft kernels: 3 could not be compiled ahead, and will be where they are first launched "
                        "(RuntimeError: can't start new thread)")  # fmt: skip

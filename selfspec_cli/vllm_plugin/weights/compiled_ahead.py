@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from selfspec_cli.vllm_plugin.weights.copied import CopiedLinear, CopiedWeight
 
-CLASSES = (1, 4, 8, 16, 32)  # tokens; the products of all numbers from one to the next are the same kernels
+CLASSES = (1, 2, 4, 8, 16, 32)  # tokens; the products of all numbers from one to the next are the same kernels
 MOST_THREADS = 16
 
 Copy = tuple[CopiedWeight, Tensor | None]
@@ -52,8 +52,8 @@ def beside(
 ) -> Iterator[None]:
     """While the block runs, compile what draft steps of up to `requests` requests multiply by; at its end, wait for it.
 
-    logits: what makes them (`TargetHead.copied`). by_fused: requests up to which a kernel for a whole
-    step takes the place of the layers' products. ranks: that share the processors of this host.
+    logits: what makes them (`TargetHead.copied`). by_fused: requests up to which a kernel for a whole step takes the
+    place of the layers' products. ranks: that share the processors of this host.
 
     A kernel that cannot be compiled is left to the step that launches it, and a warning says so. Where the block
     raises, what no thread has begun is not compiled.

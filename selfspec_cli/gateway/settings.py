@@ -69,7 +69,7 @@ class LimitSettings:
                                      above=0)  # fmt: skip
     stall_seconds: float = knob(30.0, help="likewise between two parts of a stream", unit="s", above=0)
     unread_seconds: float = knob(300.0, help="a client that has read nothing of its answer for so long is left, and "
-                                 "one that has sent nothing of its request", unit="s", above=0)  # fmt: skip
+                                 "one that has not sent its whole request", unit="s", above=0)  # fmt: skip
     attempts: int = knob(3, help="backends that are tried for one request", low=1)
     failures: int = knob(3, help="failures in a row after which a backend is left alone", low=1)
     open_seconds: float = knob(5.0, help="for so long, before one request tries it", unit="s", above=0)

@@ -363,13 +363,20 @@ async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(sen
         await sending
 
 
-async def test_a_client_that_stops_in_the_middle_of_its_request_holds_no_place(tmp_path):
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_path, goes_on):
+    """It stops in the middle, or sends a byte at a time."""
     async with running([Fake("a")], tmp_path, limits=replace(QUICK, unread_seconds=0.3)) as on:
         reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to its end: the connection is closed
+        answered = asyncio.ensure_future(reader.read())  # to its end: the connection is closed
+        for _ in range(99 * goes_on):
+            if not answered.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+        head, _, body = (await answered).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408")
-        assert json.loads(body)["error"]["message"] == "nothing of the body came for 0.3 s"
+        assert json.loads(body)["error"]["message"] == "the body had not come after 0.3 s"
         assert on.gateway.inside == 0
         writer.close()
 

@@ -46,6 +46,7 @@ def control(gateway: Gateway) -> FastAPI:
                 who = gateway.keys.tenant(request.headers.get("authorization", ""))
                 if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
                     raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
+                request.state.tenant = who.name
             except GatewayError as error:
                 return _answer(error)
         try:
@@ -148,14 +149,14 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
         return gateway.caching.cache
 
     @app.post("/gateway/feedback")
-    async def feedback(given: Feedback) -> dict[str, Any]:
-        """An answer was judged: the policy `quality` and the cache learn from it."""
+    async def feedback(given: Feedback, request: Request) -> dict[str, Any]:
+        """An answer was judged by who got it: the policy `quality` and the cache learn from it."""
         if given.entry is not None:
             known = await asyncio.to_thread(cache().feedback, given.entry, given.quality >= 0.5)
             return _entry(given.entry, known)
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
-        if not gateway.judged(given.request_id, given.quality):
+        if not gateway.judged(request.state.tenant, given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
 

@@ -56,7 +56,7 @@ class Gateway:
         self.choosers: dict[str, Chooser] = {}
         self.draining = False
         self.inside = 0
-        self.routes: dict[str, tuple[Asked, str]] = {}
+        self.routes: dict[tuple[str, str], tuple[Asked, str]] = {}  # by tenant and request id
         self.tokens_per_char = 0.25
         self.answer_tokens: dict[tuple[str, str], float] = {}
         self._random = random.Random(settings.ledger.seed)
@@ -227,7 +227,7 @@ class Gateway:
             return
         text = asked.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
         text = text if len(text) <= TEXT_KEPT else text[: TEXT_KEPT // 2] + text[-TEXT_KEPT // 2 :]
-        self.routes[asked.id] = (Asked(asked.endpoint, {"model": asked.model}, id=asked.id, text=text), out.route)
+        self.routes[asked.tenant, asked.id] = (Asked(asked.endpoint, {"model": asked.model}, text=text), out.route)
         while len(self.routes) > ASKED_KEPT:
             self.routes.pop(next(iter(self.routes)))
         if out.cache == "hit":
@@ -247,9 +247,9 @@ class Gateway:
         for chooser in self.choosers.values():
             chooser.learn(asked, ended)
 
-    def judged(self, request_id: str, quality: float) -> bool:
-        """Somebody judged an answer, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get(request_id)
+    def judged(self, tenant: str, request_id: str, quality: float) -> bool:
+        """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
+        found = self.routes.get((tenant, request_id))
         if found is None:
             return False
         asked, route = found

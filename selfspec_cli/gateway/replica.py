@@ -96,6 +96,12 @@ class Replica:
         """Whether nothing is there."""
         return self.running() == 0
 
+    def came_up(self) -> None:
+        """It takes requests from now on. A server that was started anew has an empty prefix cache."""
+        self.state = State.up
+        self.succeeded()
+        self._prefixes.clear()
+
     def look(self) -> tuple[int, int]:
         """Its /metrics is asked for: (our requests there, how many there ever were), for `looked`."""
         return len(self.flights), self.begun

@@ -144,8 +144,7 @@ class Supervisor:
                 await self._learn_models(one)
                 one.state = State.warming
                 await self._warm(one)
-                one.failures, one.open_until = 0, 0.0
-                one.state = State.up
+                one.came_up()
                 self.say(f"{one.name}: up, serves {', '.join(one.models)}")
         except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:
             if was is State.up:

@@ -15,6 +15,7 @@ from fake import Fake, answer, warms
 from running import QUICK, running
 
 from selfspec_cli.gateway.client import Client, watch
+from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.timing import FEW
 
@@ -175,6 +176,18 @@ async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
         status, _, headers = await on.post(PROMPT)
         assert (status, headers["retry-after"]) == (503, "1")
         assert (await on.get("/health"))[0] == 503
+
+
+async def test_a_server_that_was_started_anew_has_nothing_in_its_prefix_cache(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="sticky_until_saturated") as on:
+        for _ in range(2):
+            await on.post(PROMPT)
+        on.fakes["a"].dead = True
+        await until(lambda: on.gateway.replicas[0].state is State.down)
+        on.fakes["a"].dead = False
+        await until(lambda: on.gateway.replicas[0].state is State.up)
+        await on.post(PROMPT)
+        assert [row["reason"] for row in await on.rows()] == ["cold", "warm", "cold"]
 
 
 async def test_a_gateway_whose_backends_are_full_is_healthy(tmp_path):

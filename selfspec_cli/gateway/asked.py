@@ -62,9 +62,9 @@ class Asked:
     @property
     def answers(self) -> int:
         """Choices that the answer will have."""
-        several, prompt = self.body.get("n"), self.body.get("prompt")
+        prompt = self.body.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
-        return prompts * (several if isinstance(several, int) and several > 0 else 1)
+        return prompts * (self.body.get("n") or 1)
 
     @property
     def most_tokens(self) -> int | None:
@@ -91,6 +91,9 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
         raise bad_request(f"model={body['model']!r}: a name is needed", "model")
     if not isinstance(body.get("stream") or False, bool):
         raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
+    several = body.get("n")
+    if several is not None and (type(several) is not int or several < 1):
+        raise bad_request(f"n={several!r}: a whole number from 1 on is needed", "n")
     for name in OBJECTS:
         if not isinstance(body.get(name) or {}, dict):
             raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)

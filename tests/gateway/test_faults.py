@@ -79,6 +79,28 @@ async def test_of_several_answers_all_have_to_end(tmp_path):
         assert "error" in (await on.stream(PROMPT | {"n": 2})).events[-1]
 
 
+class Several(Fake):
+    """Tells at its end that two answers have ended."""
+
+    def plan(self, body):
+        prompt = body["prompt"]
+        return super().plan(body | {"prompt": prompt if isinstance(prompt, str) else prompt[0]})
+
+    async def send(self, *given, finish=None, **more):
+        for _ in range(2 if finish else 1):
+            await super().send(*given, finish=finish, **more)
+
+
+@pytest.mark.parametrize("several", [{"n": 2}, {"prompt": ["once", "upon"]}])
+async def test_the_time_for_a_token_is_not_that_of_a_stream_of_several_answers(tmp_path, several):
+    async with running([Several("a", step=0.001)], tmp_path) as on:
+        seen = on.gateway.replicas[0].timing.tpot.seen
+        await on.stream(PROMPT | several)
+        (row,) = await on.rows()
+        assert (row["status"], row["tokens"], row["tpot_ms"]) == (200, 30, None)
+        assert on.gateway.replicas[0].timing.tpot.seen == seen
+
+
 async def test_it_survives_twice(tmp_path):
     fakes = [Fake("a", times=1, die_after=7), Fake("b", times=1, die_after=9), Fake("c")]
     async with running(fakes, tmp_path) as on:

@@ -39,6 +39,15 @@ def test_a_chat_with_a_picture_is_not_continued_by_token_ids():
     assert continuation.way(chat(text, picture, temperature=0), vllm=True) == continuation.AGAIN
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answers"), [("x", 1), ([1, 2], 1), (["x"], 1), ([[1, 2]], 1), (["x", "y"], 2), ([[1], [2]], 2)]
+)
+def test_one_answer_is_continued_and_several_are_not(prompt, answers):
+    asked = requests.read(requests.COMPLETIONS, json.dumps({"prompt": prompt, "n": None, "stream": True}).encode(), {})
+    assert asked.answers == answers
+    assert continuation.way(asked, vllm=True) == (continuation.IDS if answers == 1 else continuation.NOT)
+
+
 def test_a_limit_that_is_null_is_none():
     text = {"type": "text", "text": "x"}
     assert chat(text, max_tokens=7, max_completion_tokens=None).most_tokens == 7

@@ -295,6 +295,15 @@ def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
     assert ours[0] < turn[0]
 
 
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["x", "y"]}, {"stream": True}, {"tools": [{}]}])
+def test_a_cascade_asks_the_dearest_where_no_single_whole_text_is_wanted(more):
+    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
+    asked = asked_of(Request(0.0, "x", 10, 10))
+    asked.body |= more
+    choice = POLICIES["cascade"].chooser({}, SloSettings()).choose(asked, [one.replica for one in servers])
+    assert (choice.order[0].name, choice.reason) == ("large", "dearest")
+
+
 def test_how_sure_an_answer_is():
     assert sureness({"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}]}) == pytest.approx(
         0.3679, abs=1e-3

@@ -25,8 +25,7 @@ class _Cascade(Chooser):
 
     def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
         cheap_first = sorted(replicas, key=lambda one: one.price(asked, one.predict(asked)))
-        body = asked.body
-        if asked.stream or asked.endpoint == EMBEDDINGS or body.get("tools") or (body.get("n") or 1) != 1:
+        if asked.stream or asked.endpoint == EMBEDDINGS or asked.body.get("tools") or asked.answers != 1:
             return Choice(tuple(reversed(cheap_first)), "dearest")
         return Choice(tuple(cheap_first), "cascade", sure=self.sure)
 

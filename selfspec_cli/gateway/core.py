@@ -75,8 +75,9 @@ class Gateway:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
         if name not in self.choosers:
             try:
-                options = self.settings.policy_options.get(name) or {}
-                self.choosers[name] = POLICIES[name].chooser(options, self.settings.slo)
+                policy = POLICIES[name]
+                options = policy.settings(self.settings.policy_options)
+                self.choosers[name] = policy.make(options, self.settings.slo)
             except SettingsError as error:
                 raise bad_request(str(error), "policy") from error
         return self.choosers[name]

@@ -50,8 +50,7 @@ def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache
     from selfspec_cli.gateway import cache
 
     folder.mkdir(parents=True, exist_ok=True)
-    found: AnswerCache = cache.open_cache(folder / CACHE, settings.options, judged_by)
-    return found
+    return cache.AnswerCache(folder / CACHE, settings.options, judged_by)
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:

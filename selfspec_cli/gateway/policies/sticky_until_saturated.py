@@ -10,10 +10,20 @@ those to generate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+
+
+@dataclass(frozen=True)
+class Options:
+    """When a backend is saturated."""
+
+    prefill_rate: float = knob(0.0, help="what a backend prefills in a second; 0: the greatest rate that was seen",
+                               unit="tokens/s", low=0)  # fmt: skip
 
 
 class _Sticky(Chooser):
@@ -43,6 +53,6 @@ class _Sticky(Chooser):
 POLICY = Policy(
     "sticky_until_saturated",
     "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
-    lambda options, slo: _Sticky(float(options["prefill_rate"]), slo.ttft_ms / 1000),
-    {"prefill_rate": 0.0},
+    lambda options, slo: _Sticky(options.prefill_rate, slo.ttft_ms / 1000),
+    Options,
 )

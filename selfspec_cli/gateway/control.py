@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,8 +18,10 @@ from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError, bad_request
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.replica import State
+
+if TYPE_CHECKING:
+    from selfspec_cli.gateway.cache import AnswerCache
 
 MOST_SAID = 200  # characters of a wrong value
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
@@ -52,8 +54,7 @@ def control(gateway: Gateway) -> FastAPI:
         try:
             return await call_next(request)
         except Exception as error:  # a fault of ours is this request's alone
-            gateway.log.fault(error)
-            return _answer(GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error"))
+            return _answer(gateway.fault(error))
 
     _errors(app)
     _views(app, gateway)
@@ -110,6 +111,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
+        gateway.telemetry.inside.set(gateway.inside)
         gateway.telemetry.queue.labels("batch").set(len(gateway.batch.waiting))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 

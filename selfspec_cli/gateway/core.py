@@ -103,9 +103,9 @@ class Gateway:
                                backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
         out.policy = asked.policy or self.settings.policy
         if asked.backend is not None:
-            return Choice(tuple(found), ASKED_FOR, found[0].predict(asked))
+            return Choice(tuple(found), ASKED_FOR)
         if out.plain:
-            return Choice(tuple(found), "plain", found[0].predict(asked))
+            return Choice(tuple(found), "plain")
         return self.choose(asked, found)
 
     # ---- one request -------------------------------------------------------------------------------------------------
@@ -115,7 +115,6 @@ class Gateway:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         client, tenant, out = Client(send, {}), None, None
         self.inside += 1
-        self.telemetry.inside.set(self.inside)
         watching: asyncio.Task[str] | None = None
         try:
             if scope["method"] != "POST":
@@ -148,23 +147,22 @@ class Gateway:
             task.uncancel()
             if out is not None:
                 out.status, out.error = VANISHED, watching.result()
-        except GatewayError as error:
-            if out is not None:
-                out.status, out.error = error.status, error.message
-            with suppress(OSError):
-                await client.fail(error)
         except Exception as error:  # a fault of ours is this request's alone
-            fault = GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
+            known = error if isinstance(error, GatewayError) else self.fault(error)
             if out is not None:
-                out.status, out.error = 500, fault.message
-            self.log.fault(error)
+                out.status, out.error = known.status, known.message
             with suppress(OSError):
-                await client.fail(fault)
+                await client.fail(known)
         finally:
             self.inside -= 1
             if watching is not None:
                 watching.cancel()
             self._done(out, tenant)
+
+    def fault(self, error: Exception) -> GatewayError:
+        """What a client is told of a fault of the gateway's own, which is logged."""
+        self.log.fault(error)
+        return GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
 
     async def _read(self, path: str, receive: Receive, headers: dict[str, str], tenant: Tenant) -> Asked:
         limits = self.settings.limits
@@ -191,7 +189,7 @@ class Gateway:
             out.waited = time.monotonic() - asked.began
         choice = self._route(asked, out)
         out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"
-        out.expect(choice.expected or choice.order[0].predict(asked))
+        out.expect(choice.order[0].predict(asked))
         relay = Relay(self, asked, out, client, sure=choice.sure)
         if asked.stream and self.settings.survive:
             relay.way = continuation.way(asked, choice.order[0].vllm)
@@ -210,7 +208,6 @@ class Gateway:
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
             tenant.leave(tokens)
-        self.telemetry.inside.set(self.inside)
         if self.batch.waiting:
             self.batch.look()
         if out is None:
@@ -239,12 +236,12 @@ class Gateway:
             key = (asked.endpoint, asked.model)
             before = self.answer_tokens.get(key, float(out.tokens))
             self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
-        self._tell(asked, out.route, Ended(self._named(out.route), out.tokens, out.e2e or 0.0, out.cost or 0.0))
+        self._tell(asked, Ended(self._named(out.route), out.tokens, out.e2e, out.cost))
 
     def _named(self, name: str) -> Replica:
         return next(one for one in self.replicas if one.name == name)
 
-    def _tell(self, asked: Asked, route: str, ended: Ended) -> None:
+    def _tell(self, asked: Asked, ended: Ended) -> None:
         for chooser in self.choosers.values():
             chooser.learn(asked, ended)
 
@@ -256,7 +253,7 @@ class Gateway:
         asked, route = found
         if any(one.name == route for one in self.replicas):
             self.chooser(self.settings.policy)
-            self._tell(asked, route, Ended(self._named(route), None, 0.0, 0.0, quality))
+            self._tell(asked, Ended(self._named(route), quality=quality))
         return True
 
 

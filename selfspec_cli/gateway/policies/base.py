@@ -10,7 +10,6 @@ from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.settings import SloSettings
-from selfspec_cli.gateway.timing import Prediction
 
 
 @dataclass(frozen=True)
@@ -22,18 +21,17 @@ class Choice:
 
     order: tuple[Replica, ...]
     reason: str
-    expected: Prediction | None = None
     sure: float | None = None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a request ended. tokens: of the answer. quality: 0 to 1, where somebody judged it."""
+    """How a request ended, or how its answer was judged: quality, 0 to 1. tokens: of the answer."""
 
     replica: Replica
-    tokens: int | None
-    seconds: float
-    cost: float
+    tokens: int | None = None
+    seconds: float | None = None
+    cost: float | None = None
     quality: float | None = None
 
 

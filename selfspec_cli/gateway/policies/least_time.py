@@ -66,7 +66,7 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
         return False, e2e + replica.slows(asked)
 
     ordered = sorted(replicas, key=order)
-    return Choice(tuple(ordered), "least_time", known[ordered[0].name])
+    return Choice(tuple(ordered), "least_time")
 
 
 class _LeastTime(Chooser):
@@ -81,7 +81,7 @@ class _LeastTime(Chooser):
         if self.explore and self.count % self.explore == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
             rest = [one for one in choice.order if one is not oldest]
-            choice = Choice((oldest, *rest), "explore", oldest.predict(asked))
+            choice = Choice((oldest, *rest), "explore")
         self.asked_at[choice.order[0].name] = self.count
         return choice
 

@@ -83,7 +83,7 @@ class _Quality(Chooser):
         else:
             best = max(found, key=lambda one: one[1])[0]
             reason = "best"
-        return Choice((best, *(one for one in replicas if one is not best)), reason, best.predict(asked))
+        return Choice((best, *(one for one in replicas if one is not best)), reason)
 
     def learn(self, asked: Asked, ended: Ended) -> None:
         if ended.quality is not None:

@@ -45,9 +45,8 @@ class _Sticky(Chooser):
         if free:
             rest = [one for one in warm if one is not free[0]]
             reason = "cold" if free[0].cached_share(asked) == 0 else "warm" if free[0] is warm[0] else "next_warm"
-            return Choice((free[0], *rest), reason, free[0].predict(asked))
-        order = sorted(replicas, key=waiting)
-        return Choice(tuple(order), "saturated", order[0].predict(asked))
+            return Choice((free[0], *rest), reason)
+        return Choice(tuple(sorted(replicas, key=waiting)), "saturated")
 
 
 POLICY = Policy(

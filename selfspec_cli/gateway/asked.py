@@ -20,7 +20,7 @@ CACHE_WISHES = ("none", "exact", "meaning")
 OWN = "selfspec"  # of the body: what is meant for the gateway
 OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
-WISH_HEADERS = {f"x-selfspec-{name.replace('_', '-')}": name for name in WISHES}
+WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
@@ -121,9 +121,9 @@ def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
     if not isinstance(own, dict):
         raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
     wishes = dict(own)
-    for header, name in WISH_HEADERS.items():
-        if header in headers:
-            wishes[name] = headers[header]
+    for header, text in headers.items():
+        if header.startswith(WISH_HEADER):
+            wishes[header.removeprefix(WISH_HEADER).replace("-", "_")] = text
     for name, value in wishes.items():
         if name not in WISHES:
             raise bad_request(closest(name, WISHES, "wish"), OWN)

@@ -90,6 +90,9 @@ class Gateway:
         if not any(one.takes(asked.model) for one in self.replicas):
             known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
             problem = closest(asked.model, known or ("none yet",), "model")
+            if missing := [one.name for one in self.replicas if not one.models]:
+                raise GatewayError(f"{problem}; not up yet: {', '.join(missing)}", 503, "service_unavailable",
+                                   param="model", headers={"retry-after": "1"})  # fmt: skip
             raise GatewayError(problem, 404, "invalid_request_error", param="model")
         names = [one.name for one in self.replicas]
         if asked.backend is not None and asked.backend not in names:

@@ -12,6 +12,7 @@ from running import running
 from selfspec_cli.gateway import asked as requests
 from selfspec_cli.gateway import continuation, events
 from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
 from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
@@ -88,6 +89,27 @@ async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp
         await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
         await busy
         assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
+
+
+async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_first():
+    """The first one named a later deadline than the one that the second has by the settings."""
+    one = Replica(BackendSettings(name="a"), state=State.up)
+    batch, went = Batch(BatchSettings(enough=100, deadline_seconds=30), lambda asked: [one]), []
+
+    async def wait(name, deadline):
+        asked = Asked("/v1/completions", {})
+        asked.deadline = deadline and asked.began + deadline
+        await batch.wait(asked)
+        went.append(name)
+
+    number = one.begin(Asked("/v1/completions", {}))
+    waiting = [asyncio.ensure_future(wait("named", 300)), asyncio.ensure_future(wait("by the settings", None))]
+    await asyncio.sleep(0)
+    one.end(number, None)
+    for _ in waiting:
+        batch.look()
+        await asyncio.sleep(0.01)
+    assert went == ["by the settings", "named"]
 
 
 async def until_begun(on, name):

@@ -53,10 +53,7 @@ def _only_text(messages: Any) -> bool:
 
 @dataclass
 class Rest:
-    """The rest of an answer: how it is asked for, and how its events become those of the answer that broke off.
-
-    left: tokens that may still come; None for no limit of the client's.
-    """
+    """The rest of an answer: how it is asked for, and how its events become those of the answer that broke off."""
 
     asked: Asked
     kept: Kept

@@ -163,7 +163,7 @@ class Gateway:
             self._done(out, tenant)
 
     def fault(self, error: Exception) -> GatewayError:
-        """What a client is told of a fault of the gateway's own, which is logged."""
+        """What a client is answered after a fault of the gateway's own, which is logged."""
         self.log.fault(error)
         return GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
 

@@ -82,7 +82,7 @@ class Caching:
         out.usage(hit.answer.get("usage"))
         return True
 
-    def keep(self, asked: Asked, out: Outcome, client: Client) -> None:
+    def keep(self, out: Outcome, client: Client) -> None:
         """Let the client's side keep what it sends, where it may be stored."""
         if out.cache == "miss":
             client.keep(LARGEST)

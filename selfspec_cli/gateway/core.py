@@ -116,7 +116,8 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        client, tenant, out = Client(send, {}), None, None
+        client, tenant, out, task = Client(send, {}), None, None, asyncio.current_task()
+        assert task is not None
         self.inside += 1
         watching: asyncio.Task[str] | None = None
         try:
@@ -133,11 +134,9 @@ class Gateway:
             asked = await self._read(scope["path"], receive, headers, tenant)
             out = Outcome(asked)
             client.headers["x-request-id"] = asked.id
-            current = asyncio.current_task()
-            assert current is not None
-            watching = watch(receive, client, current, self.settings.limits.unread_seconds)
+            watching = watch(receive, client, task, self.settings.limits.unread_seconds)
             with self.tracing.span(scope["path"], headers) as span:
-                await self._answer(asked, out, client, headers)
+                await self._answer(asked, out, client)
                 out.status = out.status or 200
                 _annotate(span, out)
         except Vanished:
@@ -145,8 +144,6 @@ class Gateway:
         except asyncio.CancelledError:
             if watching is None or not watching.done() or not watching.result():
                 raise  # the server ends
-            task = asyncio.current_task()
-            assert task is not None
             task.uncancel()
             if out is not None:
                 out.status, out.error = VANISHED, watching.result()
@@ -183,7 +180,7 @@ class Gateway:
         self._check_model(asked)
         return asked
 
-    async def _answer(self, asked: Asked, out: Outcome, client: Client, headers: dict[str, str]) -> None:
+    async def _answer(self, asked: Asked, out: Outcome, client: Client) -> None:
         out.plain = self._random.random() < self.settings.ledger.plain_share and asked.backend is None
         if not out.plain and await self.caching.answered(asked, out, client):
             return
@@ -201,7 +198,7 @@ class Gateway:
             relay.kept.everything = relay.way == continuation.AGAIN or (relay.kept.ids and logged)
         relay.headers = {"x-request-id": asked.id}
         self.tracing.inject(relay.headers)
-        self.caching.keep(asked, out, client)
+        self.caching.keep(out, client)
         await relay.run(choice.order)
         if relay.finished:
             await self.caching.store(asked, out, client)

@@ -101,6 +101,8 @@ def plan(
     options, host, port = _address(more)
     if not (port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
+    if int(port) == 0:
+        port = str(free_port())
     places = _places(cfg, count)
     replicas = []
     for number, place in enumerate(places):

@@ -83,6 +83,14 @@ def test_the_front_is_asked_at_the_address_at_which_it_listens(host, url):
     assert replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1].url == url
 
 
+def test_port_0_is_a_free_one():
+    """The front is asked at its address, so the command has to know it."""
+    front = replicas.plan(MADE, CPU, ["--port", "0"], 2, "gateway")[1]
+    port = front.url.rpartition(":")[2]
+    assert int(port) > 0
+    assert f"port={port}" in front.command
+
+
 @pytest.mark.parametrize("port", ["abc", "70000", ""])
 def test_a_port_that_there_is_not_is_refused_before_anything_starts(port):
     with pytest.raises(ConfigError, match=f"-- --port {port}: allowed: a whole number from 0 to 65535"):

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -59,9 +60,9 @@ class Asked:
         """Whether the answer is wanted in parts."""
         return bool(self.body.get("stream"))
 
-    @property
+    @cached_property
     def answers(self) -> int:
-        """Choices that the answer will have."""
+        """Choices that the answer will have. Kept, because a prompt may be a hundred thousand token ids."""
         prompt = self.body.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
         return prompts * (self.body.get("n") or 1)

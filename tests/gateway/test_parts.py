@@ -293,6 +293,25 @@ def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():
     assert one.end(first, None) == pytest.approx(2.0 + 2.0 + 1.0)
 
 
+def test_answers_of_several_choices_do_not_make_others_look_late():
+    """Four choices send four times as many events in the same time."""
+    clock = {"at": 0.0}
+    one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
+
+    def stream(n, end=True):
+        number = one.begin(Asked("/v1/completions", {"prompt": "x", "n": n}))
+        one.first_token(number, 0.1)
+        clock["at"] += 1.0
+        one.came(number, 11 * n)
+        if end:
+            one.end(number, None)
+
+    for _ in range(FEW):
+        stream(4)
+    stream(1, end=False)
+    assert one.late() == pytest.approx(1.0, abs=0.1)
+
+
 async def test_the_gateway_learns_from_what_it_measures(tmp_path):
     async with running([Fake("a", step=0.004)], tmp_path) as on:
         for _ in range(6):

@@ -44,7 +44,7 @@ class EarlyExitConfig(SpeculativeConfig):
     """vLLM's SpeculativeConfig under another name, for what the log prints of it. Its fields are vLLM's."""
 
     def compute_hash(self) -> str:
-        """With what drafts, on which the memory depends that vLLM measures, and keeps under this key if told to."""
+        """With what drafts: the memory depends on it that vLLM measures and may keep under this key."""
         settings = json.dumps(getattr(self, SETTINGS_KEY), sort_keys=True)
         return hashlib.sha256(f"{super().compute_hash()} {settings}".encode()).hexdigest()
 

@@ -37,6 +37,9 @@ class Progress:
     def measured(self, point: Point) -> None:
         """It has been written down, measured or failed."""
 
+    def failed(self, what: str, reason: str) -> None:
+        """Work goes on without it, for that reason; an engine in a process of its own gives the reason in its log."""
+
 
 ignore = Progress()
 """Shows nothing."""

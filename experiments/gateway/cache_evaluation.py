@@ -27,10 +27,11 @@ import orjson
 from cache_pairs import PAIRS, SEED, SPLITS, Pair, Question, all_pairs, pairs_of
 from scipy.stats import beta
 
-from selfspec_cli.gateway.cache import AnswerCache, CacheOptions, CacheRequest
+from selfspec_cli.gateway.cache import AnswerCache, CacheRequest
 from selfspec_cli.gateway.cache.embedding import MiniLM
 from selfspec_cli.gateway.cache.guards import difference
 from selfspec_cli.gateway.cache.vectors import NEAREST
+from selfspec_cli.gateway.settings import CacheOptions
 
 THRESHOLDS = np.concatenate(
     [np.arange(0.60, 0.95, 0.01), np.arange(0.95, 0.99, 0.002), np.arange(0.99, 1.0001, 0.0005)]

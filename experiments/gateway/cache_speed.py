@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 from cache_pairs import all_pairs
 
-from selfspec_cli.gateway.cache import AnswerCache, CacheOptions, CacheRequest
+from selfspec_cli.gateway.cache import AnswerCache, CacheRequest
 from selfspec_cli.gateway.cache.embedding import DIMENSIONS, MiniLM
 from selfspec_cli.gateway.cache.storage import Entry, Storage
+from selfspec_cli.gateway.settings import CacheOptions
 
 ANSWER = (
     b'{"object": "text_completion", "choices": [{"index": 0, "text": "' + b"x" * 800 + b'", "finish_reason": "stop"}]}'

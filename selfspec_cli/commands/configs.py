@@ -13,6 +13,7 @@ from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.view import DraftView, own_settings
 from selfspec_cli.stages import preflight
 
+LONG = 8192  # tokens of a prompt, from which on drafts over a part of the context are tried too
 NO_COMPILER = "no C++ compiler is here (g++ or clang++): this runs eagerly, and is slower"
 
 
@@ -60,7 +61,7 @@ def exits(overrides: list[str], parts: Sequence[int]) -> list[RunConfig]:
 
 
 def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
-    """What an ordinary model drafts with, where the user names neither layers nor weights: copies of all its layers.
+    """What an ordinary model drafts with, where the user names no layers, weights or context: copies of all its layers.
     None on a CPU, which dequantises copies and so gains nothing by them, for a model that says at which layer it exits,
     and for a model of which there can be none."""
     first = several(overrides)[0]
@@ -70,9 +71,13 @@ def copies_of_all_layers(overrides: list[str]) -> list[RunConfig]:
         return []
     found, kinds = [], sorted((kind.bits or 0, name) for name, kind in DRAFT_WEIGHTS.items() if kind.kernels)
     # The one that reads least, and the one that is closest to the model.
-    for _, name in (kinds[0], kinds[-1]):
+    least, closest = (f"draft_weights={name}" for _, name in (kinds[0], kinds[-1]))
+    tokens = first.workload.input_len
+    # Copies save no keys and values, which at long contexts outweigh them.
+    part = [[least, f"draft_context=blocks:{tokens // 8}"]] if tokens >= LONG else []
+    for words in ([least], *part, [closest]):
         try:
-            found += exits([*overrides, f"layer={layers}", f"draft_weights={name}"], ())
+            found += exits([*overrides, f"layer={layers}", *words], ())
         except ConfigError:
             continue
     return found

@@ -17,6 +17,7 @@ from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.keys import baseline_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
 from selfspec_cli.config.validation import validate
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.engine import clients, server
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
@@ -182,7 +183,7 @@ def _page(folder: Path) -> Path | None:
     try:
         return report_stage.run(folder, folder).page
     except Exception as error:
-        warn([f"the page could not be made: {' '.join(str(error).split()) or type(error).__name__}"])
+        warn([f"the page could not be made: {on_one_line(error)}"])
         return None
 
 

@@ -19,6 +19,7 @@ from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.commands.screen import GOES_ON, ROWS_KEPT, emit, note, rows_document, say, warn
 from selfspec_cli.commands.working import at_work
 from selfspec_cli.config.schema import ConfigError, LoadConfig, RunConfig
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.progress import Progress
 from selfspec_cli.record import folder as results_folder
 from selfspec_cli.record import tables
@@ -182,7 +183,7 @@ def _send_report(tracker: Tracker, folder: Path, result: sweep_stage.SweepResult
             pictures = report_stage.pictures(results_folder.read(folder)[0], place)
             tracker.report(folder, result.rows, pictures)
     except Exception as error:
-        result.warnings.append(f"tracker: {' '.join(str(error).split()) or type(error).__name__}")
+        result.warnings.append(f"tracker: {on_one_line(error)}")
 
 
 def shown_starting(progress: Progress) -> Callable[..., AbstractContextManager[Any]]:

@@ -136,8 +136,7 @@ class Screen(Progress):
         self.state.measured(point)
         arm = self.state.arms[point.key]
         if not point.ok:
-            self.say(f"failed: {arm.name}: {point.reason}", "red")
-            self.show_log()
+            self.failed(arm.name, str(point.reason))
         elif self._live is None:
             done = sum(one.state in ("done", "failed") for one in self.state.arms.values())
             left = self.state.left()
@@ -150,6 +149,10 @@ class Screen(Progress):
             self.page.measured()
             if first:
                 self.say(self.page.error or f"page: {self.page.path.absolute()}")
+
+    def failed(self, what: str, reason: str) -> None:
+        self.say(f"failed: {what}: {reason}", "red")
+        self.show_log()
 
     def show_log(self) -> None:
         """The last lines of the log, and where all of it is."""

@@ -250,6 +250,14 @@ class LauncherConfig:
     )  # fmt: skip
 
 
+MANY_WORKERS = tuple(kind for kind in LauncherKind if kind != LauncherKind.local)
+LAUNCHERS_WITH = {
+    "workers": MANY_WORKERS, "tries": MANY_WORKERS, "address": (LauncherKind.ray,), "cluster": (LauncherKind.submitit,),
+    "partition": (LauncherKind.submitit,), "minutes": (LauncherKind.submitit,), "bucket": (LauncherKind.sky,),
+}  # fmt: skip
+"""Which launchers use a setting of `LauncherConfig`; all use one that is not here."""
+
+
 def _default_engine() -> EngineConfig:
     """The engine of GROUPS: on the CPU, whatever is installed."""
     return EngineConfig(device="cpu")

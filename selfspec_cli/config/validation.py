@@ -15,6 +15,7 @@ from selfspec_cli.config import speculative
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import uses
 from selfspec_cli.config.schema import (
+    LAUNCHERS_WITH,
     PROMPT_TABLES,
     PROMPTS,
     ConfigError,
@@ -61,6 +62,7 @@ def validate(cfg: RunConfig) -> None:
     _validate_length_table(cfg)
     _validate_runner(cfg)
     _validate_load(cfg)
+    _validate_launcher(cfg.launcher)
     head_spec(cfg.head)
     if not re.fullmatch(r"full|[1-9]\d*", cfg.vocab) and not Path(cfg.vocab).is_file():
         raise ConfigError(f'vocab={cfg.vocab}: must be "full", a number of tokens, 1 or more, or a file of token ids')
@@ -294,3 +296,12 @@ def _validate_load(cfg: RunConfig) -> None:
     if load.column is not None and Path(cfg.workload.prompts).suffix not in PROMPT_TABLES:
         raise ConfigError(f"load.column={load.column} with workload.prompts={cfg.workload.prompts}: only the rows of "
                           f"a {', '.join(PROMPT_TABLES)} file have columns")  # fmt: skip
+
+
+def _validate_launcher(launcher: LauncherConfig) -> None:
+    """A setting that the launcher does not use would be passed over without a word."""
+    for name, kinds in LAUNCHERS_WITH.items():
+        value = getattr(launcher, name)
+        if launcher.kind not in kinds and value != getattr(LauncherConfig, name):
+            raise ConfigError(f"launcher.{name}={value} with launcher={launcher.kind}: it is not used there; leave it "
+                              f"out, or choose launcher={'|'.join(kinds)}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The error for a setting that cannot be honoured, and how a misspelt word is answered."""
+"""The error for a setting that cannot be honoured, how a misspelt word is answered, and any error on one line."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def nearest(word: object, allowed: Iterable[str], alike: float = 0.5) -> str | N
     by_lower = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=alike)
     return by_lower[near[0]] if near else None
+
+
+def on_one_line(error: BaseException) -> str:
+    """What an error says; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -20,7 +21,7 @@ CACHE_WISHES = ("none", "exact", "meaning")
 OWN = "selfspec"  # of the body: what is meant for the gateway
 OBJECTS = ("stream_options", "vllm_xargs")  # of the body: what the gateway adds something to
 WISHES = ("policy", "cache", "deadline_ms", "class", "priority", "backend")
-WISH_HEADERS = {f"x-selfspec-{name.replace('_', '-')}": name for name in WISHES}
+WISH_HEADER = "x-selfspec-"
 LONGEST_WAIT = 86_400_000  # milliseconds: a day
 BLOCK = 256  # characters of a prompt that are remembered as one piece
 EXPECTED = 128  # tokens of an answer before any was seen
@@ -59,12 +60,12 @@ class Asked:
         """Whether the answer is wanted in parts."""
         return bool(self.body.get("stream"))
 
-    @property
+    @cached_property
     def answers(self) -> int:
-        """Choices that the answer will have."""
-        several, prompt = self.body.get("n"), self.body.get("prompt")
+        """Choices that the answer will have. Kept, because a prompt may be a hundred thousand token ids."""
+        prompt = self.body.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt) else 1
-        return prompts * (several if isinstance(several, int) and several > 0 else 1)
+        return prompts * (self.body.get("n") or 1)
 
     @property
     def most_tokens(self) -> int | None:
@@ -91,6 +92,9 @@ def read(endpoint: str, raw: bytes, headers: Mapping[str, str]) -> Asked:
         raise bad_request(f"model={body['model']!r}: a name is needed", "model")
     if not isinstance(body.get("stream") or False, bool):
         raise bad_request(f"stream={body['stream']!r}: true or false is needed", "stream")
+    several = body.get("n")
+    if several is not None and (type(several) is not int or several < 1):
+        raise bad_request(f"n={several!r}: a whole number from 1 on is needed", "n")
     for name in OBJECTS:
         if not isinstance(body.get(name) or {}, dict):
             raise bad_request(f"{name}={body[name]!r}: a JSON object is needed", name)
@@ -118,9 +122,9 @@ def _wishes(asked: Asked, own: Any, headers: Mapping[str, str]) -> None:
     if not isinstance(own, dict):
         raise bad_request(f"{OWN}={own!r}: a JSON object is needed", OWN)
     wishes = dict(own)
-    for header, name in WISH_HEADERS.items():
-        if header in headers:
-            wishes[name] = headers[header]
+    for header, text in headers.items():
+        if header.startswith(WISH_HEADER):
+            wishes[header.removeprefix(WISH_HEADER).replace("-", "_")] = text
     for name, value in wishes.items():
         if name not in WISHES:
             raise bad_request(closest(name, WISHES, "wish"), OWN)

@@ -19,7 +19,7 @@ class Batch:
 
     def __init__(self, settings: BatchSettings, candidates: Callable[[Asked], list[Replica]]) -> None:
         self.settings, self.candidates = settings, candidates
-        self.waiting: list[tuple[Asked, asyncio.Future[str]]] = []
+        self.waiting: list[tuple[float, Asked, asyncio.Future[str]]] = []  # with the deadline of each
 
     async def wait(self, asked: Asked) -> str:
         """Returns when the request may go, and says why: idle, enough or deadline."""
@@ -27,7 +27,7 @@ class Batch:
         ready: asyncio.Future[str] = loop.create_future()
         deadline = asked.deadline or asked.began + self.settings.deadline_seconds
         alarm = loop.call_later(max(0.0, deadline - asked.began), _let_go, ready, "deadline")
-        entry = (asked, ready)
+        entry = (deadline, asked, ready)
         self.waiting.append(entry)
         try:
             self.look()
@@ -39,14 +39,14 @@ class Batch:
 
     def look(self) -> None:
         """Let go whatever has a reason to: one request for each backend that idles, or all when enough wait."""
-        self.waiting = [one for one in self.waiting if not one[1].done()]
+        self.waiting = [one for one in self.waiting if not one[2].done()]
         if len(self.waiting) >= self.settings.enough:
-            for _, ready in self.waiting:
+            for *_, ready in self.waiting:
                 _let_go(ready, "enough")
             self.waiting = []
             return
         taken: set[str] = set()
-        for asked, ready in sorted(self.waiting, key=lambda one: one[0].deadline or float("inf")):
+        for _, asked, ready in sorted(self.waiting, key=lambda one: one[0]):
             idle = [one for one in self.candidates(asked) if one.idle() and one.name not in taken]
             if idle:
                 taken.add(idle[0].name)

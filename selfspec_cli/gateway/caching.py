@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from selfspec_cli.gateway.asked import CHAT, EMBEDDINGS, Asked
 from selfspec_cli.gateway.client import EVENTS, JSON, Client
 from selfspec_cli.gateway.outcome import Outcome
-from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.settings import CacheSettings
+
+if TYPE_CHECKING:
+    from selfspec_cli.gateway.cache import AnswerCache, CacheRequest
 
 LARGEST = 1 << 20  # bytes of an answer that is kept
 _NOT_SAMPLING = ("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store", "tools",
@@ -36,7 +38,7 @@ class Caching:
         elsewhere = asked.backend is not None and asked.cache is None
         return "none" if asked.endpoint == EMBEDDINGS or elsewhere else order[min(allowed, wished)]
 
-    def _request(self, asked: Asked) -> Any:
+    def _request(self, asked: Asked) -> CacheRequest:
         from selfspec_cli.gateway.cache import CacheRequest
 
         body = asked.body
@@ -80,7 +82,7 @@ class Caching:
         out.usage(hit.answer.get("usage"))
         return True
 
-    def keep(self, asked: Asked, out: Outcome, client: Client) -> None:
+    def keep(self, out: Outcome, client: Client) -> None:
         """Let the client's side keep what it sends, where it may be stored."""
         if out.cache == "miss":
             client.keep(LARGEST)

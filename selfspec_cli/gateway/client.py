@@ -22,26 +22,25 @@ class Vanished(Exception):
 
 
 async def read_body(receive: Receive, most: int, seconds: float) -> bytes:
-    """The body of a request; raises GatewayError for one of more than `most` bytes (413) or of which nothing came for
-    so many seconds (408), and Vanished."""
+    """The body of a request; raises GatewayError for one of more than `most` bytes (413) or that has not come after so
+    many seconds (408), and Vanished."""
     parts: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
+    size, more = 0, True
+    try:
+        async with asyncio.timeout(seconds):
+            while more:
                 message = await receive()
-        except TimeoutError as error:
-            raise GatewayError(f"nothing of the body came for {seconds:g} s", 408, "invalid_request_error",
-                               headers={"connection": "close"}) from error  # fmt: skip
-        if message["type"] == "http.disconnect":
-            raise Vanished
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most:
-            raise GatewayError(f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error")
-        if not message.get("more_body"):
-            return part if not parts else b"".join([*parts, part])
-        parts.append(part)
+                if message["type"] == "http.disconnect":
+                    raise Vanished
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise GatewayError(f"the body has more than {most / 2**20:.3g} MiB", 413, "invalid_request_error")
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise GatewayError(f"the body had not come after {seconds:g} s", 408, "invalid_request_error",
+                           headers={"connection": "close"}) from error  # fmt: skip
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Client:

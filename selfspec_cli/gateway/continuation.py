@@ -33,9 +33,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "se
 def way(asked: Asked, vllm: bool) -> str:
     """How this request could be continued. vllm: whether its backend answers as vLLM does."""
     body = asked.body
-    several = (body.get("n") or 1) != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
-    many = asked.endpoint == COMPLETIONS and not _one_prompt(body.get("prompt"))
-    if several or many or body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body:
+    several = asked.answers != 1 or (body.get("best_of") or 1) != 1 or bool(body.get("use_beam_search"))
+    if several or body.get("echo") or body.get("prompt_logprobs") is not None or "prompt_embeds" in body:
         return NOT
     stateful = any(body.get(name) for name in _STATE)
     logged = body.get("logprobs") not in (None, False)
@@ -52,17 +51,9 @@ def _only_text(messages: Any) -> bool:
     return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
-def _one_prompt(prompt: Any) -> bool:
-    ids = isinstance(prompt, list) and bool(prompt) and all(isinstance(one, int) for one in prompt)
-    return isinstance(prompt, str) or ids
-
-
 @dataclass
 class Rest:
-    """The rest of an answer: how it is asked for, and how its events become those of the answer that broke off.
-
-    left: tokens that may still come; None for no limit of the client's.
-    """
+    """The rest of an answer: how it is asked for, and how its events become those of the answer that broke off."""
 
     asked: Asked
     kept: Kept

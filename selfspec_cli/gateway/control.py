@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,8 +18,10 @@ from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError, bad_request
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.replica import State
+
+if TYPE_CHECKING:
+    from selfspec_cli.gateway.cache import AnswerCache
 
 MOST_SAID = 200  # characters of a wrong value
 GAINS_SECONDS = 60.0  # between two times that the ledger's intervals are worked out for /metrics
@@ -46,13 +48,13 @@ def control(gateway: Gateway) -> FastAPI:
                 who = gateway.keys.tenant(request.headers.get("authorization", ""))
                 if not who.admin and path not in ("/v1/models", "/gateway/feedback"):
                     raise GatewayError(f"{path} needs a key with admin: true", 403, "permission_error")
+                request.state.tenant = who.name
             except GatewayError as error:
                 return _answer(error)
         try:
             return await call_next(request)
         except Exception as error:  # a fault of ours is this request's alone
-            gateway.log.fault(error)
-            return _answer(GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error"))
+            return _answer(gateway.fault(error))
 
     _errors(app)
     _views(app, gateway)
@@ -109,6 +111,7 @@ def _views(app: FastAPI, gateway: Gateway) -> None:
         if time.monotonic() - gains_at[0] > GAINS_SECONDS:
             gains_at[0] = time.monotonic()
             gateway.telemetry.gains(await asyncio.to_thread(gateway.ledger.gains))
+        gateway.telemetry.inside.set(gateway.inside)
         gateway.telemetry.queue.labels("batch").set(len(gateway.batch.waiting))
         return Response(gateway.telemetry.text(gateway.replicas), media_type="text/plain; version=0.0.4")
 
@@ -148,14 +151,14 @@ def _actions(app: FastAPI, gateway: Gateway) -> None:
         return gateway.caching.cache
 
     @app.post("/gateway/feedback")
-    async def feedback(given: Feedback) -> dict[str, Any]:
-        """An answer was judged: the policy `quality` and the cache learn from it."""
+    async def feedback(given: Feedback, request: Request) -> dict[str, Any]:
+        """An answer was judged by who got it: the policy `quality` and the cache learn from it."""
         if given.entry is not None:
             known = await asyncio.to_thread(cache().feedback, given.entry, given.quality >= 0.5)
             return _entry(given.entry, known)
         if given.request_id is None:
             raise bad_request("request_id or entry is missing: an answer's x-request-id, or x-selfspec-cache of a hit")
-        if not gateway.judged(given.request_id, given.quality):
+        if not gateway.judged(request.state.tenant, given.request_id, given.quality):
             raise GatewayError(f"request {given.request_id!r} is not known (any more)", 404, "invalid_request_error")
         return {"request_id": given.request_id}
 

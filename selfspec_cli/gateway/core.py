@@ -56,7 +56,7 @@ class Gateway:
         self.choosers: dict[str, Chooser] = {}
         self.draining = False
         self.inside = 0
-        self.routes: dict[str, tuple[Asked, str]] = {}
+        self.routes: dict[tuple[str, str], tuple[Asked, str]] = {}  # by tenant and request id
         self.tokens_per_char = 0.25
         self.answer_tokens: dict[tuple[str, str], float] = {}
         self._random = random.Random(settings.ledger.seed)
@@ -75,8 +75,9 @@ class Gateway:
         """The chooser of a policy, made when it is first asked for; raises GatewayError (400) for an unknown one."""
         if name not in self.choosers:
             try:
-                options = self.settings.policy_options.get(name) or {}
-                self.choosers[name] = POLICIES[name].chooser(options, self.settings.slo)
+                policy = POLICIES[name]
+                options = policy.settings(self.settings.policy_options)
+                self.choosers[name] = policy.make(options, self.settings.slo)
             except SettingsError as error:
                 raise bad_request(str(error), "policy") from error
         return self.choosers[name]
@@ -89,6 +90,9 @@ class Gateway:
         if not any(one.takes(asked.model) for one in self.replicas):
             known = dict.fromkeys(name for one in self.replicas for name in (*one.models, *one.settings.serves))
             problem = closest(asked.model, known or ("none yet",), "model")
+            if missing := [one.name for one in self.replicas if not one.models]:
+                raise GatewayError(f"{problem}; not up yet: {', '.join(missing)}", 503, "service_unavailable",
+                                   param="model", headers={"retry-after": "1"})  # fmt: skip
             raise GatewayError(problem, 404, "invalid_request_error", param="model")
         names = [one.name for one in self.replicas]
         if asked.backend is not None and asked.backend not in names:
@@ -102,9 +106,9 @@ class Gateway:
                                backend=asked.backend, headers={"retry-after": "1"})  # fmt: skip
         out.policy = asked.policy or self.settings.policy
         if asked.backend is not None:
-            return Choice(tuple(found), ASKED_FOR, found[0].predict(asked))
+            return Choice(tuple(found), ASKED_FOR)
         if out.plain:
-            return Choice(tuple(found), "plain", found[0].predict(asked))
+            return Choice(tuple(found), "plain")
         return self.choose(asked, found)
 
     # ---- one request -------------------------------------------------------------------------------------------------
@@ -112,9 +116,9 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI, for the endpoints of models. Nothing that one request does ends the gateway."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        client, tenant, out = Client(send, {}), None, None
+        client, tenant, out, task = Client(send, {}), None, None, asyncio.current_task()
+        assert task is not None
         self.inside += 1
-        self.telemetry.inside.set(self.inside)
         watching: asyncio.Task[str] | None = None
         try:
             if scope["method"] != "POST":
@@ -130,11 +134,9 @@ class Gateway:
             asked = await self._read(scope["path"], receive, headers, tenant)
             out = Outcome(asked)
             client.headers["x-request-id"] = asked.id
-            current = asyncio.current_task()
-            assert current is not None
-            watching = watch(receive, client, current, self.settings.limits.unread_seconds)
+            watching = watch(receive, client, task, self.settings.limits.unread_seconds)
             with self.tracing.span(scope["path"], headers) as span:
-                await self._answer(asked, out, client, headers)
+                await self._answer(asked, out, client)
                 out.status = out.status or 200
                 _annotate(span, out)
         except Vanished:
@@ -142,28 +144,25 @@ class Gateway:
         except asyncio.CancelledError:
             if watching is None or not watching.done() or not watching.result():
                 raise  # the server ends
-            task = asyncio.current_task()
-            assert task is not None
             task.uncancel()
             if out is not None:
                 out.status, out.error = VANISHED, watching.result()
-        except GatewayError as error:
-            if out is not None:
-                out.status, out.error = error.status, error.message
-            with suppress(OSError):
-                await client.fail(error)
         except Exception as error:  # a fault of ours is this request's alone
-            fault = GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
+            known = error if isinstance(error, GatewayError) else self.fault(error)
             if out is not None:
-                out.status, out.error = 500, fault.message
-            self.log.fault(error)
+                out.status, out.error = known.status, known.message
             with suppress(OSError):
-                await client.fail(fault)
+                await client.fail(known)
         finally:
             self.inside -= 1
             if watching is not None:
                 watching.cancel()
             self._done(out, tenant)
+
+    def fault(self, error: Exception) -> GatewayError:
+        """What a client is answered after a fault of the gateway's own, which is logged."""
+        self.log.fault(error)
+        return GatewayError(f"the gateway failed: {type(error).__name__}: {error}", 500, "internal_error")
 
     async def _read(self, path: str, receive: Receive, headers: dict[str, str], tenant: Tenant) -> Asked:
         limits = self.settings.limits
@@ -181,7 +180,7 @@ class Gateway:
         self._check_model(asked)
         return asked
 
-    async def _answer(self, asked: Asked, out: Outcome, client: Client, headers: dict[str, str]) -> None:
+    async def _answer(self, asked: Asked, out: Outcome, client: Client) -> None:
         out.plain = self._random.random() < self.settings.ledger.plain_share and asked.backend is None
         if not out.plain and await self.caching.answered(asked, out, client):
             return
@@ -190,7 +189,7 @@ class Gateway:
             out.waited = time.monotonic() - asked.began
         choice = self._route(asked, out)
         out.reason = choice.reason if asked.kind != "batch" else f"{choice.reason}_{reason}"
-        out.expect(choice.expected or choice.order[0].predict(asked))
+        out.expect(choice.order[0].predict(asked))
         relay = Relay(self, asked, out, client, sure=choice.sure)
         if asked.stream and self.settings.survive:
             relay.way = continuation.way(asked, choice.order[0].vllm)
@@ -199,7 +198,7 @@ class Gateway:
             relay.kept.everything = relay.way == continuation.AGAIN or (relay.kept.ids and logged)
         relay.headers = {"x-request-id": asked.id}
         self.tracing.inject(relay.headers)
-        self.caching.keep(asked, out, client)
+        self.caching.keep(out, client)
         await relay.run(choice.order)
         if relay.finished:
             await self.caching.store(asked, out, client)
@@ -209,7 +208,6 @@ class Gateway:
         if tenant is not None:
             tokens = 0 if out is None else (out.prompt_tokens or 0) + (out.tokens or 0)
             tenant.leave(tokens)
-        self.telemetry.inside.set(self.inside)
         if self.batch.waiting:
             self.batch.look()
         if out is None:
@@ -227,7 +225,7 @@ class Gateway:
             return
         text = asked.text  # its ends say what it was about; thousands of whole prompts would be too much to keep
         text = text if len(text) <= TEXT_KEPT else text[: TEXT_KEPT // 2] + text[-TEXT_KEPT // 2 :]
-        self.routes[asked.id] = (Asked(asked.endpoint, {"model": asked.model}, id=asked.id, text=text), out.route)
+        self.routes[asked.tenant, asked.id] = (Asked(asked.endpoint, {"model": asked.model}, text=text), out.route)
         while len(self.routes) > ASKED_KEPT:
             self.routes.pop(next(iter(self.routes)))
         if out.cache == "hit":
@@ -238,24 +236,24 @@ class Gateway:
             key = (asked.endpoint, asked.model)
             before = self.answer_tokens.get(key, float(out.tokens))
             self.answer_tokens[key] = before + LEARNT * (out.tokens - before)
-        self._tell(asked, out.route, Ended(self._named(out.route), out.tokens, out.e2e or 0.0, out.cost or 0.0))
+        self._tell(asked, Ended(self._named(out.route), out.tokens, out.e2e, out.cost))
 
     def _named(self, name: str) -> Replica:
         return next(one for one in self.replicas if one.name == name)
 
-    def _tell(self, asked: Asked, route: str, ended: Ended) -> None:
+    def _tell(self, asked: Asked, ended: Ended) -> None:
         for chooser in self.choosers.values():
             chooser.learn(asked, ended)
 
-    def judged(self, request_id: str, quality: float) -> bool:
-        """Somebody judged an answer, 0 to 1; False where the request is not known (any more)."""
-        found = self.routes.get(request_id)
+    def judged(self, tenant: str, request_id: str, quality: float) -> bool:
+        """A tenant judged an answer that it got, 0 to 1; False where the request is not known (any more)."""
+        found = self.routes.get((tenant, request_id))
         if found is None:
             return False
         asked, route = found
         if any(one.name == route for one in self.replicas):
             self.chooser(self.settings.policy)
-            self._tell(asked, route, Ended(self._named(route), None, 0.0, 0.0, quality))
+            self._tell(asked, Ended(self._named(route), quality=quality))
         return True
 
 

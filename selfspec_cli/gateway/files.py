@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import types
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
 from selfspec_cli.config.choices import GATEWAY, conf_dirs
 from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit import knobs
 from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.backends import BACKENDS
+from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.limits import digest_of
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import words_for
 from selfspec_cli.gateway.settings import GatewaySettings
 
 
@@ -42,7 +39,7 @@ def load(name: str | None, overrides: Sequence[str] = ()) -> GatewaySettings:
             _put(content, key.split("."), yaml.safe_load(text), word)
         except yaml.YAMLError as error:
             raise ConfigError(f"{word}: {' '.join(str(error).split())}") from error
-    settings: GatewaySettings = _made(GatewaySettings, content, "")
+    settings: GatewaySettings = checked(GatewaySettings, content, "")
     check(settings)
     return settings
 
@@ -67,16 +64,9 @@ def check(settings: GatewaySettings) -> None:
     if settings.cache.judge is not None and settings.cache.judge not in names:
         raise ConfigError(closest(settings.cache.judge, names, "backend of cache.judge"))
     for policy in (settings.policy, *settings.policy_options):
-        options = settings.policy_options.get(policy) or {}
-        if not isinstance(options, dict):
-            raise ConfigError(f"policy_options.{policy}={options!r}: a mapping is needed")
-        POLICIES[policy].check(options)
-        if options.get("backend", "") not in ("", *names):
-            raise ConfigError(closest(options["backend"], names, f"policy_options.{policy}.backend"))
-    if settings.cache.kind != "none":
-        from selfspec_cli.gateway.cache import options_from
-
-        options_from(settings.cache.options)
+        named = getattr(POLICIES[policy].settings(settings.policy_options), "backend", "")
+        if named not in ("", *names):
+            raise ConfigError(closest(named, names, f"policy_options.{policy}.backend"))
     if settings.cache.kind == "meaning":
         from selfspec_cli.gateway.cache import embedding
 
@@ -150,47 +140,3 @@ def _index(content: list[Any], part: str, word: str) -> int:
     if index == len(content):
         content.append({})
     return index
-
-
-def _made(schema: Any, content: Any, place: str) -> Any:
-    """An instance of a schema, every key known and every value of its type and in its range."""
-    if not isinstance(content, dict):
-        raise ConfigError(f"{place.rstrip('.') or 'gateway'}: a mapping of settings is needed, not {content!r}")
-    hints, known = get_type_hints(schema), [column.name for column in fields(schema)]
-    for key in content:
-        if key not in known:
-            raise ConfigError(closest(f"{place}{key}", [f"{place}{one}" for one in known], "key"))
-    made = schema(**{key: _value(hints[key], value, f"{place}{key}") for key, value in content.items()})
-    for column in fields(schema):
-        about = column.metadata.get("knob")
-        if about is None:
-            continue
-        factory = column.default_factory
-        option = knobs.Option(column.name, hints[column.name],
-                              column.default if factory is MISSING else factory(), about)  # fmt: skip
-        value = getattr(made, column.name)
-        if option.is_number and not knobs.admits(option, value):
-            raise ConfigError(f"{place}{column.name}={value}: allowed: {about.allowed()}")
-        if about.choices and value not in about.choices:
-            raise ConfigError(about.wrong_word(value, f"{place}{column.name}"))
-    return made
-
-
-def _value(kind: Any, value: Any, place: str) -> Any:
-    if is_dataclass(kind):
-        return _made(kind, value, f"{place}.")
-    if get_origin(kind) is list:
-        if not isinstance(value, list):
-            raise ConfigError(f"{place}={value!r}: a list is needed")
-        (inner,) = get_args(kind)
-        return [_value(inner, one, f"{place}.{index}") for index, one in enumerate(value)]
-    if get_origin(kind) is types.UnionType:
-        if value is None:
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    wanted = dict if get_origin(kind) is dict else kind
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise ConfigError(f"{place}={value!r}: {words_for(wanted)} is needed")
-    return value

@@ -175,7 +175,7 @@ class Relay:
             out.prompt_tokens = len(self.kept.prompt_ids()) or round(self.asked.prompt_tokens)
             out.tokens = len(self.kept.token_ids()) or events
             self.counted = True
-        single = self.rest is None and (self.asked.body.get("n") or 1) == 1
+        single = self.rest is None and self.asked.answers == 1
         if self.finished and single and out.tokens and out.tokens > 1 and self.first and self.last:
             tpot = (self.last - self.first) / (out.tokens - 1)
             out.tpot = tpot

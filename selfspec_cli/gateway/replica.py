@@ -28,12 +28,13 @@ class State(StrEnum):
 @dataclass
 class Flight:
     """A request at a backend. own, ahead: tokens to prefill of it, and before it; running: requests when it began;
-    first, last: when its first and its newest events came."""
+    answers: how many it has; first, last: when its first and its newest events came."""
 
     own: float
     ahead: float
     running: int
     clock: float
+    answers: int
     first: float | None = None
     last: float = 0.0
     events: int = 0
@@ -95,6 +96,12 @@ class Replica:
     def idle(self) -> bool:
         """Whether nothing is there."""
         return self.running() == 0
+
+    def came_up(self) -> None:
+        """It takes requests from now on. A server that was started anew has an empty prefix cache."""
+        self.state = State.up
+        self.succeeded()
+        self._prefixes.clear()
 
     def look(self) -> tuple[int, int]:
         """Its /metrics is asked for: (our requests there, how many there ever were), for `looked`."""
@@ -161,7 +168,7 @@ class Replica:
     def begin(self, asked: Asked) -> int:
         """A request is sent there; the number by which the other calls know it."""
         self._advance()
-        flight = Flight(self.uncached(asked), self.ahead(), int(self.running()) + 1, self._clock)
+        flight = Flight(self.uncached(asked), self.ahead(), int(self.running()) + 1, self._clock, asked.answers)
         self.begun += 1
         self.flights[self.begun] = flight
         if self.open_until:
@@ -184,7 +191,7 @@ class Replica:
         """So many events of its stream have come, the first one among them."""
         flight = self.flights[number]
         flight.events, flight.last = flight.events + events, self.now()
-        self.timing.late.came(flight.running, events)
+        self.timing.late.came(flight.running, events / flight.answers)
 
     def end(self, number: int, tpot: float | None) -> float:
         """It is there no longer. tpot: seconds a token, where measured. Returns the seconds of the machine that it
@@ -193,7 +200,8 @@ class Replica:
         flight = self.flights.pop(number)
         self.trying = False
         if flight.first is not None:
-            self.timing.late.end(flight.running, flight.first, flight.events, flight.last - flight.first)
+            each = flight.events / flight.answers
+            self.timing.late.end(flight.running, flight.first, each, flight.last - flight.first)
         if tpot is not None:
             self.timing.learn_tpot(flight.running, self.load.work, self.load.tokens, tpot)
         return self._clock - flight.clock

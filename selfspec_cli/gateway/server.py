@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -23,11 +23,13 @@ from selfspec_cli.gateway.core import Gateway
 from selfspec_cli.gateway.errors import GatewayError
 from selfspec_cli.gateway.judging import judge
 from selfspec_cli.gateway.log import FILE, RequestLog
-from selfspec_cli.gateway.ports import AnswerCache
 from selfspec_cli.gateway.settings import CacheSettings, GatewaySettings
 from selfspec_cli.gateway.supervisor import Supervisor, replica
 from selfspec_cli.gateway.upstream import Upstream
 from selfspec_cli.record.gateway_log import FOLDER
+
+if TYPE_CHECKING:
+    from selfspec_cli.gateway.cache import AnswerCache
 
 CACHE = "cache.sqlite"
 BACKLOG = 4096
@@ -50,8 +52,7 @@ def _cache(settings: CacheSettings, folder: Path, judged_by: Any) -> AnswerCache
     from selfspec_cli.gateway import cache
 
     folder.mkdir(parents=True, exist_ok=True)
-    found: AnswerCache = cache.open_cache(folder / CACHE, settings.options, judged_by)
-    return found
+    return cache.AnswerCache(folder / CACHE, settings.options, judged_by)
 
 
 def application(gateway: Gateway) -> Callable[[Scope, Receive, Send], object]:

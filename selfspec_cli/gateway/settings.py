@@ -11,6 +11,8 @@ from typing import Any
 from selfspec_cli.early_exit.knobs import knob
 
 CACHES = ("none", "exact", "meaning")
+SPECIAL = ("tools", "images", "seeds")
+"""Kinds of requests that are cached only where `also_for` names them."""
 
 
 @dataclass
@@ -62,14 +64,14 @@ class KeySettings:
 class LimitSettings:
     """What nobody may exceed, and how long the gateway waits."""
 
-    body_mib: float = knob(32.0, help="largest body of a request", unit="MiB", above=0)
+    body_mib: float = knob(32.0, help="largest body of a request", unit="MiB", above=0, high=1e6)
     at_once: int = knob(4096, help="most requests in the gateway at once", unit="requests", low=1)
     connect_seconds: float = knob(2.0, help="to connect to a backend", unit="s", above=0)
     first_byte_seconds: float = knob(120.0, help="a backend that has sent nothing for so long has failed", unit="s",
                                      above=0)  # fmt: skip
     stall_seconds: float = knob(30.0, help="likewise between two parts of a stream", unit="s", above=0)
     unread_seconds: float = knob(300.0, help="a client that has read nothing of its answer for so long is left, and "
-                                 "one that has sent nothing of its request", unit="s", above=0)  # fmt: skip
+                                 "one that has not sent its whole request", unit="s", above=0)  # fmt: skip
     attempts: int = knob(3, help="backends that are tried for one request", low=1)
     failures: int = knob(3, help="failures in a row after which a backend is left alone", low=1)
     open_seconds: float = knob(5.0, help="for so long, before one request tries it", unit="s", above=0)
@@ -93,6 +95,26 @@ class BatchSettings:
     deadline_seconds: float = knob(60.0, help="a request that names no deadline waits no longer", unit="s", above=0)
 
 
+@dataclass(frozen=True)
+class CacheOptions:
+    """Which answers are kept, and which of them are given to questions that mean the same (`cache/promise.py` says what
+    is promised)."""
+
+    delta: float = knob(0.01, help="largest share of wrong ones among hits by meaning", unit="fraction", above=0,
+                        high=0.99)  # fmt: skip
+    alpha: float = knob(0.05, help="largest chance that the share is larger", unit="fraction", above=0, high=0.99)
+    audit: float = knob(0.05, help="share of questions with an acceptable entry that are asked all the same, to see "
+                        "whether it is right", unit="fraction", above=0, high=0.99)  # fmt: skip
+    ttl_s: float = knob(7 * 86400.0, help="after which an entry is forgotten", unit="s", above=0)
+    entries: int = knob(100_000, help="how many are kept; those that were not used for longest go first", low=1)
+    mib: float = knob(1024.0, help="likewise of their size", unit="MiB", above=0, high=1e6)
+    also_for: list[str] = knob(
+        factory=list, help="of tools, images and seeds, which requests are cached too (the first two only exactly)",
+        choices=SPECIAL,
+    )  # fmt: skip
+    seed: int | None = knob(None, help="of the coin that picks audits", low=0, unset="unpredictable")
+
+
 @dataclass
 class CacheSettings:
     """Answers that are given again."""
@@ -101,7 +123,7 @@ class CacheSettings:
     judge: str | None = knob(
         None, help="backend that compares answers while it idles", unset="answers are the same if their texts are"
     )
-    options: dict[str, Any] = knob(factory=dict, help="handed to the cache as they are")
+    options: CacheOptions = field(default_factory=CacheOptions)
 
 
 @dataclass

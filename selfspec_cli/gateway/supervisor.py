@@ -17,7 +17,7 @@ import orjson
 
 from selfspec_cli import children, terminal
 from selfspec_cli.gateway.backends import BACKENDS
-from selfspec_cli.gateway.backends.base import environment, log_of
+from selfspec_cli.gateway.backends.base import environment, log_of, without_v1
 from selfspec_cli.gateway.load import Counts, between, read
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings
@@ -34,13 +34,8 @@ def replica(settings: BackendSettings) -> Replica:
     """The backend of these settings, before anything is known of it."""
     kind = BACKENDS[settings.kind]
     return Replica(
-        settings, vllm=kind.vllm, url=_base(settings.url) if settings.url else "", model=settings.model or ""
+        settings, vllm=kind.vllm, url=without_v1(settings.url) if settings.url else "", model=settings.model or ""
     )
-
-
-def _base(url: str) -> str:
-    """An address without the API's /v1."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class Supervisor:
@@ -144,8 +139,7 @@ class Supervisor:
                 await self._learn_models(one)
                 one.state = State.warming
                 await self._warm(one)
-                one.failures, one.open_until = 0, 0.0
-                one.state = State.up
+                one.came_up()
                 self.say(f"{one.name}: up, serves {', '.join(one.models)}")
         except (BackendFailed, ValueError, KeyError, TypeError, IndexError) as error:
             if was is State.up:

@@ -86,7 +86,7 @@ class Late:
         self._events += events
         self._by_running += running * events
 
-    def end(self, running: float, at: float, events: int, seconds: float) -> None:
+    def end(self, running: float, at: float, events: float, seconds: float) -> None:
         """It has ended. at: when its first token came. events: of it. seconds: from its first one to its last one."""
         self.answers -= 1
         self._since -= at

@@ -33,9 +33,9 @@ class BackendFailed(Exception):
     counts: whether it was the backend's fault, for the circuit breaker.
     """
 
-    def __init__(self, message: str, status: int = 502, *, counts: bool = True, raw: bytes = b"") -> None:
+    def __init__(self, message: str, status: int = 502, *, counts: bool = True) -> None:
         super().__init__(message)
-        self.status, self.counts, self.raw = status, counts, raw
+        self.status, self.counts = status, counts
 
 
 class Refused(Exception):
@@ -106,7 +106,7 @@ class Upstream:
         if 400 <= status < 500 and status not in FAILED + OWN_FAULT:
             raise Refused(status, raw)
         raise BackendFailed(f"HTTP {status} {raw[:200].decode(errors='replace')}".strip(), status,
-                            counts=status != 429, raw=raw)  # fmt: skip
+                            counts=status != 429)  # fmt: skip
 
     async def parts(self, found: Connection) -> AsyncIterator[bytes]:
         """What comes of an answer, as it comes; raises BrokenStream where it breaks off or stalls."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec_cli.config.schema import ConfigError, RunConfig, TrackerKind
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.record import folder, latency, tables
 from selfspec_cli.record.columns import Record, Summary, header, plain
 from selfspec_cli.record.load_columns import asked
@@ -160,4 +161,4 @@ def open_tracker(cfg: RunConfig, run_id: str) -> Iterator[Tracker]:
         try:
             tracker.close()
         except Exception as error:  # the points are on disk: what W&B cannot do must not hide them
-            tracker.messages.append(f"W&B: {' '.join(str(error).split()) or type(error).__name__}")
+            tracker.messages.append(f"W&B: {on_one_line(error)}")

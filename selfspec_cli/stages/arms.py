@@ -16,7 +16,7 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.digests import layer_in_force
 from selfspec_cli.config.keys import engine_key
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, on_one_line
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import quality, tables
 from selfspec_cli.record.quality import Finding
@@ -117,7 +117,7 @@ def _groups(arms: Sequence[Planned]) -> Iterator[Iterator[Planned]]:
 def failure(planned: Planned, error: Exception) -> Failure:
     """The failure of an arm as it is reported; raises KeyboardInterrupt if the user interrupted the run."""
     interrupts.check()
-    return Failure(label(planned), " ".join(str(error).split()) or type(error).__name__, isinstance(error, BAD_INPUT))
+    return Failure(label(planned), on_one_line(error), isinstance(error, BAD_INPUT))
 
 
 def label(planned: Planned) -> str:

@@ -7,6 +7,8 @@ the gateway.
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import os
 import shlex
 import shutil
@@ -36,6 +38,9 @@ RESTARTS = 3
 """Deaths of one replica after which it is left alone."""
 START_SECONDS, STOP_SECONDS, LOOK_SECONDS = 1800.0, 60.0, 1.0
 HOST, PORT = "0.0.0.0", "8000"  # vLLM's own
+KEY = "VLLM_API_KEY"  # variable in which vLLM, and the gateway in front of it, find a server's key
+OF_ONE_SERVER = ("--uds", "--grpc", "--grpc-port", "--headless", "--ssl-keyfile", "--ssl-certfile")
+"""Options of vLLM's by which a server is not reached by plain HTTP at a port of its own."""
 
 Say = Callable[[str], None]
 
@@ -87,11 +92,17 @@ def plan(
         router: vllm-router, a path of that program, or gateway; None takes vllm-router where it is installed.
 
     Raises:
-        ConfigError: more replicas than GPUs, or no such router.
+        ConfigError: more replicas than GPUs, no such router, or an option that replicas cannot have.
     """
+    for name in (word.partition("=")[0] for word in more):
+        if name.replace("_", "-") in OF_ONE_SERVER:
+            raise ConfigError(f"-- {name}: {count} servers behind a router answer by plain HTTP, each at a port of its "
+                              "own; leave it out, or start one server")  # fmt: skip
     options, host, port = _address(more)
     if not (port.isdecimal() and int(port) <= 65535):
         raise ConfigError(f"-- --port {port}: allowed: a whole number from 0 to 65535")
+    if int(port) == 0:
+        port = str(free_port())
     places = _places(cfg, count)
     replicas = []
     for number, place in enumerate(places):
@@ -100,7 +111,8 @@ def plan(
         url = f"http://127.0.0.1:{listen[-1]}"
         replicas.append(Program(f"replica{number}", command, url, made.environment | place))
     urls = [one.url for one in replicas]
-    return replicas, Program("router", _front(urls, router, host, port), f"http://{_reached(host)}:{port}")
+    command, environment = _front(urls, router, host, port, _keys(options))
+    return replicas, Program("router", command, f"http://{_reached(host)}:{port}", environment)
 
 
 def _reached(host: str) -> str:
@@ -122,6 +134,14 @@ def _address(more: Sequence[str]) -> tuple[list[str], str, str]:
     return options, found["--host"], found["--port"]
 
 
+def _keys(options: Sequence[str]) -> list[str]:
+    """Those that vLLM's server with these options answers to; empty where it answers to everybody."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
+    given = parser.parse_known_args(list(options))[0].api_key or [os.environ.get(KEY, "")]
+    return [key for key in dict.fromkeys(given) if key]
+
+
 def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
     """The variables that give each replica its own GPUs, or its share of the cores."""
     if device_of(cfg) == "cpu":
@@ -140,8 +160,11 @@ def _places(cfg: RunConfig, count: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[number * each :][:each])} for number in range(count)]
 
 
-def _front(urls: Sequence[str], router: str | None, host: str, port: str) -> list[str]:
-    """The command of a router over these addresses."""
+def _front(
+    urls: Sequence[str], router: str | None, host: str, port: str, keys: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a router over these addresses, and variables for it. keys: of the servers; the gateway asks by the
+    first of them, and wants one of its clients."""
     if router is None:
         router = ROUTERS[0] if shutil.which(ROUTERS[0]) else "gateway"
     if router == "gateway":
@@ -149,7 +172,11 @@ def _front(urls: Sequence[str], router: str | None, host: str, port: str) -> lis
         settings = [f"host={host}", f"port={port}", "ledger.plain_share=0"]
         for number, url in enumerate(urls):
             settings += [f"backends.{number}.{key}" for key in (f"name=replica{number}", "kind=local", f"url={url}")]
-        return [sys.executable, "-m", "selfspec_cli", "gateway", *settings]
+            settings += [f"backends.{number}.key_env={KEY}"] if keys else []
+        for number, key in enumerate(keys):
+            digest = hashlib.sha256(key.encode()).hexdigest()
+            settings += [f"keys.{number}.{one}" for one in (f"name=key{number}", f"sha256='{digest}'", "admin=true")]
+        return [sys.executable, "-m", "selfspec_cli", "gateway", *settings], {KEY: keys[0]} if keys else {}
     if router not in ROUTERS and "/" not in router:
         raise ConfigError(closest(router, ROUTERS, "router") + "; or the path of a vllm-router")
     backend = BackendSettings(
@@ -159,7 +186,7 @@ def _front(urls: Sequence[str], router: str | None, host: str, port: str) -> lis
     pool.check(backend)
     command = pool.command(backend, int(port))
     assert command is not None
-    return command
+    return command, {}
 
 
 def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -> None:

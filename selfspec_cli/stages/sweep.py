@@ -18,7 +18,7 @@ from selfspec_cli import interrupts
 from selfspec_cli.artifacts import calibrations
 from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, RunConfig, gate_threshold, to_plain
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, on_one_line
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
 from selfspec_cli.record import tables
@@ -105,14 +105,14 @@ class _Run:
         try:
             action()
         except Exception as error:
-            self.result.warnings.append(f"{what}: {_reason(error)}")
+            self.result.warnings.append(f"{what}: {on_one_line(error)}")
 
     def fail(self, planned: Planned, error: Exception, prefix: str = "", started: Started | None = None) -> None:
         """Write down that a point could not be measured, and why."""
         interrupts.check()  # an engine whose processes got the interrupt too fails, and that says nothing of the point
         self.errors[planned.key] = error
         self.result.bad_input += isinstance(error, BAD_INPUT)
-        self.save(_point(self, planned, None, started, reason=(prefix + _reason(error))[:300]))
+        self.save(_point(self, planned, None, started, reason=(prefix + on_one_line(error))[:300]))
 
 
 def run(
@@ -287,8 +287,3 @@ def _point(
         repeats=measured.repeats,
         arm_key=planned.arm,
     )
-
-
-def _reason(error: BaseException) -> str:
-    """An error on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

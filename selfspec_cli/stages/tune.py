@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selfspec_cli import interrupts
 from selfspec_cli.artifacts import calibrations, tuned
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.keys import baseline_of, run_key
@@ -24,7 +25,7 @@ from selfspec_cli.config.model_digest import safe_name
 from selfspec_cli.config.schema import ConfigError, HeadConfig, RunConfig, WorkloadConfig
 from selfspec_cli.early_exit import replay
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
-from selfspec_cli.early_exit.errors import SettingsError
+from selfspec_cli.early_exit.errors import SettingsError, on_one_line
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.replay import Setting
 from selfspec_cli.early_exit.view import DraftView
@@ -82,12 +83,13 @@ class TuneResult:
     untried: Sequence[str] = ()  # exits for which there was no time
     loads: list[loads_stage.Load] = field(default_factory=list)  # the choice at every load that was measured
     asked: Sequence[int] = ()  # the loads that were to be measured
+    failed: Sequence[str] = ()  # exits that could not be had, each with the reason
 
     @property
     def warnings(self) -> list[str]:
         """What makes the choice uncertain, for people; empty where nothing does."""
         few = short_of_time(self.finalists, self.choice.cfg.workload, self.untried)
-        return [*few, *doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
+        return [*self.failed, *few, *doubts(self.finalists), *loads_stage.doubts(self.asked, self.loads)]
 
 
 def facts(
@@ -137,12 +139,11 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     by_load: list[loads_stage.Load] = []
     with exits.one_at_a_time(open_engine) as opened:
-        found, late = survey(exits.distinct(cfgs, LONGEST), folder, opened, budget, progress)
-        for other in [cfg for one in promising(found) for cfg in with_heads(one.cfg, heads)]:
-            if _may_survey(found, budget):
-                found.append(_surveyed(other, folder, opened, budget, progress))
-            else:
-                late.append(other)
+        found, late, failed = survey(exits.distinct(cfgs, LONGEST), folder, opened, budget, progress)
+        others = [other for one in promising(found) for other in with_heads(one.cfg, heads)]
+        if others:
+            found, later, refused = survey(others, folder, opened, budget, progress, found)
+            late, failed = late + later, failed + refused
         finalists, trials = _searched(found, folder, opened, budget, progress)
         choice = max(finalists, key=lambda finalist: finalist.speedup)
         choice = replace(choice, cfg=replace(choice.cfg, workload=first.workload))
@@ -156,7 +157,9 @@ def run(
     file = tuned.write(conf, first, words, about)
     expected = [{"exit": one.name, **one.best.to_dict()} for one in exits.level(found)]
     untried = [exits.name_of(cfg) for cfg in late]
-    result = TuneResult(choice, finalists, expected, trials, whole.spent, str(file), words, untried, by_load, loads)
+    result = TuneResult(
+        choice, finalists, expected, trials, whole.spent, str(file), words, untried, by_load, loads, failed
+    )
     with written(folder / "choice.json") as part:
         part.write_text(json.dumps(document(result), indent=2) + "\n", encoding="utf-8")
     return result
@@ -231,16 +234,24 @@ def with_heads(cfg: RunConfig, heads: Iterable[HeadConfig]) -> list[RunConfig]:
 
 
 def survey(
-    cfgs: Sequence[RunConfig], folder: Path, open_engine: OpenEngine, budget: Budget, progress: Progress = ignore
-) -> tuple[list[Exit], list[RunConfig]]:
-    """Log and time each exit once, in the order given; also the exits for which there was no time.
+    cfgs: Sequence[RunConfig],
+    folder: Path,
+    open_engine: OpenEngine,
+    budget: Budget,
+    progress: Progress = ignore,
+    known: Sequence[Exit] = (),
+) -> tuple[list[Exit], list[RunConfig], list[str]]:
+    """Log and time each exit once, in the order given, behind those that are `known`; also the exits for which there
+    was no time, and those that could not be had, each with the reason.
 
     Of one view apart from its depth, and one way to take tokens, no more are looked at once two in a row expect less
-    than the best before.
+    than the best before. Where the first exit of all cannot be had, the others are not tried.
     """
-    found: list[Exit] = []
+    found: list[Exit] = list(known)
     worse: dict[tuple[DraftView, str], int] = {}
     late: list[RunConfig] = []
+    failed: list[str] = []
+    total = len(known) + len(cfgs)
     for cfg in cfgs:
         view = replace(DraftView.of(cfg), layer=None), cfg.draft_sample_method
         if worse.get(view, 0) >= 2:
@@ -248,13 +259,22 @@ def survey(
         elif found and not _may_survey(found, budget):
             late.append(cfg)
         else:
-            one = _surveyed(cfg, folder, open_engine, budget, progress)
-            best = max((known.best.speedup for known in found), default=0.0)
+            try:
+                one = _surveyed(cfg, folder, open_engine, budget, progress)
+            except Exception as error:
+                interrupts.check()  # an engine whose processes got the interrupt too fails, which says nothing of it
+                if not found:
+                    raise
+                reason = on_one_line(error)[:300]
+                failed.append(f"{exits.name_of(cfg)} was left out: {reason}")
+                progress.failed(exits.name_of(cfg), reason)
+                continue
+            best = max((other.best.speedup for other in found), default=0.0)
             found.append(one)
             worse[view] = worse.get(view, 0) + 1 if one.best.speedup < best else 0
-            progress("exits", len(found), len(cfgs))
-    progress.ended("exits", len(found), len(cfgs))
-    return found, late
+            progress("exits", len(found), total)
+    progress.ended("exits", len(found), total)
+    return found, late, failed
 
 
 def promising(found: Sequence[Exit]) -> list[Exit]:

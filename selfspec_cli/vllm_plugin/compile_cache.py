@@ -1,4 +1,10 @@
-"""A second start on a CPU compiles nothing.
+"""What was compiled once is found again.
+
+vLLM keeps what it compiles under a key that has the speculative configuration in it and the sizes of the steps that are
+captured as graphs, and compiles nothing else because of them: each k would compile the model and its view anew, which
+takes longer than all else of a start. So an engine with early exit compiles both under the key that a plain engine has
+(`as_plain`). What a start measures of memory, vLLM may keep under the engine's own key (VLLM_ENABLE_STARTUP_PLAN), and
+that does depend on what drafts: `described.EarlyExitConfig` says so.
 
 On a CPU vLLM compiles by Inductor alone, so the ahead-of-time artifact that it saves holds a plain function. Its loader
 asks every artifact for a method that only those of vLLM's own compiler have, says "'function' object has no attribute
@@ -7,9 +13,18 @@ asks every artifact for a method that only those of vLLM's own compiler have, sa
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
 
 VARIABLE = "VLLM_USE_AOT_COMPILE"
+PLAIN_SIZES = "selfspec_plain_sizes"  # an attribute of the SpeculativeConfig, which workers get with it
 
 
 def keep_on_cpu() -> None:
@@ -21,3 +36,47 @@ def keep_on_cpu() -> None:
 
     if current_platform.is_cpu():
         os.environ.setdefault(VARIABLE, "0")
+
+
+def remember_plain_sizes(config: VllmConfig, choose: Callable[[Any], Any]) -> None:
+    """Keep with `config` the sizes of graphs that it would have without speculation. choose: vLLM's way to choose them,
+    which is about to be used on `config` itself."""
+    plain = copy.copy(config)
+    plain.speculative_config, plain.compilation_config = None, copy.copy(config.compilation_config)
+    choose(plain)
+    sizes = plain.compilation_config.cudagraph_capture_sizes, plain.compilation_config.max_cudagraph_capture_size
+    object.__setattr__(config.speculative_config, PLAIN_SIZES, sizes)
+
+
+def as_plain(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy of an engine's configuration for what vLLM compiles: with the key of an engine without speculation."""
+    plain = copy.copy(vllm_config)
+    plain.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
+    sizes = getattr(vllm_config.speculative_config, PLAIN_SIZES, None)
+    plain.speculative_config = None
+    if sizes is not None:
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes
+    return plain
+
+
+def share_with_plain(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Have what vLLM will compile of a target compiled under the key of an engine without speculation.
+
+    Call before the model's first forward; what is compiled already stays as it is."""
+    from selfspec_cli.vllm_plugin.vllm_names import (
+        CompilationMode,
+        TorchCompileWithNoGuardsWrapper,
+        set_current_vllm_config,
+    )
+
+    if vllm_config.compilation_config.mode != CompilationMode.VLLM_COMPILE:
+        return
+    for module in model.modules():
+        if not isinstance(module, TorchCompileWithNoGuardsWrapper) or module.do_not_compile or module._is_encoder:
+            continue
+        if module.compiled or getattr(module, "aot_compiled_fn", None) is not None:
+            continue
+        plain = as_plain(module.vllm_config)
+        module.vllm_config, module.compilation_config = plain, plain.compilation_config
+        with set_current_vllm_config(plain):
+            TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix=module._compile_tag)

@@ -5,6 +5,8 @@ Only an engine that was asked for early exit gets here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
@@ -40,6 +42,11 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
 
 class EarlyExitConfig(SpeculativeConfig):
     """vLLM's SpeculativeConfig under another name, for what the log prints of it. Its fields are vLLM's."""
+
+    def compute_hash(self) -> str:
+        """With what drafts: the memory depends on it that vLLM measures and may keep under this key."""
+        settings = json.dumps(getattr(self, SETTINGS_KEY), sort_keys=True)
+        return hashlib.sha256(f"{super().compute_hash()} {settings}".encode()).hexdigest()
 
     def __repr__(self) -> str:
         settings = ResolvedSettings.from_dict(getattr(self, SETTINGS_KEY))

@@ -89,8 +89,11 @@ def capture_every_width(original: Function) -> Function:
     def _set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not carried_by(self):
             return original(self, *args, **kwargs)
+        from selfspec_cli.vllm_plugin.compile_cache import remember_plain_sizes
         from selfspec_cli.vllm_plugin.v2.sizes import capture_larger_steps
 
+        if self.speculative_config is not None:
+            remember_plain_sizes(self, original)
         chosen = self.compilation_config
         by_user = chosen.cudagraph_capture_sizes is not None or chosen.max_cudagraph_capture_size is not None
         found = original(self, *args, **kwargs)

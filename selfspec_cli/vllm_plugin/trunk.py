@@ -21,6 +21,7 @@ from torch import nn
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.layers import as_text, drafting_layers
+from selfspec_cli.vllm_plugin import compile_cache
 from selfspec_cli.vllm_plugin.attention.drafting import OPERATOR, on_one_query
 from selfspec_cli.vllm_plugin.decoder import has_experts, place_of
 from selfspec_cli.vllm_plugin.weights.copied import Kernels, kernels_of, on_copies
@@ -56,10 +57,12 @@ def first_layers(
     Call it as `trunk(input_ids [n], positions [n], intermediate_tensors=None)` -> hidden states [n, hidden], as
     `compute_logits` takes them. Its `drafting_layers` are those that it runs, in its `drafting_decoder`;
     `remade_layer(i)` makes number i of them anew. Where vLLM compiles the target in its own mode the trunk is compiled
-    too, as a function of its own. draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place
-    of the linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made
-    from data, to take instead.
+    too, as a function of its own, and a target that is not compiled yet gets the key of a plain engine
+    (compile_cache.py). draft_weights: a kind that makes copies (early_exit/draft_weights) puts them in place of the
+    linear weights of those layers; raises SettingsError where there can be none. fitted: copies that were made from
+    data, to take instead.
     """
+    compile_cache.share_with_plain(model, vllm_config)
     place = place_of(model)
     own, chosen = place.layers, drafting_layers(layers, skipped)
     if skipped:
@@ -159,16 +162,12 @@ def _tag(layers: int, draft_weights: str, skipped: Sequence[int]) -> str:
 
 def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: Kernels | None) -> None:
     """Give the view its own torch.compile wrapper instead of the target's."""
-    from selfspec_cli.vllm_plugin.vllm_names import (
-        TorchCompileWithNoGuardsWrapper,
-        set_current_vllm_config,
-        set_model_tag,
-    )
+    from selfspec_cli.vllm_plugin.vllm_names import TorchCompileWithNoGuardsWrapper, set_current_vllm_config
 
-    config = copy.copy(vllm_config)
+    config = compile_cache.as_plain(vllm_config)
     # Two views of one model must not share an artifact in vLLM's compile cache.
     config.additional_config = {**vllm_config.additional_config, "selfspec_trunk": tag}
-    config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
+    compilation = config.compilation_config
     if compilation.splitting_ops:  # vLLM cuts a model at attention, so that equal layers are compiled once
         compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
     if kernels is not None:
@@ -177,8 +176,8 @@ def _compile_anew(trunk: nn.Module, tag: str, vllm_config: VllmConfig, kernels: 
     state: dict[str, Any] = trunk.__dict__
     state.update(compiled=False, aot_compiled_fn=None, was_aot_compile_fn_loaded_from_disk=False, _compile_tag=tag)
     state.update(vllm_config=config, compilation_config=compilation)  # by these an artifact on disk is found again
-    with set_model_tag(tag), set_current_vllm_config(config):
-        TorchCompileWithNoGuardsWrapper.__init__(trunk)
+    with set_current_vllm_config(config):
+        TorchCompileWithNoGuardsWrapper.__init__(trunk, compile_prefix=tag)
 
 
 def _add_pass(compilation: CompilationConfig, added: InductorPass | None) -> None:

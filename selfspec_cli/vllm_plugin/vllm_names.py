@@ -19,7 +19,7 @@ MODULES = {
     "vllm": "_custom_ops envs",
     "vllm.config": "CompilationConfig ModelConfig ParallelConfig SpeculativeConfig VllmConfig "
     "get_current_vllm_config_or_none set_current_vllm_config",
-    "vllm.config.compilation": "CUDAGraphMode",
+    "vllm.config.compilation": "CompilationMode CUDAGraphMode",
     "vllm.distributed": "tensor_model_parallel_all_gather",
     "vllm.distributed.device_communicators.pynccl": "PyNcclCommunicator",
     "vllm.distributed.parallel_state": "get_tp_group graph_capture",
@@ -82,7 +82,6 @@ MODULES = {
     "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead",
     "vllm.scalar_type": "scalar_types",
     # Compilation.
-    "vllm.compilation.backends": "set_model_tag",
     "vllm.compilation.passes.inductor_pass": "CallableInductorPass InductorPass",
     "vllm.compilation.wrapper": "TorchCompileWithNoGuardsWrapper",
 }

@@ -107,9 +107,9 @@ class EarlyExitWorker:
         """Draft with other layers, weights or context from the next round on, on an eager engine.
 
         view: the key layer_skip and those of `DraftView.options` of a speculative_config; what is left out is at its
-        default. Head, gate and draft length stay. Raises SettingsError for a view that there
-        cannot be, and on an engine that compiles: its code and its CUDA graphs are of the view that it was started
-        with.
+        default. Head, gate and draft length stay. Raises SettingsError for a view that there cannot be, after which the
+        old one drafts on, and on an engine that compiles: its code and its CUDA graphs are of the view that it was
+        started with.
         """
         from dataclasses import replace
 
@@ -126,7 +126,12 @@ class EarlyExitWorker:
         wanted = ResolvedSettings.from_user({"method": "layer_skip", **view}, self.early_exit_layers())
         require_draft_weights(wanted.draft_weights, facts_of(config, self.vllm_config.parallel_config))
         names = ("layer", "skip_layers", "draft_weights", "draft_weights_path", "draft_context", "draft_window")
-        drafter.set_view(replace(drafter.settings, **{name: getattr(wanted, name) for name in names}))
+        before = drafter.settings
+        try:
+            drafter.set_view(replace(before, **{name: getattr(wanted, name) for name in names}))
+        except Exception:
+            drafter.set_view(before)  # a context is refused when the layers that draft are others already
+            raise
 
     def _early_exit_drafter(self) -> Any:
         """The V1 runner's drafter or the V2 runner's speculator; None where nothing drafts."""

@@ -242,7 +242,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("drafts over the blocks with the greatest attention (draft_context=blocks:N)", YES, "chosen anew before "
             "each round; an engine with CUDA graphs is started with it",
             "engine/test_views.py::"
-            "test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets"),
+            "test_drafts_attend_to_the_blocks_with_the_greatest_attention_and_the_output_is_the_targets", CASES),
         Row("the same for latent keys (MLA), for keys in fp8, and by other backends than FlashAttention", REFUSED,
             "their keys cannot be read", refusal=blocks_of_latent_keys, instead="draft_window = 256"),
         Row("weights fetched while layers run (offload_group_size)", REFUSED, "layers share buffers, which are right "

@@ -158,6 +158,18 @@ def test_a_part_of_the_context_is_refused_for_layers_that_have_a_window_of_their
         pass
 
 
+def test_after_a_view_that_is_refused_the_view_before_it_drafts(expected):
+    want, counts = expected("gemma2"), []
+    with live(want.path, layer_skip(LAYERS // 2, K), enable_prefix_caching=False) as engine:
+        for _ in range(2):
+            before = engine.counts()
+            want.check(engine, SOME)
+            counts.append(engine.counts() - before)
+            with pytest.raises(SettingsError, match="draft_window = 32 is not supported for this model"):
+                engine.call("early_exit_set_view", {"layer_skip": 1, "draft_window": 32})
+    assert counts[0] == counts[1], counts
+
+
 def test_an_ordinary_models_copies_are_accepted_and_its_first_layers_are_not():
     """The same size and text as the embedded model, plainly trained."""
     ids, found = golden.prompts(), {}

@@ -16,7 +16,7 @@ from typing import Any
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.load import Load
 from selfspec_cli.gateway.policies import POLICIES
-from selfspec_cli.gateway.policies.base import Ended
+from selfspec_cli.gateway.policies.base import Chooser, Ended
 from selfspec_cli.gateway.replica import Replica, State
 from selfspec_cli.gateway.settings import BackendSettings, SloSettings
 
@@ -114,12 +114,18 @@ def poisson(
     return found
 
 
+def chooser_of(policy: str, slo: SloSettings | None = None, **options: Any) -> Chooser:
+    """The chooser of a policy."""
+    found = POLICIES[policy]
+    return found.make(found.settings({policy: options}), slo or SloSettings())
+
+
 def simulate(
     policy: str, servers: Sequence[Server], requests: Sequence[Request], slo: SloSettings | None = None,
     judge: Callable[[str, str], float] | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """Let a policy route requests. judge: (backend, prompt) -> quality of the answer, which the policy learns."""
-    chooser = POLICIES[policy].chooser(options, slo or SloSettings())
+    chooser = chooser_of(policy, slo, **options)
     clock = {"at": 0.0}
     for server in servers:
         server.replica.now = lambda: clock["at"]

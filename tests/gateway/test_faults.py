@@ -15,6 +15,7 @@ from fake import Fake, answer, warms
 from running import QUICK, running
 
 from selfspec_cli.gateway.client import Client, watch
+from selfspec_cli.gateway.replica import State
 from selfspec_cli.gateway.settings import KeySettings, LimitSettings
 from selfspec_cli.gateway.timing import FEW
 
@@ -76,6 +77,28 @@ async def test_an_answer_that_has_ended_is_not_continued(tmp_path, path):
 async def test_of_several_answers_all_have_to_end(tmp_path):
     async with running([EndsBadly("a"), Fake("b")], tmp_path) as on:
         assert "error" in (await on.stream(PROMPT | {"n": 2})).events[-1]
+
+
+class Several(Fake):
+    """Tells at its end that two answers have ended."""
+
+    def plan(self, body):
+        prompt = body["prompt"]
+        return super().plan(body | {"prompt": prompt if isinstance(prompt, str) else prompt[0]})
+
+    async def send(self, *given, finish=None, **more):
+        for _ in range(2 if finish else 1):
+            await super().send(*given, finish=finish, **more)
+
+
+@pytest.mark.parametrize("several", [{"n": 2}, {"prompt": ["once", "upon"]}])
+async def test_the_time_for_a_token_is_not_that_of_a_stream_of_several_answers(tmp_path, several):
+    async with running([Several("a", step=0.001)], tmp_path) as on:
+        seen = on.gateway.replicas[0].timing.tpot.seen
+        await on.stream(PROMPT | several)
+        (row,) = await on.rows()
+        assert (row["status"], row["tokens"], row["tpot_ms"]) == (200, 30, None)
+        assert on.gateway.replicas[0].timing.tpot.seen == seen
 
 
 async def test_it_survives_twice(tmp_path):
@@ -175,6 +198,18 @@ async def test_a_backend_that_goes_and_comes_back_is_seen(tmp_path):
         status, _, headers = await on.post(PROMPT)
         assert (status, headers["retry-after"]) == (503, "1")
         assert (await on.get("/health"))[0] == 503
+
+
+async def test_a_server_that_was_started_anew_has_nothing_in_its_prefix_cache(tmp_path):
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="sticky_until_saturated") as on:
+        for _ in range(2):
+            await on.post(PROMPT)
+        on.fakes["a"].dead = True
+        await until(lambda: on.gateway.replicas[0].state is State.down)
+        on.fakes["a"].dead = False
+        await until(lambda: on.gateway.replicas[0].state is State.up)
+        await on.post(PROMPT)
+        assert [row["reason"] for row in await on.rows()] == ["cold", "warm", "cold"]
 
 
 async def test_a_gateway_whose_backends_are_full_is_healthy(tmp_path):
@@ -363,13 +398,20 @@ async def test_a_client_that_does_not_read_the_end_of_its_answer_is_left_too(sen
         await sending
 
 
-async def test_a_client_that_stops_in_the_middle_of_its_request_holds_no_place(tmp_path):
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_client_that_does_not_send_its_whole_request_holds_no_place(tmp_path, goes_on):
+    """It stops in the middle, or sends a byte at a time."""
     async with running([Fake("a")], tmp_path, limits=replace(QUICK, unread_seconds=0.3)) as on:
         reader, writer = await asyncio.open_connection(*on.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to its end: the connection is closed
+        answered = asyncio.ensure_future(reader.read())  # to its end: the connection is closed
+        for _ in range(99 * goes_on):
+            if not answered.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+        head, _, body = (await answered).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408")
-        assert json.loads(body)["error"]["message"] == "nothing of the body came for 0.3 s"
+        assert json.loads(body)["error"]["message"] == "the body had not come after 0.3 s"
         assert on.gateway.inside == 0
         writer.close()
 

@@ -1,10 +1,13 @@
 """Answers that clients judge: the policy `quality` learns from them."""
 
+import hashlib
 import json
 
 import pytest
 from fake import Fake, answer
 from running import running
+
+from selfspec_cli.gateway.settings import KeySettings
 
 HARD, EASY = "prove that this integral converges, number ", "what colour has the sky on day "
 
@@ -25,6 +28,20 @@ async def test_judged_answers_move_requests_of_their_kind(tmp_path):
         assert routes[0] == "small"  # nothing is known yet
         assert routes[-2:] == ["large", "small"]
         assert max(len(asked.text) for asked, _ in on.gateway.routes.values()) <= 2000
+
+
+async def test_a_tenant_judges_its_own_requests_alone(tmp_path):
+    """Two tenants give their requests the same id."""
+    keys = [KeySettings(name=name, sha256=hashlib.sha256(name.encode()).hexdigest()) for name in ("ann", "bob", "eve")]
+    async with running([Fake("a"), Fake("b")], tmp_path, policy="quality", keys=keys) as on:
+        for name, backend in (("ann", "a"), ("bob", "b")):
+            head = {"Authorization": f"Bearer {name}", "X-Request-Id": "1"}
+            await on.post(COMPLETION | {"selfspec": {"backend": backend}}, **head)
+        await on.settled()
+        for name, status in (("ann", 200), ("eve", 404)):
+            head = {"Authorization": f"Bearer {name}", "Content-Type": "application/json"}
+            assert (await on.post({"request_id": "1", "quality": 0}, "/gateway/feedback", **head))[0] == status
+        assert list(on.gateway.choosers["quality"].judged) == ["a"]
 
 
 COMPLETION = {"model": "toy", "prompt": "an easy one", "max_tokens": 5}

@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.settings import GatewaySettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
@@ -24,6 +25,9 @@ def rows(schema, place=""):
             shown = (f"unset: {about.unset}" if default is None else f"`{str(default).lower()}`"
                      if isinstance(default, bool) else f"`{default}`")  # fmt: skip
             yield f"| `{place}{column.name}` | {shown} | {about.unit} | {about.help} |"
+            if column.name == "policy_options":
+                for name, policy in POLICIES.items():
+                    yield from rows(policy.options, f"policy_options.{name}.")
 
 
 def with_table(text):

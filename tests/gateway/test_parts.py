@@ -12,6 +12,7 @@ from running import running
 from selfspec_cli.gateway import asked as requests
 from selfspec_cli.gateway import continuation, events
 from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.batching import Batch
 from selfspec_cli.gateway.events import BrokenStream, Frames, Kept
 from selfspec_cli.gateway.limits import Bucket
 from selfspec_cli.gateway.load import Counts, Load, between, read
@@ -37,6 +38,15 @@ def test_a_chat_with_a_picture_is_not_continued_by_token_ids():
     assert continuation.way(chat(text), vllm=True) == continuation.IDS
     assert continuation.way(chat(text, picture), vllm=True) == continuation.NOT
     assert continuation.way(chat(text, picture, temperature=0), vllm=True) == continuation.AGAIN
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answers"), [("x", 1), ([1, 2], 1), (["x"], 1), ([[1, 2]], 1), (["x", "y"], 2), ([[1], [2]], 2)]
+)
+def test_one_answer_is_continued_and_several_are_not(prompt, answers):
+    asked = requests.read(requests.COMPLETIONS, json.dumps({"prompt": prompt, "n": None, "stream": True}).encode(), {})
+    assert asked.answers == answers
+    assert continuation.way(asked, vllm=True) == (continuation.IDS if answers == 1 else continuation.NOT)
 
 
 def test_a_limit_that_is_null_is_none():
@@ -79,6 +89,27 @@ async def test_a_batch_for_one_backend_does_not_go_because_another_one_idles(tmp
         await on.post(PROMPT | {"max_tokens": 1, "selfspec": {"backend": "b", "class": "batch"}})
         await busy
         assert [(row["class"], row["route"]) for row in await on.rows()] == [("interactive", "b"), ("batch", "b")]
+
+
+async def test_of_requests_that_wait_the_one_whose_deadline_comes_first_goes_first():
+    """The first one named a later deadline than the one that the second has by the settings."""
+    one = Replica(BackendSettings(name="a"), state=State.up)
+    batch, went = Batch(BatchSettings(enough=100, deadline_seconds=30), lambda asked: [one]), []
+
+    async def wait(name, deadline):
+        asked = Asked("/v1/completions", {})
+        asked.deadline = deadline and asked.began + deadline
+        await batch.wait(asked)
+        went.append(name)
+
+    number = one.begin(Asked("/v1/completions", {}))
+    waiting = [asyncio.ensure_future(wait("named", 300)), asyncio.ensure_future(wait("by the settings", None))]
+    await asyncio.sleep(0)
+    one.end(number, None)
+    for _ in waiting:
+        batch.look()
+        await asyncio.sleep(0.01)
+    assert went == ["by the settings", "named"]
 
 
 async def until_begun(on, name):
@@ -260,6 +291,25 @@ def test_the_time_of_a_machine_is_shared_by_the_requests_on_it():
     assert one.end(second, None) == pytest.approx(2.0)  # four seconds, for two
     clock["at"] = 7.0
     assert one.end(first, None) == pytest.approx(2.0 + 2.0 + 1.0)
+
+
+def test_answers_of_several_choices_do_not_make_others_look_late():
+    """Four choices send four times as many events in the same time."""
+    clock = {"at": 0.0}
+    one = Replica(BackendSettings(name="a"), state=State.up, now=lambda: clock["at"])
+
+    def stream(n, end=True):
+        number = one.begin(Asked("/v1/completions", {"prompt": "x", "n": n}))
+        one.first_token(number, 0.1)
+        clock["at"] += 1.0
+        one.came(number, 11 * n)
+        if end:
+            one.end(number, None)
+
+    for _ in range(FEW):
+        stream(4)
+    stream(1, end=False)
+    assert one.late() == pytest.approx(1.0, abs=0.1)
 
 
 async def test_the_gateway_learns_from_what_it_measures(tmp_path):

@@ -4,9 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from simulated import Request, Server, asked_of, poisson, simulate
+from simulated import Request, Server, asked_of, chooser_of, poisson, simulate
 
-from selfspec_cli.config.schema import ConfigError
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.gateway.policies import POLICIES
 from selfspec_cli.gateway.policies.cascade import sureness
@@ -70,7 +69,7 @@ def test_the_fastest_backend_is_left_for_the_requests_own_time_alone(there, chos
     slow = plain_one.predict(asked).e2e
     assert early.predict(asked).e2e + early.slows(asked) > slow
     assert (early.predict(asked).e2e < slow) == (chosen == "early")
-    choice = POLICIES["least_time"].chooser({}, SloSettings()).choose(asked, [early, plain_one])
+    choice = chooser_of("least_time").choose(asked, [early, plain_one])
     assert choice.order[0].name == chosen
 
 
@@ -146,7 +145,7 @@ def test_a_backend_whose_answers_under_way_are_late_gets_no_more_of_them():
     for number in under_way:
         other.first_token(number, 0.002)
         other.came(number, 1)
-    choose = POLICIES["least_time"].chooser({}, SloSettings()).choose
+    choose = chooser_of("least_time").choose
     assert choose(asked, [early, other]).order[0].name == "plain"
     for seconds, name in ((0.0204, "plain"), (0.0408, "early")):
         for _ in range(3):
@@ -261,7 +260,7 @@ def test_quality_loses_where_nobody_judges():
 
 def test_quality_without_trust_in_its_prior_begins_with_it_all_the_same():
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    chooser = POLICIES["quality"].chooser({"trust": 0.0}, SloSettings())
+    chooser = chooser_of("quality", trust=0.0)
     choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
     assert (choice.order[0].name, choice.reason) == ("small", "cheapest_good")
 
@@ -269,7 +268,7 @@ def test_quality_without_trust_in_its_prior_begins_with_it_all_the_same():
 def cascaded(sure_of_hard, right_of_hard):
     """(quality, cost) of a cascade, and of taking turns; every second request is hard for the small model."""
     servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
-    chooser, both_ways = POLICIES["cascade"].chooser({}, SloSettings()), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
+    chooser, both_ways = chooser_of("cascade"), {"ours": [0.0, 0.0], "turn": [0.0, 0.0]}
     for number in range(100):
         hard = number % 4 < 2
         choice = chooser.choose(asked_of(Request(0.0, "x", 10, 10)), [one.replica for one in servers])
@@ -295,6 +294,15 @@ def test_a_cascade_loses_where_the_small_model_is_sure_of_wrong_answers():
     assert ours[0] < turn[0]
 
 
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["x", "y"]}, {"stream": True}, {"tools": [{}]}])
+def test_a_cascade_asks_the_dearest_where_no_single_whole_text_is_wanted(more):
+    servers = [Server("large", settings={"price_out": 10.0}), Server("small", settings={"price_out": 1.0})]
+    asked = asked_of(Request(0.0, "x", 10, 10))
+    asked.body |= more
+    choice = chooser_of("cascade").choose(asked, [one.replica for one in servers])
+    assert (choice.order[0].name, choice.reason) == ("large", "dearest")
+
+
 def test_how_sure_an_answer_is():
     assert sureness({"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}]}) == pytest.approx(
         0.3679, abs=1e-3
@@ -316,11 +324,7 @@ def test_the_same_simulation_has_the_same_result():
     assert first == second
 
 
-def test_options_are_checked():
-    with pytest.raises(ConfigError, match="did you mean 'explore'"):
-        POLICIES["least_time"].check({"exlore": 5})
-    with pytest.raises(ConfigError, match="a whole number is needed"):
-        POLICIES["least_time"].check({"explore": "often"})
+def test_policies_have_names_and_say_what_they_do():
     with pytest.raises(SettingsError, match="did you mean 'round_robin'"):
         POLICIES["roundrobin"]
     assert next(iter(POLICIES)) == "least_time"

@@ -1,5 +1,6 @@
 """The way of one request: what comes through unchanged, and what is refused."""
 
+import asyncio
 import hashlib
 import json
 
@@ -78,6 +79,10 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             ({"model": "toy"}, "prompt is missing"),
             ({**PROMPT, "model": 3}, "model=3"),
             ({**PROMPT, "stream": "yes"}, "stream='yes'"),
+            ({**PROMPT, "n": 0}, "n=0: a whole number from 1 on is needed"),
+            ({**PROMPT, "n": "2"}, "n='2': a whole number"),
+            ({**PROMPT, "n": 2.0}, "n=2.0: a whole number"),
+            ({**PROMPT, "n": True}, "n=True: a whole number"),
             ({**PROMPT, "selfspec": {"polic": "x"}}, "did you mean 'policy'"),
             ({**PROMPT, "selfspec": {"policy": "round_robbin"}}, "did you mean 'round_robin'"),
             ({**PROMPT, "selfspec": {"class": "bulk"}}, "interactive, batch"),
@@ -96,6 +101,8 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
             status, found, _ = await on.post(body)
             assert status == 400, body
             assert word in found["error"]["message"]
+        status, found, _ = await on.post(PROMPT, **{"X-Selfspec-Polcy": "fixed"})
+        assert (status, "did you mean 'policy'" in found["error"]["message"]) == (400, True)
         status, found, _ = await on.post({**PROMPT, "model": "tyo"})
         assert status == 404
         assert found["error"]["message"] == "model 'tyo' is not known; allowed: toy; did you mean 'toy'?"
@@ -107,6 +114,20 @@ async def test_errors_have_the_form_of_openai_and_name_the_backend(tmp_path):
         assert "error" in json.loads(text)
         status, text = await on.get("/v1/completions")
         assert status == 405
+
+
+async def test_a_model_that_a_backend_may_still_name_is_no_mistake_of_the_client(tmp_path):
+    async with running([Fake("a"), Fake("late", model="other", dead=True)], tmp_path) as on:
+        status, found, headers = await on.post({**PROMPT, "model": "other"})
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert found["error"]["message"].startswith("model 'other' is not known; allowed: toy")
+        assert found["error"]["message"].endswith("; not up yet: late")
+        on.fakes["late"].dead = False
+        while not on.gateway.replicas[1].available():
+            await asyncio.sleep(0.02)
+        assert (await on.post({**PROMPT, "model": "other"}))[0] == 200
+        status, found, _ = await on.post({**PROMPT, "model": "third"})
+        assert (status, "not up yet" in found["error"]["message"]) == (404, False)
 
 
 async def test_a_body_that_is_too_long_is_refused_and_the_next_request_is_answered(tmp_path):

@@ -28,6 +28,7 @@ def test_every_named_gateway_can_be_read(monkeypatch):
 def test_overrides_reach_backends_by_number_and_by_name():
     made = files.load("two_servers", ["backends.plain.price_hour=3", "backends.0.words=[layer=4]", "limits.attempts=2"])
     assert (made.backends[1].price_hour, made.backends[0].words, made.limits.attempts) == (3.0, ["layer=4"], 2)
+    assert files.load("two_servers", ["slo.tpot_ms=1e-3"]).slo.tpot_ms == 0.001  # YAML takes 1e-3 for text
     made = files.load(None, [*ONE, "backends.1.name=b", "backends.1.kind=openai", "backends.1.url=http://x"])
     assert [one.kind for one in made.backends] == ["openai", "openai"]
 
@@ -50,17 +51,30 @@ def test_overrides_reach_backends_by_number_and_by_name():
         (["backends.1.name=a", "backends.1.url=http://x"], "a name of its own"),
         (["backends.x.name=a"], "there is no item 'x'"),
         (["keys.0.name=ann"], "either env or sha256"),
-        (["policy_options.least_time.exlore=3"], "did you mean 'explore'"),
+        (["policy_options.least_time.exlore=3"], "did you mean 'policy_options.least_time.explore'"),
+        (["policy_options.round_robin.explore=3"], "'policy_options.round_robin.explore' is not known; allowed: none"),
+        (["policy_options.least_time.explore=-1"], "policy_options.least_time.explore=-1: allowed: 0 or more"),
+        (["policy_options.quality.neighbours=0"], "policy_options.quality.neighbours=0: allowed: 1 or more"),
+        (["policy_options.quality.trust=-0.5"], "policy_options.quality.trust=-0.5: allowed: 0 or more"),
+        (["policy_options.quality.prior=2"], "policy_options.quality.prior=2.0: allowed: from 0 to 1"),
+        (["policy_options.quality.enough=.nan"], "policy_options.quality.enough=nan: allowed: from 0 to 1"),
+        (["policy_options.cascade.sure=70"], "policy_options.cascade.sure=70.0: allowed: from 0 to 1"),
+        (["policy_options.sticky_until_saturated.prefill_rate=.inf"], "prefill_rate=inf: allowed: 0 or more"),
+        (["cache.options.mib=.nan"], "cache.options.mib=nan: allowed: more than 0"),
+        (["cache.options.audit=1"], "cache.options.audit=1.0: allowed: more than 0, up to 0.99"),
+        (["cache.options.also_for=[tool]"], "did you mean 'tools'"),
+        (["limits.body_mib=1.0e300"], "limits.body_mib=1e+300: allowed: more than 0, up to 1e+06"),
+        ([f"limits.open_seconds=1{'0' * 400}"], ": a number is needed"),
         (["limits=3"], "a mapping of settings is needed"),
         (["backends.0.words=3"], "a list is needed"),
         (["survive=1"], "true or false is needed"),
         (["policy_options.fixed.backend=aa"], "policy_options.fixed.backend 'aa' is not known; allowed: a; did you"),
         (["policy_options.least_time.explore=x"], "a whole number is needed"),
-        (["cache.kind=exact", "cache.options.delt=1"], "did you mean 'delta'?"),
-        (["cache.kind=exact", "cache.options.delta=low"], "cache.options.delta='low': a number is needed"),
-        (["cache.kind=exact", "cache.options.entries=1.5"], "cache.options.entries=1.5: a whole number is needed"),
-        (["cache.kind=exact", "cache.options.also_for=tools"], "a list is needed, of tools, images, seeds"),
-        (["policy_options.least_time=5"], "policy_options.least_time=5: a mapping is needed"),
+        (["cache.options.delt=1"], "did you mean 'cache.options.delta'?"),
+        (["cache.options.delta=low"], "cache.options.delta='low': a number is needed"),
+        (["cache.options.entries=1.5"], "cache.options.entries=1.5: a whole number is needed"),
+        (["cache.options.also_for=tools"], "cache.options.also_for='tools': a list is needed"),
+        (["policy_options.least_time=5"], "policy_options.least_time: a mapping of settings is needed, not 5"),
         (["backends.0.words=[a=b]", "backends.0.words.0.x=1"], "backends.0.words.0 is 'a=b', which has no 'x'"),
         (["backends.0.url=http://"], "url='http://': write http://HOST:PORT"),
         (["backends.0.url=http://h:99999"], "write http://HOST:PORT"),

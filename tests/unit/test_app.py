@@ -238,6 +238,21 @@ def test_tune_says_beforehand_what_it_will_try(model):
     assert document(call("tune", model, "engine=h100", "layer=2", "--dry-run", "--json"))["exits"] == ["E2-lens"]
 
 
+def test_tune_tries_copies_over_a_part_of_long_contexts(tmp_path):
+    """One more engine, of the copies in the fewest bits, unless it is named what drafts attend to."""
+    folder = model_folder(tmp_path / "long", num_hidden_layers=8, max_position_embeddings=65536)
+
+    def plan(*words):
+        return document(call("tune", f"model={folder}", "engine=h100", *words, "--dry-run", "--json"))
+
+    copies, layers = ["E8-lens-int4", "E8-lens-int8"], ["E1-lens", "E2-lens", "E4-lens"]
+    assert plan("workload.input_len=8191")["exits"] == [*copies, *layers]
+    assert plan("workload.input_len=8192")["exits"] == [copies[0], "E8-lens-int4-blocks1024", copies[1], *layers]
+    assert "E8-lens-int4-blocks4096" in plan("workload=long")["exits"]
+    for named in ("draft_window=512", "draft_context=full", "draft_context=blocks:2048", "draft_weights=int4"):
+        assert not [name for name in plan("workload=long", named)["exits"] if name.endswith("blocks4096")]
+
+
 @pytest.mark.slow
 def test_report_takes_the_folder_as_every_command_does(engines, model):
     assert call("sweep", model, "results_dir=größe").exit_code == 0

@@ -1,6 +1,7 @@
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from selfspec_cli.config.files import load_config
 from selfspec_cli.config.keys import baseline_of, run_key
 from selfspec_cli.config.schema import (
     GROUPS,
+    LAUNCHERS_WITH,
     ConfigError,
     GateConfig,
     HeadConfig,
+    LauncherConfig,
     Method,
     RunConfig,
     dump,
@@ -221,6 +224,26 @@ def test_one_command_has_one_results_folder_head_folder_and_tracker(elsewhere):
     assert "tracker.project=a,b: one command" in refusal("tracker.project=a,b")
     write(elsewhere, "experiments/own.yaml", "overrides: []\ngrids: [[results_dir=a], [results_dir=b]]\n")
     assert "results_dir=a,b: one command" in refusal("experiment=own")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "users"),
+    [
+        (["launcher.workers=2"], "joblib|submitit|ray|sky"),
+        (["launcher=joblib", "launcher.partition=gpu"], "submitit"),
+        (["launcher=ray", "launcher.minutes=5"], "submitit"),
+        (["launcher=submitit", "launcher.address=auto"], "ray"),
+        (["launcher=ray", "launcher.bucket=mine"], "sky"),
+    ],
+)
+def test_a_setting_that_the_launcher_does_not_use_is_refused(overrides, users):
+    with pytest.raises(ConfigError, match=re.escape(f"{overrides[-1]} with launcher=") + ".*" + re.escape(users)):
+        compose_runs(overrides=overrides)
+
+
+def test_every_launcher_setting_that_is_not_of_all_says_whose_it_is():
+    of_all = {"kind", "price_hour"}
+    assert of_all | set(LAUNCHERS_WITH) == {item.name for item in fields(LauncherConfig)}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,11 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.schema import ConfigError, EngineConfig, ModelConfig, RunConfig
 from selfspec_cli.engine.deployment import Deployment
 from selfspec_cli.engine.server import ServerError, ask, free_port
+from selfspec_cli.gateway import files
+from selfspec_cli.gateway.errors import GatewayError
+from selfspec_cli.gateway.limits import Keys
+from selfspec_cli.gateway.supervisor import replica
+from selfspec_cli.gateway.upstream import key_of
 from selfspec_cli.stages import replicas
 from selfspec_cli.stages.launch import devices
 
@@ -78,10 +83,40 @@ def test_the_front_is_asked_at_the_address_at_which_it_listens(host, url):
     assert replicas.plan(MADE, CPU, ["--host", host, "--port", "81"], 2, None)[1].url == url
 
 
+def test_port_0_is_a_free_one():
+    """The front is asked at its address, so the command has to know it."""
+    front = replicas.plan(MADE, CPU, ["--port", "0"], 2, "gateway")[1]
+    port = front.url.rpartition(":")[2]
+    assert int(port) > 0
+    assert f"port={port}" in front.command
+
+
 @pytest.mark.parametrize("port", ["abc", "70000", ""])
 def test_a_port_that_there_is_not_is_refused_before_anything_starts(port):
     with pytest.raises(ConfigError, match=f"-- --port {port}: allowed: a whole number from 0 to 65535"):
         replicas.plan(MADE, CPU, ["--port", port], 2, None)
+
+
+@pytest.mark.parametrize("option", ["--uds", "--grpc-port", "--grpc", "--headless", "--ssl-keyfile", "--ssl_certfile"])
+def test_an_option_by_which_several_servers_could_not_be_reached_is_refused(option):
+    with pytest.raises(ConfigError, match=f"-- {option}: 2 servers .* leave it out, or start one server"):
+        replicas.plan(MADE, CPU, [f"{option}=x"], 2, None)
+
+
+def test_the_gateway_has_the_key_of_the_replicas_and_wants_it_of_clients(monkeypatch):
+    """Without it no replica would tell the gateway its models; without wanting it, everybody could ask."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    words = ["--api-key", "ann's", "bob's", "--port", "81"]
+    servers, front = replicas.plan(MADE, CPU, words, 2, "gateway")
+    assert servers[0].command[-7:-4] == words[:3]
+    for name, value in front.environment.items():
+        monkeypatch.setenv(name, value)
+    made = files.load(None, [word for word in front.command if "=" in word])
+    assert [key_of(replica(one)) for one in made.backends] == [{"Authorization": "Bearer ann's"}] * 2
+    keys = Keys(made.keys)
+    assert all(keys.tenant(f"Bearer {key}").admin for key in ("ann's", "bob's"))
+    with pytest.raises(GatewayError, match="a wrong API key"):
+        keys.tenant("Bearer eve's")
 
 
 def test_a_replica_takes_as_many_gpus_as_its_model_is_divided_among():

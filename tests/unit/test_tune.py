@@ -11,6 +11,7 @@ import yaml
 from exit_heads import lsq_head
 from test_early_exit_replay import COSTS, make
 
+from selfspec_cli import interrupts
 from selfspec_cli.artifacts import tuned
 from selfspec_cli.config.model_digest import head_folder
 from selfspec_cli.config.schema import (
@@ -24,11 +25,12 @@ from selfspec_cli.early_exit.artifact import save_head
 from selfspec_cli.early_exit.cost_model import Costs
 from selfspec_cli.early_exit.counters import DraftCounters, VerifyCounts
 from selfspec_cli.early_exit.draft_vocab import COUNTS_FILE
+from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.gates import features
 from selfspec_cli.early_exit.head_metadata import HeadMetadata
 from selfspec_cli.early_exit.replay import Setting, draft_lengths, replay
 from selfspec_cli.engine.live import Generation
-from selfspec_cli.progress import Progress, ignore
+from selfspec_cli.progress import Progress
 from selfspec_cli.stages import exits, measure, search, tune
 from selfspec_cli.stages.budget import Budget
 from selfspec_cli.stages.loads import every_width
@@ -124,10 +126,9 @@ def lab(tmp_path, monkeypatch):
     work = WorkloadConfig(prompts="random", num_prompts=2, output_len=16, input_len=4)
     cfgs = [RunConfig(layer=layer, workload=work, results_dir=str(tmp_path / "results")) for layer in (1, 3, 6, 12)]
 
-    def run(minutes=500.0, trials=12, chosen=cfgs, loads=(), progress=ignore):
+    def run(minutes=500.0, trials=12, chosen=cfgs, **more):
         budget, conf = Budget(minutes, trials, clock), tmp_path / "conf"
-        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, loads=loads, model_words=["model=m"],
-                        progress=progress)  # fmt: skip
+        return tune.run(chosen, open_engine=open_engine, budget=budget, conf=conf, model_words=["model=m"], **more)
 
     found = SimpleNamespace(run=run, opened=opened, cfgs=cfgs, folder=tmp_path, clock=clock, pace=1.0, opening=OPENING)
     return found
@@ -314,6 +315,73 @@ def test_other_weights_are_surveyed_however_the_first_ended(lab):
     lab.run(chosen=chosen, minutes=5000)
     seen = {(engine.cfg.draft_weights, engine.layer) for engine in lab.opened}
     assert ("shared", 22) not in seen and ("int8", 1) in seen and ("int8", 22) not in seen
+
+
+def refusing(lab, monkeypatch, refused, meanwhile=lambda: None):
+    """Engines of these layers do not start."""
+    begin = FakeEngine.__init__
+
+    def begun(self, cfg, *more):
+        if cfg.layer in refused:
+            meanwhile()
+            raise SettingsError(f"draft_context = blocks:1024 is\nnot supported at {cfg.layer}")
+        begin(self, cfg, *more)
+
+    monkeypatch.setattr(FakeEngine, "__init__", begun)
+
+
+class Failures(Progress):
+    def __init__(self):
+        self.said = []
+
+    def failed(self, what, reason):
+        self.said.append((what, reason))
+
+
+def test_an_exit_that_cannot_be_had_is_left_out_with_the_reason(lab, monkeypatch):
+    refusing(lab, monkeypatch, {3})
+    result = lab.run(trials=6, progress=(heard := Failures()))
+    reason = "draft_context = blocks:1024 is not supported at 3"
+    assert heard.said == [("E3-lens", reason)]
+    assert result.warnings == [f"E3-lens was left out: {reason}"]
+    assert [row["exit"] for row in result.expected] == ["E1-lens", "E6-lens", "E12-lens"]
+    assert tune.document(result)["warnings"] == result.warnings
+
+
+def test_heads_are_tried_at_the_exits_that_look_promising(lab, monkeypatch):
+    begin, tried = FakeEngine.__init__, []
+
+    def begun(self, cfg, *more):
+        if cfg.head.kind != "lens":
+            tried.append(cfg.layer)
+            if len(tried) == 1:
+                raise RuntimeError
+        begin(self, cfg, *more)
+
+    monkeypatch.setattr(FakeEngine, "__init__", begun)
+    monkeypatch.setattr(tune, "_is_fitted", lambda cfg: True)
+    monkeypatch.setattr(tune, "NEAR", 0.0)
+    result = lab.run(trials=6, heads=[HeadConfig(), HeadConfig("lsq")])
+    best = sorted(result.expected[:4], key=lambda row: -row["speedup"])
+    assert [row["exit"] for row in best[:2]] == [f"E{layer}-lens" for layer in tried]
+    assert [row["exit"] for row in result.expected][4:] == [f"E{tried[1]}-lsq"]
+    assert f"E{tried[0]}-lsq was left out: RuntimeError" in result.warnings
+
+
+def test_the_first_exit_ends_the_search_where_it_cannot_be_had(lab, monkeypatch):
+    refusing(lab, monkeypatch, {1})
+    with pytest.raises(SettingsError, match="not supported at 1"):
+        lab.run()
+    assert lab.opened == []
+
+
+def test_an_interrupt_is_no_reason_to_leave_an_exit_out(lab, monkeypatch):
+    """An engine whose processes got it too fails in some way of its own."""
+    refusing(lab, monkeypatch, {3}, meanwhile=lambda: monkeypatch.setattr(interrupts, "_waiting", True))
+    heard = Failures()
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(progress=heard)
+    assert not heard.said
 
 
 def test_copies_on_the_cpu_are_warned_of(lab):

@@ -31,6 +31,11 @@ def need_address(settings: BackendSettings, key: str, url: str | None) -> None:
                       "key, which key_env names")  # fmt: skip
 
 
+def without_v1(url: str) -> str:
+    """An address without the API's /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def check_use(settings: BackendSettings, *used: str) -> None:
     """Raises ConfigError for a setting that its kind of backend does not use."""
     for name in ("words", "options", "environment", "replicas", "prefill"):

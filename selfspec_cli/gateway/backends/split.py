@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address
+from selfspec_cli.gateway.backends.base import BackendKind, check_use, need_address, without_v1
 from selfspec_cli.gateway.events import BrokenStream
 from selfspec_cli.gateway.settings import BackendSettings
 
@@ -38,7 +38,7 @@ async def prefilled(upstream: Any, replica: Any, path: str, body: dict[str, Any]
     first |= {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
     if "max_completion_tokens" in first:
         first["max_completion_tokens"] = 1
-    base = replica.settings.prefill.rstrip("/").removesuffix("/v1").rstrip("/")
+    base = without_v1(replica.settings.prefill)
     async with upstream.post(replica, path, first, {}, base=base) as response:
         raw = b"".join([part async for part in upstream.parts(response)])
     try:

@@ -1,8 +1,7 @@
 """A cache of answers: the same request first, then one that means the same, and a promise about wrong hits."""
 
-from selfspec_cli.gateway.cache.answers import AnswerCache, open_cache
+from selfspec_cli.gateway.cache.answers import AnswerCache
 from selfspec_cli.gateway.cache.desk import Hit
-from selfspec_cli.gateway.cache.options import CacheOptions, options_from
 from selfspec_cli.gateway.cache.request import CacheRequest
 
-__all__ = ["AnswerCache", "CacheOptions", "CacheRequest", "Hit", "open_cache", "options_from"]
+__all__ = ["AnswerCache", "CacheRequest", "Hit"]

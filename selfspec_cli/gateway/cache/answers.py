@@ -15,8 +15,8 @@ import orjson
 from selfspec_cli.gateway.cache import replay
 from selfspec_cli.gateway.cache.desk import Desk, Hit
 from selfspec_cli.gateway.cache.embedding import MiniLM
-from selfspec_cli.gateway.cache.options import CacheOptions, options_from
 from selfspec_cli.gateway.cache.request import CacheRequest
+from selfspec_cli.gateway.settings import CacheOptions
 
 Judge = Callable[[str, str, str], Awaitable[bool | None]]
 """(question, cached answer, fresh answer) -> whether the cached answer is as right as the fresh one; None: could not be
@@ -25,8 +25,8 @@ Embed = Callable[[list[str]], list[np.ndarray | None]]
 
 
 class AnswerCache:
-    """See `open_cache`. Every method may be called from one event loop; the file and the indices live in one thread of
-    their own, the encoder in another.
+    """The cache in a file. Every method may be called from one event loop; the file and the indices live in one thread
+    of their own, the encoder in another.
     """
 
     def __init__(
@@ -36,9 +36,11 @@ class AnswerCache:
         Args:
             path: the SQLite file, made if there is none.
             judge: compares answers, in `settle`. Without one, answers are compared as they come, and are the same only
-                if
-                their texts are: a strict judge, with which few hits by meaning are ever found.
+                if their texts are: a strict judge, with which few hits by meaning are ever found.
             embed: texts -> unit vectors; None: all-MiniLM-L6-v2, loaded at the first question.
+
+        Raises:
+            SettingsError: the file is in use, or is no cache's.
         """
         self.options, self._judge, self._embed = options, judge, embed or MiniLM()
         self._desk = Desk(path, options, judge is not None)
@@ -155,15 +157,6 @@ class AnswerCache:
 
     def _cached(self, request: CacheRequest) -> bool:
         return request.wants != "none" and request.specials <= set(self.options.also_for)
-
-
-def open_cache(path: str | Path, options: Mapping[str, Any] | None = None, judge: Judge | None = None) -> AnswerCache:
-    """The cache in a file.
-
-    Raises:
-        SettingsError: an option that there is not, a value out of range, or a file that is in use or no cache's.
-    """
-    return AnswerCache(Path(path), options_from(options or {}), judge)
 
 
 def _number(entry_id: str) -> int:

@@ -17,11 +17,11 @@ from selfspec_cli.gateway.cache import replay
 from selfspec_cli.gateway.cache.evidence import compare
 from selfspec_cli.gateway.cache.guards import difference
 from selfspec_cli.gateway.cache.judgement import Judgement, Verdict
-from selfspec_cli.gateway.cache.options import CacheOptions
 from selfspec_cli.gateway.cache.promise import Promise
 from selfspec_cli.gateway.cache.request import CacheRequest
 from selfspec_cli.gateway.cache.storage import Entry, Storage
 from selfspec_cli.gateway.cache.vectors import Vectors
+from selfspec_cli.gateway.settings import CacheOptions
 
 REMEMBERED = 4096  # misses whose answers are awaited, comparisons that wait, and hits that may be judged
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import orjson
 
+from selfspec_cli.gateway.settings import SPECIAL
+
 Wants = Literal["none", "exact", "meaning"]
-SPECIAL = ("tools", "images", "seeds")
-"""Kinds of requests that are cached only where the options ask for it."""
 
 
 @dataclass(frozen=True)

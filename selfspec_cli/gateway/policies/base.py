@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from selfspec_cli.config.schema import ConfigError
-from selfspec_cli.early_exit.errors import closest
 from selfspec_cli.gateway.asked import Asked
+from selfspec_cli.gateway.checked import checked
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.settings import SloSettings
-from selfspec_cli.gateway.timing import Prediction
-
-
-def words_for(kind: type) -> str:
-    """What a value of a type is called in a message."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    return words.get(kind, kind.__name__)
 
 
 @dataclass(frozen=True)
@@ -29,18 +21,17 @@ class Choice:
 
     order: tuple[Replica, ...]
     reason: str
-    expected: Prediction | None = None
     sure: float | None = None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a request ended. tokens: of the answer. quality: 0 to 1, where somebody judged it."""
+    """How a request ended, or how its answer was judged: quality, 0 to 1. tokens: of the answer."""
 
     replica: Replica
-    tokens: int | None
-    seconds: float
-    cost: float
+    tokens: int | None = None
+    seconds: float | None = None
+    cost: float | None = None
     quality: float | None = None
 
 
@@ -56,29 +47,23 @@ class Chooser:
 
 
 @dataclass(frozen=True)
+class NoOptions:
+    """Of a policy that has none."""
+
+
+@dataclass(frozen=True)
 class Policy:
-    """An object of the registry. options: names and defaults; make: from options and limits to a chooser."""
+    """An object of the registry. make: from its options and the limits to a chooser. options: a dataclass of knobs."""
 
     name: str
     help: str
-    make: Callable[[Mapping[str, Any], SloSettings], Chooser]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    make: Callable[[Any, SloSettings], Chooser]
+    options: type = NoOptions
 
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Raises ConfigError for an option that there is not, or one of another type."""
-        for name, value in given.items():
-            if name not in self.options:
-                raise ConfigError(closest(name, self.options, f"option of policy {self.name}")
-                                  if self.options else f"policy {self.name} takes no option {name!r}")  # fmt: skip
-            default = self.options[name]
-            kinds = (int, float) if isinstance(default, float) else type(default)
-            if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-                raise ConfigError(f"policy_options.{self.name}.{name}={value!r}: {words_for(type(default))} is needed")
-
-    def chooser(self, given: Mapping[str, Any], slo: SloSettings) -> Chooser:
-        """A chooser with the options that were given, and the defaults for the others."""
-        self.check(given)
-        return self.make({**self.options, **given}, slo)
+    def settings(self, given: Mapping[str, Any]) -> Any:
+        """Its options, of those of all policies by name. Raises ConfigError for one that it has not, or a value out of
+        its range."""
+        return checked(self.options, given.get(self.name) or {}, f"policy_options.{self.name}.")
 
 
 def fewest_first(replicas: Sequence[Replica]) -> list[Replica]:

@@ -12,11 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import EMBEDDINGS, Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+
+
+@dataclass(frozen=True)
+class Options:
+    """When an answer is taken."""
+
+    sure: float = knob(0.7, help="least mean probability of the tokens of an answer that is taken", unit="fraction",
+                       low=0, high=1)  # fmt: skip
 
 
 class _Cascade(Chooser):
@@ -25,8 +35,7 @@ class _Cascade(Chooser):
 
     def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
         cheap_first = sorted(replicas, key=lambda one: one.price(asked, one.predict(asked)))
-        body = asked.body
-        if asked.stream or asked.endpoint == EMBEDDINGS or body.get("tools") or (body.get("n") or 1) != 1:
+        if asked.stream or asked.endpoint == EMBEDDINGS or asked.body.get("tools") or asked.answers != 1:
             return Choice(tuple(reversed(cheap_first)), "dearest")
         return Choice(tuple(cheap_first), "cascade", sure=self.sure)
 
@@ -47,6 +56,6 @@ def sureness(answer: Any) -> float | None:
 POLICY = Policy(
     "cascade",
     "the cheapest backend first, and the next dearer one where it was not sure of its answer",
-    lambda options, slo: _Cascade(float(options["sure"])),
-    {"sure": 0.7},
+    lambda options, slo: _Cascade(options.sure),
+    Options,
 )

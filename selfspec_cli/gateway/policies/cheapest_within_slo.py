@@ -26,12 +26,12 @@ class _Cheapest(Chooser):
         for replica in fastest.order:
             expected = replica.predict(asked)
             if expected is not None and expected.ttft <= self.ttft and expected.tpot <= self.tpot:
-                fits.append((replica.price(asked, expected), expected.e2e, replica, expected))
+                fits.append((replica.price(asked, expected), expected.e2e, replica))
         if not fits:
-            return Choice(fastest.order, "slo_missed", fastest.expected)
-        _, _, best, expected = min(fits, key=lambda one: one[:2])
+            return Choice(fastest.order, "slo_missed")
+        _, _, best = min(fits, key=lambda one: one[:2])
         rest = [one for one in fastest.order if one is not best]
-        return Choice((best, *rest), "cheapest", expected)
+        return Choice((best, *rest), "cheapest")
 
 
 POLICY = Policy(

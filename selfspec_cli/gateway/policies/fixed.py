@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which backend."""
+
+    backend: str = knob("", help="name of the backend that gets all requests; empty: the first")
 
 
 class _Fixed(Chooser):
@@ -21,6 +30,6 @@ class _Fixed(Chooser):
 POLICY = Policy(
     "fixed",
     "the first backend, or the one named by the option backend; the others when it takes no requests",
-    lambda options, slo: _Fixed(str(options["backend"])),
-    {"backend": ""},
+    lambda options, slo: _Fixed(options.backend),
+    Options,
 )

@@ -21,13 +21,23 @@ prompt (a neighbour on its machine), it follows what was true a few requests ago
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy, fewest_first
 from selfspec_cli.gateway.replica import Replica
 from selfspec_cli.gateway.timing import FEW
 
 MARGIN = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """How often backends are asked that are not expected to be the fastest."""
+
+    explore: int = knob(500, help="one request in so many goes to the backend that was asked longest ago; 0: none",
+                        unit="requests", low=0)  # fmt: skip
 
 
 def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
@@ -56,7 +66,7 @@ def by_time(asked: Asked, replicas: Sequence[Replica]) -> Choice:
         return False, e2e + replica.slows(asked)
 
     ordered = sorted(replicas, key=order)
-    return Choice(tuple(ordered), "least_time", known[ordered[0].name])
+    return Choice(tuple(ordered), "least_time")
 
 
 class _LeastTime(Chooser):
@@ -71,7 +81,7 @@ class _LeastTime(Chooser):
         if self.explore and self.count % self.explore == 0 and choice.reason == "least_time":
             oldest = min(replicas, key=lambda replica: self.asked_at.get(replica.name, 0))
             rest = [one for one in choice.order if one is not oldest]
-            choice = Choice((oldest, *rest), "explore", oldest.predict(asked))
+            choice = Choice((oldest, *rest), "explore")
         self.asked_at[choice.order[0].name] = self.count
         return choice
 
@@ -79,6 +89,6 @@ class _LeastTime(Chooser):
 POLICY = Policy(
     "least_time",
     "the backend at which a request adds least time, its own and others', by load, prompt, prefix cache and drafts",
-    lambda options, slo: _LeastTime(int(options["explore"])),
-    {"explore": 500},
+    lambda options, slo: _LeastTime(options.explore),
+    Options,
 )

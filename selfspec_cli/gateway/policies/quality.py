@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Ended, Policy
 from selfspec_cli.gateway.replica import Replica
@@ -45,35 +46,44 @@ def similarity(one: Vector, other: Vector) -> float:
     return sum(value * other.get(key, 0.0) for key, value in one.items())
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is expected of a backend."""
+
+    neighbours: int = knob(10, help="most similar requests whose judgements count", unit="requests", low=1)
+    trust: float = knob(1.0, help="judgements that the prior weighs as much as", unit="judgements", low=0)
+    prior: float = knob(0.8, help="quality of a backend of which nothing is known", unit="fraction", low=0, high=1)
+    enough: float = knob(0.7, help="quality of which the cheapest backend is taken", unit="fraction", low=0, high=1)
+
+
 class _Quality(Chooser):
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.neighbours, self.trust = int(options["neighbours"]), float(options["trust"])
-        self.prior, self.enough = float(options["prior"]), float(options["enough"])
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.judged: dict[str, deque[tuple[Vector, float]]] = {}
 
     def expected(self, vector: Vector, replica: Replica) -> float:
         """The quality, 0 to 1, of this backend's answer."""
         known = self.judged.get(replica.name, ())
         near = sorted(((similarity(vector, one) ** SHARP, quality) for one, quality in known), reverse=True)[
-            : self.neighbours
+            : self.options.neighbours
         ]
-        weight = sum(alike for alike, _ in near)
-        if not self.trust + weight:  # without trust in the prior, and nothing is like it
-            return self.prior
-        return (self.trust * self.prior + sum(alike * quality for alike, quality in near)) / (self.trust + weight)
+        trust, weight = self.options.trust, sum(alike for alike, _ in near)
+        if not trust + weight:  # without trust in the prior, and nothing is like it
+            return self.options.prior
+        return (trust * self.options.prior + sum(alike * quality for alike, quality in near)) / (trust + weight)
 
     def choose(self, asked: Asked, replicas: Sequence[Replica]) -> Choice:
         vector = features(asked.text)
         found = [(replica, self.expected(vector, replica)) for replica in replicas]
         good = [(replica.price(asked, replica.predict(asked)), -quality, place)
-                for place, (replica, quality) in enumerate(found) if quality >= self.enough]  # fmt: skip
+                for place, (replica, quality) in enumerate(found) if quality >= self.options.enough]  # fmt: skip
         if good:
             best = replicas[min(good)[2]]
             reason = "cheapest_good"
         else:
             best = max(found, key=lambda one: one[1])[0]
             reason = "best"
-        return Choice((best, *(one for one in replicas if one is not best)), reason, best.predict(asked))
+        return Choice((best, *(one for one in replicas if one is not best)), reason)
 
     def learn(self, asked: Asked, ended: Ended) -> None:
         if ended.quality is not None:
@@ -85,5 +95,5 @@ POLICY = Policy(
     "quality",
     "the cheapest backend whose answers to similar requests were judged good enough",
     lambda options, slo: _Quality(options),
-    {"neighbours": 10, "trust": 1.0, "prior": 0.8, "enough": 0.7},
+    Options,
 )

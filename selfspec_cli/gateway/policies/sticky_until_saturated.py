@@ -10,10 +10,20 @@ those to generate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from selfspec_cli.early_exit.knobs import knob
 from selfspec_cli.gateway.asked import Asked
 from selfspec_cli.gateway.policies.base import Choice, Chooser, Policy
 from selfspec_cli.gateway.replica import Replica
+
+
+@dataclass(frozen=True)
+class Options:
+    """When a backend is saturated."""
+
+    prefill_rate: float = knob(0.0, help="what a backend prefills in a second; 0: the greatest rate that was seen",
+                               unit="tokens/s", low=0)  # fmt: skip
 
 
 class _Sticky(Chooser):
@@ -35,14 +45,13 @@ class _Sticky(Chooser):
         if free:
             rest = [one for one in warm if one is not free[0]]
             reason = "cold" if free[0].cached_share(asked) == 0 else "warm" if free[0] is warm[0] else "next_warm"
-            return Choice((free[0], *rest), reason, free[0].predict(asked))
-        order = sorted(replicas, key=waiting)
-        return Choice(tuple(order), "saturated", order[0].predict(asked))
+            return Choice((free[0], *rest), reason)
+        return Choice(tuple(sorted(replicas, key=waiting)), "saturated")
 
 
 POLICY = Policy(
     "sticky_until_saturated",
     "the backend with most of the prompt in its prefix cache, until more tokens wait there than slo.ttft_ms allows",
-    lambda options, slo: _Sticky(float(options["prefill_rate"]), slo.ttft_ms / 1000),
-    {"prefill_rate": 0.0},
+    lambda options, slo: _Sticky(options.prefill_rate, slo.ttft_ms / 1000),
+    Options,
 )

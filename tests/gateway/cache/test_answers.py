@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from selfspec_cli.early_exit.errors import SettingsError
-from selfspec_cli.gateway.cache import AnswerCache, CacheOptions, CacheRequest, open_cache
+from selfspec_cli.gateway.cache import AnswerCache, CacheRequest
 from selfspec_cli.gateway.cache.embedding import DIMENSIONS
+from selfspec_cli.gateway.settings import CacheOptions
 
 SAME = "Which city is the capital of {}?"
 OTHER = "What is the capital of {}?"
@@ -273,22 +274,13 @@ def test_time_to_live_and_size(make):
 def test_a_second_process_and_a_foreign_file_are_refused_by_name(make, tmp_path):
     make()
     with pytest.raises(SettingsError, match="one process at a time"):
-        open_cache(tmp_path / "cache.sqlite")
+        AnswerCache(tmp_path / "cache.sqlite", CacheOptions())
     (tmp_path / "other").write_text("no database " * 100)
     with pytest.raises(SettingsError, match="no cache's file"):
-        open_cache(tmp_path / "other")
+        AnswerCache(tmp_path / "other", CacheOptions())
     sqlite3.connect(tmp_path / "later").execute("PRAGMA user_version=99")
     with pytest.raises(SettingsError, match="version 99"):
-        open_cache(tmp_path / "later")
-
-
-def test_a_wrong_option_is_refused_with_the_nearest_right_one(tmp_path):
-    with pytest.raises(SettingsError, match="did you mean 'delta'"):
-        open_cache(tmp_path / "c", {"dleta": 0.1})
-    with pytest.raises(SettingsError, match=r"cache\.delta=2"):
-        open_cache(tmp_path / "c", {"delta": 2})
-    with pytest.raises(SettingsError, match="did you mean 'tools'"):
-        open_cache(tmp_path / "c", {"also_for": ["tool"]})
+        AnswerCache(tmp_path / "later", CacheOptions())
 
 
 WRITER = """
@@ -296,7 +288,8 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from test_answers import ask, embed, said
 from pathlib import Path
-from selfspec_cli.gateway.cache import AnswerCache, CacheOptions
+from selfspec_cli.gateway.cache import AnswerCache
+from selfspec_cli.gateway.settings import CacheOptions
 
 async def main():
     cache = AnswerCache(Path(sys.argv[1]), CacheOptions(), None, embed)

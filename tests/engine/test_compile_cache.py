@@ -1,0 +1,75 @@
+"""An engine with early exit runs what a plain engine compiled, and the next one what that compiled of its draft."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.engine.models import save_tiny
+
+# vLLM compiles by its own backend on CUDA alone. What that backend needs of a GPU here is one pass over the graph, and
+# fusions for kernels that the CPU build lacks.
+ENGINES = """
+import json
+import sys
+
+from vllm.config import CompilationMode
+from vllm.compilation.counter import compilation_counter
+from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+from vllm.platforms.cpu import CpuPlatform
+
+checked = CpuPlatform.check_and_update_config
+
+def as_on_cuda(config):
+    mode = config.compilation_config.mode
+    checked(config)
+    config.compilation_config.mode = mode
+
+CpuPlatform.check_and_update_config = staticmethod(as_on_cuda)
+FixFunctionalizationPass.__call__ = lambda self, graph: None
+
+if __name__ == "__main__":
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    chosen = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", "compile_sizes": [],
+              "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}}
+    greedy = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
+    for k in (0, 3, 5):
+        spec = {"method": "layer_skip", "layer_skip": 2, "num_speculative_tokens": k} if k else None
+        llm = LLM(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", block_size=32, max_num_seqs=2,
+                  max_model_len=64, max_num_batched_tokens=64, kv_cache_memory_bytes=2**26, disable_log_stats=False,
+                  speculative_config=spec, compilation_config=dict(chosen))
+        (found,) = llm.generate([{"prompt_token_ids": [3, 4, 5, 6]}], greedy, use_tqdm=False)
+        accepted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+        print("FOUND", json.dumps({"tokens": list(found.outputs[0].token_ids), "accepted": accepted,
+                                   "compiled": compilation_counter.num_aot_compiles,
+                                   "loaded": compilation_counter.num_aot_artifacts_loaded}), flush=True)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        torch._dynamo.reset()
+"""
+
+
+def test_what_a_plain_engine_compiled_is_loaded_and_a_draft_is_compiled_once_for_every_length(tmp_path):
+    model = save_tiny("llama", tmp_path / "llama", num_hidden_layers=3)
+    script = tmp_path / "engines.py"
+    script.write_text(ENGINES)
+    env = os.environ | {
+        "VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "1",
+    }  # fmt: skip
+    command = [sys.executable, str(script), str(model)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
+    found = [json.loads(line.removeprefix("FOUND")) for line in run.stdout.splitlines() if line.startswith("FOUND")]
+    assert len(found) == 3, (run.stdout + run.stderr)[-3000:]
+    plain, first, second = found
+    # Of the target and its draft, in this process so far: how many were compiled, and how many were loaded.
+    assert (plain["compiled"], plain["loaded"]) == (1, 0)
+    assert (first["compiled"], first["loaded"]) == (2, 1)
+    assert (second["compiled"], second["loaded"]) == (2, 3)
+    assert first["accepted"] and second["accepted"]
+    assert first["tokens"] == second["tokens"] == plain["tokens"]

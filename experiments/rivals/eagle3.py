@@ -127,7 +127,9 @@ def layer_of(config: Any) -> Any:
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                  "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters")  # fmt: skip
         if missing := [name for name in names if not hasattr(config, name)]:
-            raise SystemExit(f"a {config.model_type} has no {', '.join(missing)}; allowed: models with layers like Llama's")
+            raise SystemExit(
+                f"a {config.model_type} has no {', '.join(missing)}; allowed: models with layers like Llama's"
+            )
         given = {name: getattr(config, name) for name in names}
         config = LlamaConfig(**given, head_dim=getattr(config, "head_dim", None))
     config.num_hidden_layers = 1

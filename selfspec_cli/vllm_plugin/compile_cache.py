@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,3 +80,12 @@ def share_with_plain(model: nn.Module, vllm_config: VllmConfig) -> None:
         module.vllm_config, module.compilation_config = plain, plain.compilation_config
         with set_current_vllm_config(plain):
             TorchCompileWithNoGuardsWrapper.__init__(module, compile_prefix=module._compile_tag)
+
+
+def count_times(models: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
+    """Add what these took to compile to what the engine says of its start; vLLM counts it by the configuration that it
+    compiles with."""
+    own = vllm_config.compilation_config
+    parts = (part for model in models for part in model.modules())
+    found = {id(config): config for part in parts if (config := getattr(part, "compilation_config", own)) is not own}
+    own.compilation_time += sum(config.compilation_time for config in found.values())

@@ -68,3 +68,17 @@ def test_what_a_start_measures_of_memory_is_kept_for_what_drafts(config):
     keys = [config(**spec).compute_hash() for spec in specs] + [config().compute_hash()]
     assert len(set(keys)) == len(keys)
     assert config(**specs[0]).compute_hash() == keys[0]
+
+
+def test_the_engine_says_how_long_all_was_compiled(config):
+    from torch import nn
+
+    early = config(layer_skip=2)
+    target, draft, other = (nn.Linear(1, 1) for _ in range(3))
+    for part, seconds in ((target, 2.0), (draft, 0.5)):
+        part.compilation_config = compile_cache.as_plain(early).compilation_config
+        part.compilation_config.compilation_time += seconds
+    other.compilation_config = early.compilation_config
+    early.compilation_config.compilation_time = 0.25  # of what was compiled under the engine's own key
+    compile_cache.count_times([nn.Sequential(target, other), nn.Sequential(draft, target)], early)
+    assert early.compilation_config.compilation_time == 2.75

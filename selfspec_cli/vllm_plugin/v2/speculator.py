@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.request_settings import NOTHING
-from selfspec_cli.vllm_plugin import kernel_choice
+from selfspec_cli.vllm_plugin import compile_cache, kernel_choice
 from selfspec_cli.vllm_plugin.contexts import kernel_for
 from selfspec_cli.vllm_plugin.exit_head import load_exit_head
 from selfspec_cli.vllm_plugin.fused_step.drafting import MOST, fused_step
@@ -390,4 +390,5 @@ class EarlyExitSpeculator(DraftLoop):
             with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
                 self._forward(num_tokens)
             take_in(self.state, [0], [NOTHING], [math.nan], [Ending()])  # no request waits for its compilation
+        compile_cache.count_times([self._target, self.model], self.vllm_config)
         logger.info("early exit: the layers that draft are compiled after %.2f s", time.perf_counter() - began)

@@ -13,6 +13,7 @@ from selfspec_cli.config import machine
 from selfspec_cli.config.digests import file_digest
 from selfspec_cli.config.keys import digest
 from selfspec_cli.config.schema import PROMPTS, ConfigError, Method, RunConfig, to_plain
+from selfspec_cli.early_exit.errors import on_one_line
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import folder as results
@@ -83,7 +84,7 @@ def measured(
         raise
     except Exception as error:
         interrupts.check()
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = on_one_line(error)[:300]
     arm = tables.identity(replace(cfg, method=Method.baseline))
     arm |= {"arm": str(Method.baseline) if is_baseline else ELSEWHERE, "model": server.model}
     prompts = None if cfg.workload.prompts in PROMPTS else file_digest(Path(cfg.workload.prompts))

@@ -41,7 +41,7 @@ def in_words(settings: ResolvedSettings, num_layers: int) -> str:
 
 
 class EarlyExitConfig(SpeculativeConfig):
-    """vLLM's SpeculativeConfig under another name, for what the log prints of it. Its fields are vLLM's."""
+    """vLLM's SpeculativeConfig with another name in the log and a key of its own. Its fields are vLLM's."""
 
     def compute_hash(self) -> str:
         """With what drafts: the memory depends on it that vLLM measures and may keep under this key."""

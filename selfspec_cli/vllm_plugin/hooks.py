@@ -83,7 +83,7 @@ def offer_methods(original: Function) -> Any:
 
 
 def capture_every_width(original: Function) -> Function:
-    """Replacement for `VllmConfig._set_cudagraph_sizes`: graphs for larger steps, only where early exit needs them."""
+    """Replacement for `VllmConfig._set_cudagraph_sizes`: with early exit, graphs for larger steps too."""
 
     @functools.wraps(original)
     def _set_cudagraph_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -48,8 +48,10 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.config.vllm:VllmConfig._set_cudagraph_sizes",
         replacement=f"{_HERE}.hooks:capture_every_width",
         stage="config",
-        reason="it captures no graphs for steps of more than 512 tokens, and 5 tokens a request are soon more",
-        unneeded_when="vLLM's limit counts requests where tokens are drafted",
+        reason="it captures no graphs for steps of more than 512 tokens, and 5 tokens a request are soon more; and a "
+        "plain engine's sizes, which are in its key of the compile cache, are known here alone",
+        unneeded_when="vLLM's limit counts requests where tokens are drafted, and its compile cache has no sizes of "
+        "graphs in its keys",
     ),
     Patch(
         target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",

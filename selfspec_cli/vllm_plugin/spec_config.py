@@ -3,9 +3,9 @@
 vLLM sees its own method `draft_model`, whose draft is the target itself; that gives lookahead slots in the KV cache,
 the rejection sampler and the counters. Our own settings must reach the workers too, which get a pickled configuration:
 
-- Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings stay out of what vLLM
-  hashes into its compile cache: they are an attribute of the SpeculativeConfig object, and are pickled with it.
-- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is hashed.
+- Method `layer_skip` compiles the same target whatever E, k and the gate are, so its settings are an attribute of the
+  SpeculativeConfig object, which is pickled with it, and which compile_cache.py leaves out where vLLM compiles.
+- Method `skip` and collecting compile something else, so theirs are in `additional_config`, which is in every key.
 """
 
 from __future__ import annotations

@@ -163,7 +163,6 @@ SIGNATURES = {
     "cudagraph_runtime_mode batch_descriptor ubatch_slices slot_mapping skip_compiled is_padding",
     "vllm.forward_context:BatchDescriptor.__init__": "num_tokens num_reqs uniform has_lora num_active_loras",
     "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__": "compile_prefix is_encoder",
-    "vllm.compilation.backends:set_model_tag": "tag is_encoder",
     "vllm.config:set_current_vllm_config": "vllm_config check_compile prefix",
     "vllm.distributed.parallel_state:cleanup_dist_env_and_memory": "shutdown_ray",
     # 8-bit copies.

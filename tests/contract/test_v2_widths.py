@@ -390,7 +390,7 @@ def test_graphs_reach_as_far_as_256_requests_draft():
     wide = sizes_of(own, 256)
     assert wide[: len(own)] == own and wide[-1] == 256 * 5
     assert set(wide[len(own) :]) == {5 * count for count in range(104, 257, 8)}
-    # vLLM compiles anew when these sizes change: a table must not change them, and more requests have no more.
+    # A table says which of these sizes are captured, and does not change them; more requests have no more.
     assert sizes_of(own, 256, length_table="97:2 200:0") == wide == sizes_of(own, 1024)
     assert sizes_of([], 256) == []  # no graphs at all
 

@@ -3,8 +3,7 @@
 vLLM captures no graph for more than 512 tokens (1,024 on some devices) unless a user says so, and runs larger steps
 kernel by kernel. With 5 tokens a request that is every step of more than 102 requests, and a mixed prefill and decode
 batch even sooner. So the limit is raised here for `RAISED` requests of k drafts each, whatever the table of
-lengths says: vLLM compiles a model anew when these sizes change. The table says for which widths and how many requests
-graphs are captured.
+lengths says. The table says for which widths and how many requests graphs are captured.
 """
 
 from __future__ import annotations

@@ -153,6 +153,10 @@ def _sweep(
     ends = None if ways.max_hours is None else time.time() + 3600 * ways.max_hours
     with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
+        if means is ENGINES and runs[0].launcher.kind == "local":  # the workers of others start their own engines
+            from selfspec_cli.engine import live
+
+            live.fork_engines(runs[0])
         open_engine, bench = means.opened(shown, run_id)
         try:
             result = sweep_stage.run(

@@ -7,6 +7,8 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 from selfspec_cli.config.schema import ConfigError
@@ -31,20 +33,20 @@ def sweep_lock(results: str | os.PathLike[str]) -> Iterator[None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(not_writable(Path(results), error)) from error
-    try:
+    with os.fdopen(handle, "r+b", buffering=0) as file:
+        # An engine that is forked from this process and outlives it must not go on holding the folder.
+        register_after_fork(file, FileIO.close)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = os.read(handle, 32).decode().strip() or "unknown"
+            pid = file.read(32).decode().strip() or "unknown"
             raise ConfigError(
                 f"another selfspec command (pid {pid}) is writing to {results}; wait for it, or choose another "
                 "folder: results_dir=NAME"
             ) from None
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
         yield
-    finally:
-        os.close(handle)
 
 
 @contextmanager

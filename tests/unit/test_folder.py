@@ -258,6 +258,28 @@ def test_a_read_only_folder_is_refused_with_its_name_and_what_to_do():
         assert os.listdir(place) == []
 
 
+def test_a_forked_engine_that_outlives_its_command_does_not_hold_the_folder(tmp_path):
+    context = multiprocessing.get_context("fork")
+    begun, ended = context.Event(), context.Event()
+
+    def engine():
+        begun.set()
+        ended.wait(20)
+
+    with folder.sweep_lock(tmp_path):
+        forked = context.Process(target=engine)
+        forked.start()
+        assert begun.wait(20)
+        with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), folder.sweep_lock(tmp_path):
+            pass
+    try:
+        with folder.sweep_lock(tmp_path):
+            assert forked.is_alive()
+    finally:
+        ended.set()
+        forked.join()
+
+
 def test_a_second_writer_is_refused_with_the_pid_of_the_first(tmp_path):
     code = (
         "import sys; from selfspec_cli.record.folder import sweep_lock\n"

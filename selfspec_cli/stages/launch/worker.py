@@ -45,7 +45,7 @@ def _end_with(parent: int) -> None:
 
 def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) -> None:
     """Measure every config of a unit, the baselines first, and spool each point."""
-    from selfspec_cli.engine.live import open_engine
+    from selfspec_cli.engine.live import fork_engines, open_engine
     from selfspec_cli.stages import bench, sweep
 
     def keep(point: Point) -> None:
@@ -54,6 +54,7 @@ def measure(cfgs: Sequence[RunConfig], document: dict[str, Any], spool: Path) ->
         part.write_text(points.to_json(point), encoding="utf-8")
         part.rename(target)
 
+    fork_engines(cfgs[0])
     sweep.run_unit(
         cfgs, document["run_id"], keys_of(document, cfgs), open_engine=open_engine, bench=bench.run, keep=keep,
         go_on=lambda: document["ends"] is None or time.time() < document["ends"],

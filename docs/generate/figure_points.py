@@ -56,6 +56,10 @@ ABOUT = {
     + TOGETHER,
     "gpu/qwen_1.5b_tuned_h100/edits": "The same on one of a host's four H100s, with that table for all of the model's own drafts; other work on the other cards. The engine of the n-grams did not start before the time ended.",
     "gpu/qwen_1.5b_tuned_h100/rivals": "Coding tasks and chat questions by 4-bit copies with a table of lengths and by vLLM's n-grams, at one request, on another card of that host. The draft model of 0.5 B and the model in 4 bits were not reached.",
+    "gpu/qwen_1.5b_h200/edits_ngram": "Free drafts in front of copies with a table of lengths beside vLLM's n-grams, another host; other work on its second card.",
+    "gpu/qwen_1.5b_h200/rivals_int4": "The model in 4 bits, decoded plainly, beside the model as it is, at one request on that host.",
+    "gpu/qwen_1.5b_h200/starts_first": "Four prompts on an engine with copies, started with empty caches; what matters is `start_seconds`.",
+    "gpu/qwen_1.5b_h200/starts_second": "The same, started again.",
     "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "
     + TOGETHER,
     "gpu/milestones_qwen_h200": "The milestones of the first sprint on the same coder ([expected and found](measurements.md#the-milestones-of-the-first-sprint)). "

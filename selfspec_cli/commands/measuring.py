@@ -77,7 +77,7 @@ class Means:
 def _engines(shown: Progress, run_id: str) -> tuple[sweep_stage.OpenEngine, sweep_stage.Bench]:
     from selfspec_cli.stages.bench import run as bench_one
 
-    return shown_starting(shown), bench_one
+    return shown_starting(shown, forked=True), bench_one
 
 
 ENGINES = Means(_engines)
@@ -153,10 +153,6 @@ def _sweep(
     ends = None if ways.max_hours is None else time.time() + 3600 * ways.max_hours
     with open_tracker(runs[0], run_id) as tracker, at_work(command, folder, debug) as shown:
         shown.page = LivePage(folder) if ways.watch else None
-        if means is ENGINES and runs[0].launcher.kind == "local":  # the workers of others start their own engines
-            from selfspec_cli.engine import live
-
-            live.fork_engines(runs[0])
         open_engine, bench = means.opened(shown, run_id)
         try:
             result = sweep_stage.run(
@@ -190,14 +186,19 @@ def _send_report(tracker: Tracker, folder: Path, result: sweep_stage.SweepResult
         result.warnings.append(f"tracker: {on_one_line(error)}")
 
 
-def shown_starting(progress: Progress) -> Callable[..., AbstractContextManager[Any]]:
-    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does."""
+def shown_starting(progress: Progress, *, forked: bool = False) -> Callable[..., AbstractContextManager[Any]]:
+    """`engine.live.open_engine`, reporting when an engine starts. vLLM is imported when the first one does.
+
+    forked: see `engine.processes.fork_engines`.
+    """
 
     @contextmanager
     def open_engine(cfg: RunConfig, **more: Any) -> Iterator[Any]:
-        from selfspec_cli.engine import live
+        from selfspec_cli.engine import live, processes
 
         progress.starting(f"{cfg.model.name}, {label(tables.planned(cfg))}")
+        if forked:
+            processes.fork_engines(cfg)
         with ExitStack() as stack:
             try:
                 engine = stack.enter_context(live.open_engine(cfg, **more))

@@ -43,7 +43,7 @@ def tune(
         with at_work("tune", cfgs[0].results_dir, debug) as shown:
             result = tune_stage.run(
                 cfgs,
-                open_engine=shown_starting(shown),
+                open_engine=shown_starting(shown, forked=True),
                 budget=Budget(minutes, trials),
                 conf=Path("conf"),
                 heads=heads,

@@ -62,7 +62,7 @@ def verify(cfg: RunConfig, asked: Wanted, *, dry_run: bool, debug: bool) -> dict
     if asked.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM reads it when it is imported, and so do its workers
     with at_work("verify", cfg.results_dir, debug) as shown:
-        return run.run(cfg, asked, open_engine=shown_starting(shown), progress=shown)
+        return run.run(cfg, asked, open_engine=shown_starting(shown, forked=True), progress=shown)
 
 
 def exit_code(document: dict[str, Any]) -> int:

@@ -26,6 +26,7 @@ from selfspec_cli.early_exit.draft_log import DraftLog
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.early_exit.view import DraftView
 from selfspec_cli.engine.arguments import chat_tokens, llm_arguments
+from selfspec_cli.engine.processes import how_they_start
 from selfspec_cli.record.latency import RequestTimes
 from selfspec_cli.vllm_plugin.worker import leave_worker_classes, register_kernels_once
 
@@ -260,7 +261,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         # vLLM 0.32 saves ahead-of-time artifacts on the CPU that it then fails to load; PyTorch's own cache works, and
         # an engine that was compiled before starts in a quarter of the time.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", _how_processes_start())
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", how_they_start())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     llm = None
     try:
@@ -288,27 +289,6 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             llm.llm_engine.engine_core.shutdown()
         del llm
         _free()
-
-
-def fork_engines(cfg: RunConfig) -> None:
-    """Have the engines on a GPU that this process will start forked from it: each is spared importing vLLM again, which
-    takes half a minute on a slow host. For processes that leave all work to engines, before anything else is done.
-
-    PyTorch is kept to one thread here, and in the engines, for which vLLM does so itself once they are loaded.
-    """
-    if device_of(cfg) == "cpu":
-        return  # such an engine runs in this process, with all of its cores
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _how_processes_start() -> str:
-    """vLLM's word for it. A forked engine hangs in its first parallel operation once PyTorch has run one here, as it
-    does counting a draft vocabulary; where it has one thread, it runs none."""
-    import torch
-
-    return "fork" if torch.get_num_threads() == 1 else "spawn"
 
 
 @contextmanager

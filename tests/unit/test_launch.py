@@ -381,7 +381,7 @@ def test_an_interrupt_does_not_wait_for_the_points_in_hand(lab, monkeypatch):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    user = threading.Thread(target=press)
+    user = threading.Thread(target=press, daemon=True)  # it waits for ever where no worker begins
     user.start()
     with pytest.raises(KeyboardInterrupt):
         run(asked("joblib", results))

@@ -12,12 +12,12 @@ PROGRAM = """
 import os, sys
 import torch
 from selfspec_cli.config.schema import EngineConfig, RunConfig
-from selfspec_cli.engine import live
+from selfspec_cli.engine.processes import fork_engines, how_they_start
 
-live.fork_engines(RunConfig(engine=EngineConfig(name="one", device=sys.argv[1])))
-torch.rand(2**20).sort()  # in parallel where there are threads for it
-print(live._how_processes_start(), flush=True)
-if live._how_processes_start() == "fork":
+torch.rand(2**20).sort()  # in parallel
+fork_engines(RunConfig(engine=EngineConfig(name="one", device=sys.argv[1])))
+print(how_they_start(), flush=True)
+if how_they_start() == "fork":
     engine = os.fork()
     if not engine:
         torch.rand(2**20).sort()  # hangs in a fork of a process that has run it in parallel
@@ -27,7 +27,7 @@ if live._how_processes_start() == "fork":
 
 
 @pytest.mark.parametrize(("device", "how"), [("cuda", "fork"), ("cpu", "spawn")])
-def test_engines_are_forked_from_a_process_that_keeps_pytorch_to_one_thread(device, how):
+def test_engines_are_forked_where_pytorch_is_kept_to_one_thread_and_do_not_hang(device, how):
     threads = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, device], env=threads, capture_output=True, text=True, timeout=60

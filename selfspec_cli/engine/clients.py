@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as waiting
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -119,6 +120,12 @@ class Run:
         )
 
 
+def check_installed() -> None:
+    """Raises ModuleNotFoundError without locust: a server would start for minutes before its clients could not."""
+    if find_spec("locust") is None:
+        raise ModuleNotFoundError("No module named 'locust'", name="locust")
+
+
 def processes_for(clients: int) -> int:
     """Processes for so many clients at once, on this machine: the server wants most of its cores."""
     return max(1, min(math.ceil(clients / CLIENTS_A_PROCESS), (os.cpu_count() or 1) // CORES_A_PROCESS))
@@ -134,7 +141,7 @@ def run(
             requests ended and the seconds gone so far.
 
     Raises:
-        ClientsError: locust is not installed, or failed.
+        ClientsError: locust failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "clients.log"
@@ -294,7 +301,5 @@ def _watch(
 
 
 def _why(log: Path) -> str:
-    lines = last_lines(log, 100)
-    if any("No module named locust" in line for line in lines):
-        return "locust is not installed: pip install 'selfspec[load]'"
-    return f"the clients failed: {' · '.join(line.strip()[:200] for line in lines[-3:])}; all of it: {log}"
+    lines = last_lines(log, 3)
+    return f"the clients failed: {' · '.join(line.strip()[:200] for line in lines)}; all of it: {log}"

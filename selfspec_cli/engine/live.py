@@ -70,6 +70,7 @@ class Engine:
     num_layers: int
     weights_mib: float  # the target's weights and whatever the arm holds beside them (an exit head)
     draft_mib: float  # of these, what drafting adds
+    start_seconds: float  # that it took to start, without vLLM's first import in this process
     _requests: int = field(default=0, repr=False)
     _length: int | None = field(default=None, repr=False)  # asked for by every request; None: the engine's own
 
@@ -271,7 +272,9 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
             leave_worker_classes()
             if device_of(cfg) == "cpu":
                 register_kernels_once()
+            began = time.perf_counter()
             llm = LLM(**{**llm_arguments(cfg, Path(scratch)), **extra})
+            start_seconds = time.perf_counter() - began
         if cfg.engine.nvtx:
             from selfspec_cli.vllm_plugin.observe.annotate import annotate_frontend
 
@@ -281,7 +284,7 @@ def open_engine(cfg: RunConfig, **extra: Any) -> Iterator[Engine]:
         layers = llm.collective_rpc("early_exit_layers")[0]
         target = sum(share["target"] for share in weights) / MIB
         draft = sum(share["draft"] for share in weights) / MIB
-        yield Engine(llm, cfg, layers, target + draft, draft)
+        yield Engine(llm, cfg, layers, target + draft, draft, start_seconds)
     except Exception as error:
         raise _as_bad_input(error) from error
     finally:

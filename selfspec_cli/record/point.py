@@ -94,11 +94,11 @@ class Point:
     with nothing.
 
     id: `<key>-<run_id>`. number: its place among the points of its command. seconds: that measuring took;
-    start_seconds: that starting its engine took. start_shared_by: points that the engine was started for; None in files
-    from before there was one. arm: what was measured, by the names of a row's columns. figures: of a point whose raw
-    values were not kept, the columns of both tables that were, and its drafting summary. arm_key: names the arm,
-    whatever the workload (`Keys.arm`); None in files from before there was one. quality: columns that `quality.attach`
-    found for the arm; no part of the file, for they are found later.
+    start_seconds: that starting its engine took, without a process's first import of vLLM. start_shared_by: points that
+    the engine was started for; None in files from before there was one. arm: what was measured, by the names of a row's
+    columns. figures: of a point whose raw values were not kept, the columns of both tables that were, and its drafting
+    summary. arm_key: names the arm, whatever the workload (`Keys.arm`); None in files from before there was one.
+    quality: columns that `quality.attach` found for the arm; no part of the file, for they are found later.
     """
 
     id: str

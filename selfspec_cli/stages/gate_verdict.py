@@ -90,6 +90,10 @@ def _value(bound: Bound, points: Sequence[Point], known: Mapping[str, Point]) ->
         theirs = samples([known[name] for name in against], bound.measure)
     if not ours or not theirs or not median(theirs):
         return None
+    if bound.measure == START and bound.of_baseline:
+        # A first start and those after it differ by what is compiled, so each is set beside the plain one of its run.
+        ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+        return median(ratios), (min(ratios), max(ratios)) if len(ratios) > 1 else None
     return median(ours) / median(theirs), speedup_interval(ours, theirs)
 
 

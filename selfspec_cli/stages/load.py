@@ -17,7 +17,16 @@ from typing import Any
 from selfspec_cli.config.keys import baseline_of, digest
 from selfspec_cli.config.schema import RunConfig, to_plain
 from selfspec_cli.early_exit import counters
-from selfspec_cli.engine.clients import BUSY, COMPLETIONS, ClientsError, Job, Run, processes_for, warm_up
+from selfspec_cli.engine.clients import (
+    BUSY,
+    COMPLETIONS,
+    ClientsError,
+    Job,
+    Run,
+    check_installed,
+    processes_for,
+    warm_up,
+)
 from selfspec_cli.engine.clients import run as run_clients
 from selfspec_cli.engine.server import Server
 from selfspec_cli.progress import Progress, ignore
@@ -54,6 +63,9 @@ class Loader:
     more: dict[str, Any] = field(default_factory=dict)
     saturation: dict[str, float] = field(default_factory=dict)
     _points: int = 0
+
+    def __post_init__(self) -> None:
+        check_installed()
 
     def __call__(self, cfg: RunConfig, server: Server, progress: Progress = ignore) -> Measurement:
         """One arm at one load: warm-up, then every run. A run that an interrupt cuts short is kept as far as it came.

@@ -219,7 +219,7 @@ def _on_one_engine(context: _Run, points: list[Planned]) -> None:
             for planned in waiting:  # none of them can start: they share this engine
                 context.fail(planned, error)
             return
-        started = time.perf_counter() - began, len(waiting)
+        started = getattr(engine, "start_seconds", time.perf_counter() - began), len(waiting)
         try:
             while waiting and context.go_on():
                 interrupts.check()

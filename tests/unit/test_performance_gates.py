@@ -113,6 +113,10 @@ def test_ratios_to_the_baseline_and_what_has_one_value():
     # One start says nothing of how much starts differ; two do.
     assert (found["start_seconds"].outcome, found["start_seconds"].value) == (UNSURE, 1.1)
     assert checked(asked, one, one)["start_seconds"].outcome == GREEN
+    # A second start finds what the first compiled: each is set beside the baseline's of its own run.
+    later = arm(150.0, base=points.baseline("3", 100.0, start_seconds=2.0), start_seconds=3.0)
+    both = checked(asked, one, later)["start_seconds"]
+    assert (both.outcome, both.value, both.low, both.high) == (UNSURE, pytest.approx(1.3), 1.1, 1.5)
 
 
 @pytest.mark.parametrize("name", INVARIANTS)

@@ -5,8 +5,8 @@
 
 One decoder layer reads three hidden states of the model and the next token's embedding, and drafts over the full
 vocabulary with the model's own lm_head (both stay as they are). It is trained on what the model itself writes, sampled
-at temperature 1: after windows of this Python's standard library, or with --chat also after chat questions that the
-measurements do not ask. Nothing of what is measured is trained on. The loss is speculators' own (KL divergence to the
+at temperature 1: after windows of this Python's standard library, or with --chat also after chat questions and coding
+tasks that the measurements do not ask. Nothing of what is measured is trained on. The loss is speculators' own (KL divergence to the
 model, each step after the drafts of the steps before it).
 
 Needs `speculators` 0.9 and transformers, in an environment of their own if need be (docs/measurements.md); no network.
@@ -30,7 +30,8 @@ from drafting import answers, chat_prompts, load
 from torch import Tensor
 
 KINDS = ("llama", "qwen3")  # of layers that speculators has
-SEED = 2  # of the questions: 0 is what is measured
+SEED = 2  # of the code's windows, and of what is drawn
+UNASKED = (("chat", 32), ("coding", 16))  # questions that the measurements do not ask: all from seed 1 on
 Batch = dict[str, Tensor]
 
 
@@ -166,12 +167,14 @@ def _texts(chosen: argparse.Namespace, model: Any, tokenizer: Any) -> list[list[
         if len(made) >= chosen.texts:
             break
         if chosen.chat and part % 2:
-            prompts = chat_prompts(tokenizer, 16, SEED) * (chosen.at_once // 16 or 1)
+            asked = [ids for kind, count in UNASKED for ids in chat_prompts(tokenizer, count, 1, kind)]
+            prompts = asked * (chosen.at_once // len(asked) or 1)
         else:
             prompts = library.token_windows(encode, library.fitting_text(), 32, chosen.at_once, SEED + part)
         wanted = chosen.length - min(map(len, prompts))
         written = answers(model, tokenizer, prompts, wanted, 1.0, SEED + part)
         made += [ids[: chosen.length] for ids, _ in written if len(ids) >= chosen.length]
+    random.Random(SEED).shuffle(made)  # or none of the answers to questions would be among those held out
     return made[: chosen.texts]
 
 

@@ -4,8 +4,12 @@ Python raises KeyboardInterrupt wherever it happens to be, also inside a destruc
 where the exception is printed and dropped. So while `deferred` holds, an interrupt only leaves a note, and `check`,
 called between engine steps, repeats and points, raises. A second Ctrl-C does not wait.
 
+SIGTERM, which Slurm, containers and `timeout` send, is the same inside `by_sigterm`: it would end this process alone,
+and an engine of vLLM's would go on without it and hold its GPU.
+
 While an engine starts there is no safe place for a minute. There, in `at_once`, an interrupt raises where it is, and
-`check` raises again if that was dropped: a half-started engine is thrown away in either case.
+`check` raises again if that was dropped: a half-started engine is thrown away in either case. What it raises is no
+KeyboardInterrupt there: vLLM drops one while it waits for its engine's process, and then waits on.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from selfspec_cli import terminal
 
 _waiting = False  # an interrupt has come and its KeyboardInterrupt has not yet ended the outermost `deferred`
 _depth = 0
-_patient = True  # an interrupt waits for `check`
 
 NOTE = "\ninterrupt: this command ends as soon as the work in hand allows it; press Ctrl-C again to end it at once\n"
 
@@ -55,23 +58,60 @@ def deferred() -> Iterator[None]:
             _waiting = False
 
 
+class _AtOnce(BaseException):
+    """A KeyboardInterrupt by a name that nobody catches."""
+
+
 @contextmanager
 def at_once() -> Iterator[None]:
     """Inside, an interrupt does not wait: for work that has no safe places, and of which nothing is kept. One that
     waits already, such as one that came while the last engine was closed, is raised before the work begins."""
-    global _patient
-    before, _patient = _patient, False
-    try:
+    with deferred():
         check()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, _end)
+        try:
+            yield
+        except _AtOnce:
+            raise KeyboardInterrupt from None
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+@contextmanager
+def by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM does what Ctrl-C does. Outside the main thread, and where SIGTERM is somebody else's, it changes
+    nothing."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
         yield
     finally:
-        _patient = before
-    check()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):
+        handler(number, frame)
+    else:  # a shell lets what it starts in the background ignore SIGINT
+        raise KeyboardInterrupt
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     global _waiting
     waited, _waiting = _waiting, True
-    if waited or not _patient:
+    if waited:
         raise KeyboardInterrupt
     terminal.tell(NOTE)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    global _waiting
+    _waiting = True
+    raise _AtOnce

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from selfspec_cli import terminal
+from selfspec_cli import interrupts, terminal
 from selfspec_cli.commands import progress_table, screen
 from selfspec_cli.commands.live_page import LivePage
 from selfspec_cli.config.schema import ConfigError
@@ -170,19 +170,20 @@ def at_work(command: str, results_dir: str | Path, debug: bool) -> Iterator[Scre
 
     An exception other than bad input first shows the last lines of the log.
     """
-    if debug:
-        with redirect_stdout(sys.stderr):
-            yield Screen(sys.stderr, None, in_place=False)
-        return
-    log = Path(results_dir) / LOGS / f"{folder.new_run_id()}-{command}.log"
-    with terminal.kept_apart(log) as user:
-        shown = Screen(user, log)
-        shown.open()
-        try:
-            yield shown
-        except BaseException as error:
-            shown.close(keep=True)
-            if not isinstance(error, (ConfigError, SettingsError, typer.Exit)):
-                shown.show_log()
-            raise
-        shown.close(keep=False)
+    with interrupts.by_sigterm():
+        if debug:
+            with redirect_stdout(sys.stderr):
+                yield Screen(sys.stderr, None, in_place=False)
+            return
+        log = Path(results_dir) / LOGS / f"{folder.new_run_id()}-{command}.log"
+        with terminal.kept_apart(log) as user:
+            shown = Screen(user, log)
+            shown.open()
+            try:
+                yield shown
+            except BaseException as error:
+                shown.close(keep=True)
+                if not isinstance(error, (ConfigError, SettingsError, typer.Exit)):
+                    shown.show_log()
+                raise
+            shown.close(keep=False)

@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from selfspec_cli import children
+from selfspec_cli import children, interrupts
 from selfspec_cli.config import machine
 from selfspec_cli.config.facts import device_of
 from selfspec_cli.config.schema import ConfigError, RunConfig
@@ -198,7 +198,7 @@ def serve(replicas: Sequence[Program], front: Program, folder: Path, say: Say) -
         ServerError: a replica ended before it ever answered, none is left, or the router ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _interrupted_by_sigterm():
+    with interrupts.by_sigterm():
         try:
             for one in replicas:
                 _start(one, folder, say)
@@ -281,17 +281,3 @@ def _until_it_answers(one: Program, beside: Sequence[Program], folder: Path) -> 
             return
         time.sleep(0.25)
     raise ServerError(f"{one.name} did not answer within {START_SECONDS / 60:.0f} minutes{_last(one, folder)}")
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends the command as Ctrl-C does, so that nothing is left running."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,12 @@ SELFSPEC_TRANSCRIPTS=FOLDER keeps recordings of the terminal.
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +75,42 @@ def test_an_interrupted_one_shows_the_log_and_the_next_step(folder):
     assert "the last lines of the log:" in shown.last
     assert "the same command begins again" in shown.last
     assert not shown.screen.cursor.hidden
+
+
+def test_one_that_gets_sigterm_while_its_engines_process_starts_leaves_no_process(folder):
+    """As on a GPU, where vLLM drops the interrupt while it waits for that process, which would outlive the command."""
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    words = [sys.executable, "-m", "selfspec_cli", *WORDS, "results_dir=ended"]
+    with open(folder / "ended.txt", "w+") as said:
+        command = subprocess.Popen(words, cwd=folder, env=env, stdout=said, stderr=said, start_new_session=True)
+        try:
+            assert waited(120, lambda: any("EngineCore" in line for line in of_session(command.pid))), "no engine"
+            command.send_signal(signal.SIGTERM)
+            assert command.wait(60) == 130
+            assert waited(10, lambda: not of_session(command.pid)), of_session(command.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(command.pid, signal.SIGKILL)
+        said.seek(0)
+        assert "interrupted; what was measured so far is kept" in said.read()
+
+
+def of_session(number: int) -> list[str]:
+    """Command lines of the processes of a session."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (place / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == number and state != "Z":
+                found.append((place / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def waited(seconds: float, until: Callable[[], bool]) -> bool:
+    """Whether `until` came true in so many seconds."""
+    ends = time.monotonic() + seconds
+    while not until():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.1)
+    return True

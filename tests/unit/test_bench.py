@@ -55,7 +55,7 @@ def live(monkeypatch):
     core = Core()
     monkeypatch.setattr("selfspec_cli.engine.live.time", SimpleNamespace(perf_counter=lambda: core.steps / 100))
     cfg = RunConfig(method=Method.baseline, workload=WORK)
-    return Engine(SimpleNamespace(llm_engine=core), cfg, 8, 1.0, 0.0), core
+    return Engine(SimpleNamespace(llm_engine=core), cfg, 8, 1.0, 0.0, 0.0), core
 
 
 def test_every_output_of_a_request_has_its_time(live):

@@ -28,7 +28,7 @@ class Tokenizer:
 
 def engine(cfg, tokenizer):
     model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 256)
-    return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0)
+    return Engine(SimpleNamespace(get_tokenizer=lambda: tokenizer, model_config=model), cfg, 4, 0.0, 0.0, 0.0)
 
 
 def config(longest=200):

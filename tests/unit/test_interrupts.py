@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -51,6 +51,36 @@ def test_one_that_is_swallowed_comes_back_at_the_next_safe_place():
 def test_one_that_comes_last_still_ends_the_command():
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         interrupt()
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "where a shell ignores SIGINT"])
+def test_sigterm_is_ctrl_c(ignored):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else signal.getsignal(signal.SIGINT)
+    reached = []
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.by_sigterm(), interrupts.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("it waits for a safe place")
+            interrupts.check()
+            reached.append("behind the safe place")
+        with pytest.raises(KeyboardInterrupt), interrupts.by_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("behind it where nothing waits")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached == ["it waits for a safe place"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_that_is_somebody_elses_stays_theirs():
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda *_: got.append("theirs"))
+    try:
+        with interrupts.by_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == ["theirs"]
 
 
 def test_a_second_one_does_not_wait():
@@ -99,11 +129,21 @@ def test_no_engine_starts_after_an_interrupt():
             pytest.fail("an engine was started")
 
 
-def test_one_that_is_dropped_while_an_engine_starts_comes_back_after_it():
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred():
-        with interrupts.at_once(), suppress(KeyboardInterrupt):
+@pytest.mark.parametrize("around", [interrupts.deferred, nullcontext], ids=["in a sweep", "alone"])
+def test_one_is_not_lost_to_who_drops_keyboard_interrupts_as_vllm_does_while_an_engine_starts(around):
+    with pytest.raises(KeyboardInterrupt), around(), interrupts.at_once():
+        with suppress(KeyboardInterrupt):
             interrupt()
         pytest.fail("it was lost")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_is_dropped_while_an_engine_starts_comes_back_after_it():
+    with pytest.raises(KeyboardInterrupt), interrupts.at_once():
+        thing = threading.Event()
+        watched = weakref.ref(thing, lambda _: interrupt())
+        del thing
+        assert watched() is None
 
 
 def test_outside_the_main_thread_nothing_changes():

@@ -74,25 +74,34 @@ def run(
     if (reason := refusal(file, folder, device)) is not None and plant is None:
         raise ConfigError(reason)
     points: list[Point] = []
-    wanted, runs, checks = list(names), 0, []
+    checks: list[Check] = []
+    wanted, runs = list(names), 0
+
+    def kept() -> dict[str, Any]:
+        line: dict[str, Any] = {
+            "run_id": run_id or results.new_run_id(), "time": results.now(), "gate": file.name, "title": file.title,
+            "digest": file.digest, "outcome": worst(check.outcome for check in checks), "runs": runs,
+            "place": gate_rows.place(device), "checks": [asdict(check) for check in checks],
+            "points": [point.id for point in points], "planted": plant,
+            "seconds": round(time.perf_counter() - began, 1),
+        }  # fmt: skip
+        return line | {"file": str(gate_rows.add(folder, line))}
+
     while wanted and runs < file.runs:
-        runs += 1
         chosen = {name: cfg for name, cfg in zip(names, cfgs, strict=True) if name in wanted}
         more: dict[str, Any] = {"again": True, "reuse_baseline": reuse_baseline, "progress": progress}
-        done = sweep.run([*chosen.values()], open_engine=_planted(open_engine, plant), bench=watched(bench), **more)
+        try:
+            done = sweep.run([*chosen.values()], open_engine=_planted(open_engine, plant), bench=watched(bench), **more)
+        except KeyboardInterrupt:
+            if runs:  # the runs before took minutes, and have a verdict
+                kept()
+            raise
         if done.bad_input:
             raise ConfigError(str(done.failed[0].reason))
-        points += done.points
+        points, runs = points + done.points, runs + 1
         checks = verdicts(file.gates, names, points, _baselines(folder, points) if reuse_baseline else [])
         wanted = [name for gate, name in zip(file.gates, names, strict=True) if _unsure(gate, checks)]
-    line: dict[str, Any] = {
-        "run_id": run_id or results.new_run_id(), "time": results.now(), "gate": file.name, "title": file.title,
-        "digest": file.digest, "outcome": worst(check.outcome for check in checks), "runs": runs,
-        "place": gate_rows.place(device), "checks": [asdict(check) for check in checks],
-        "points": [point.id for point in points], "planted": plant,
-        "seconds": round(time.perf_counter() - began, 1),
-    }  # fmt: skip
-    return line | {"file": str(gate_rows.add(folder, line))}
+    return kept()
 
 
 def verdicts(

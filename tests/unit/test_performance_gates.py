@@ -197,6 +197,8 @@ class Bench:
 
     def __call__(self, cfg, engine, progress):
         speeds = (100.0, 100.0, 100.0) if cfg.method == "baseline" else self.runs.pop(0)
+        if speeds is INTERRUPT:
+            raise KeyboardInterrupt
         return Measurement(tuple(map(points.repeat, speeds)), (), {}, seconds=1.0)
 
 
@@ -206,6 +208,7 @@ def measured(path, *runs, **more):
     return gate.run(file, cfgs, open_engine=bench.open, bench=bench, **more), bench
 
 
+INTERRUPT = ()
 CLEAR, BETWEEN, SLOW = (160.0, 161.0, 162.0), (140.0, 160.0, 170.0), (130.0, 131.0, 132.0)
 
 
@@ -218,6 +221,16 @@ def test_it_repeats_what_it_cannot_tell_and_does_not_guess(written):
     assert (found["outcome"], found["runs"]) == (UNSURE, 3)
     found, _ = measured(written(), SLOW)
     assert (found["outcome"], found["runs"]) == (RED, 1)
+
+
+def test_an_interrupt_keeps_the_verdict_of_the_runs_before(written, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        measured(written(), BETWEEN, INTERRUPT)
+    (line,) = gate_rows.read(tmp_path / "results")
+    assert (line["outcome"], line["runs"], len(line["points"])) == (UNSURE, 1, 2)
+    with pytest.raises(KeyboardInterrupt):
+        measured(written(), INTERRUPT)
+    assert len(gate_rows.read(tmp_path / "results")) == 1  # nothing was judged
 
 
 def test_its_points_are_ordinary_points_and_its_lines_are_only_added_to(written, tmp_path):

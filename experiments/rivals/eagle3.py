@@ -6,8 +6,8 @@
 One decoder layer reads three hidden states of the model and the next token's embedding, and drafts over the full
 vocabulary with the model's own lm_head (both stay as they are). It is trained on what the model itself writes, sampled
 at temperature 1: after windows of this Python's standard library, or with --chat also after chat questions and coding
-tasks that the measurements do not ask. Nothing of what is measured is trained on. The loss is speculators' own (KL divergence to the
-model, each step after the drafts of the steps before it).
+tasks that the measurements do not ask. Nothing of what is measured is trained on. The loss is speculators' own (KL
+divergence to the model, each step after the drafts of the steps before it).
 
 Needs `speculators` 0.9 and transformers, in an environment of their own if need be (docs/measurements.md); no network.
 """

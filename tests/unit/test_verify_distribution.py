@@ -94,6 +94,26 @@ def test_temperature_top_k_and_top_p():
     assert distribution.processed(logs, {"temperature": 0.5}) == pytest.approx(squared / squared.sum())
 
 
+def test_equal_tokens_at_the_cut_count_together():
+    """Which of them top-p keeps is up to the sort, so a text with another one is no fault."""
+    logs = np.log([0.4, 0.3, 0.1, 0.1, 0.1])
+    assert distribution.at_the_cut(logs, {"top_p": 0.85}).tolist() == [False, False, True, True, True]
+    assert not distribution.at_the_cut(logs, {"top_p": 0.95}).any()  # all of them are kept
+    assert not distribution.at_the_cut(logs, {"top_p": 0.5}).any()
+    first = distribution.processed(logs, {"top_p": 0.85})
+    tied, other = distribution.at_the_cut(logs, {"top_p": 0.85}), [0, 1, 2, 3, 4]
+    other[int(np.flatnonzero(tied & (first > 0))[0])] = int(np.flatnonzero(tied & (first <= 0))[0])
+    known = distribution.joint(first, np.full((5, 5), 0.2))
+    draw = np.random.default_rng(0)
+    texts = np.stack([draw.choice(5, 2048, p=first), draw.integers(0, 5, 2048)], 1)
+    swapped = np.stack([np.array(other)[texts[:, 0]], texts[:, 1]], 1)
+    among = np.broadcast_to(tied[:, None], known.shape)
+    assert distribution.exact_p(texts, known, among) == distribution.exact_p(swapped, known, among) > 0.001
+    assert distribution.exact_p(swapped, known) == 0.0
+    texts[:200, 0] = texts[200:400, 0] = 2  # too many of them are one all the same
+    assert distribution.exact_p(texts, known, among) < 1e-6
+
+
 def test_distance_is_the_share_of_texts_that_would_have_to_change():
     ours = np.array([[1], [1], [2], [2]])
     assert distribution.distance(ours, np.array([[1], [2], [2], [2]])) == pytest.approx(0.25)

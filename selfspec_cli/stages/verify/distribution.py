@@ -149,18 +149,20 @@ def detectable(first: Sample, second: Sample) -> float | None:
     return None
 
 
-def exact_p(tokens: np.ndarray, probabilities: np.ndarray) -> float | None:
+def exact_p(tokens: np.ndarray, probabilities: np.ndarray, tied: np.ndarray | None = None) -> float | None:
     """P-value (chi-square, cells of fewer than five expected together) that texts [n, m] follow probabilities [V] * m.
 
-    None where fewer than three cells are populated enough.
+    tied: texts [V] * m of which a token is `at_the_cut`; they count together with the rare ones, because only what
+    all of them have together is known. None where fewer than three cells are populated enough.
     """
     counts = np.zeros(probabilities.shape)
     np.add.at(counts, tuple(tokens[:, : probabilities.ndim].T), 1)
-    impossible = counts[probabilities <= 0].sum()
+    tied = np.zeros(probabilities.shape, bool) if tied is None else tied
+    impossible = counts[(probabilities <= 0) & ~tied].sum()
     if impossible:
         return 0.0
     expected = probabilities.ravel() * len(tokens)
-    enough = expected >= 5
+    enough = (expected >= 5) & ~tied.ravel()
     pairs = [np.append(values[enough], values[~enough].sum()) for values in (counts.ravel(), expected)]
     kept = pairs[1] > 0
     if kept.sum() < 3:
@@ -181,6 +183,16 @@ def processed(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.
         found[order[before >= params["top_p"]]] = 0.0
         found /= found.sum()
     return found
+
+
+def at_the_cut(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.ndarray:
+    """Tokens [V] as likely as each other of which top-k and top-p keep some: which ones is up to how vLLM sorts, and
+    its sort of one row differs from that of several. In 16 bits equal logits are common."""
+    kept = processed(log_probabilities, params) > 0
+    given = np.asarray(log_probabilities, dtype=np.float64)
+    last = given[kept].min()
+    among = given == last
+    return among if not kept[among].all() else np.zeros(len(given), bool)
 
 
 def joint(first: np.ndarray, second: np.ndarray, third: np.ndarray | None = None) -> np.ndarray:

@@ -58,28 +58,33 @@ def draw(engine: Engine, prompt: list[int], name: str, count: int, tokens: int, 
     return Drawn(Sample(np.array([one.tokens for one in found]), scores))
 
 
-def exact(engine: Engine, prompt: list[int], name: str) -> np.ndarray | None:
+def exact(engine: Engine, prompt: list[int], name: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Probabilities of the first two or three tokens after `prompt`, from the plain engine's distributions of the next
-    token; None for large vocabularies and for penalties."""
+    token, and which of these texts have a token that is tied at the cut; None for large vocabularies and penalties."""
     params = SETTINGS[name]
     if engine.vocab_size > EXACT_VOCABULARY or "penalty" in " ".join(params):
         return None
     size = engine.vocab_size
 
-    def after(prefixes: Sequence[list[int]]) -> np.ndarray:
+    def after(prefixes: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         found = asking.next_distribution(engine, prefixes)
-        return np.array([distribution.processed(one, params) for one in found])
+        return (np.array([distribution.processed(one, params) for one in found]),
+                np.array([distribution.at_the_cut(one, params) for one in found]))  # fmt: skip
 
-    first = after([prompt])[0]
-    second = after([[*prompt, one] for one in range(size)])
+    (first,), (tied,) = after([prompt])
+    second, tied_second = after([[*prompt, one] for one in range(size)])
+    tied = tied[:, None] | tied_second
     if size > TRIPLES:
-        return distribution.joint(first, second)
-    third = after([[*prompt, one, two] for one in range(size) for two in range(size)])
-    return distribution.joint(first, second, third.reshape(size, size, size))
+        return distribution.joint(first, second), tied
+    third, tied_third = after([[*prompt, one, two] for one in range(size) for two in range(size)])
+    cube = (size, size, size)
+    return distribution.joint(first, second, third.reshape(cube)), tied[:, :, None] | tied_third.reshape(cube)
 
 
-def judge(name: str, ours: Drawn, plain: Sequence[Drawn], known: np.ndarray | None) -> dict[str, Any]:
-    """One row of the document. plain: two samples of the plain engine. known: the exact distribution, if there is one.
+def judge(
+    name: str, ours: Drawn, plain: Sequence[Drawn], known: tuple[np.ndarray, np.ndarray] | None
+) -> dict[str, Any]:
+    """One row of the document. plain: two samples of the plain engine. known: what `exact` found.
 
     verdict: "same", "differs", "refused" (vLLM takes no such request with drafts), "not shown" (the plain engine's own
     samples differ).
@@ -94,7 +99,7 @@ def judge(name: str, ours: Drawn, plain: Sequence[Drawn], known: np.ndarray | No
     row |= {"p_plain": floor.to_dict()["p"], "distance_plain": floor.to_dict()["distance"], "detectable_share": least}
     p = seen.p
     if known is not None:
-        ps = [distribution.exact_p(sample.tokens, known) for sample in (ours.sample, one)]
+        ps = [distribution.exact_p(sample.tokens, *known) for sample in (ours.sample, one)]
         row |= {"p_exact": ps[0], "p_exact_plain": ps[1]}
         p = min(p, 1.0 if ps[0] is None else ps[0])
     if floor.p < ALPHA:

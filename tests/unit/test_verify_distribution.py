@@ -97,11 +97,16 @@ def test_temperature_top_k_and_top_p():
 def test_equal_tokens_at_the_cut_count_together():
     """Which of them top-p keeps is up to the sort, so a text with another one is no fault."""
     logs = np.log([0.4, 0.3, 0.1, 0.1, 0.1])
-    assert distribution.at_the_cut(logs, {"top_p": 0.85}).tolist() == [False, False, True, True, True]
-    assert not distribution.at_the_cut(logs, {"top_p": 0.95}).any()  # all of them are kept
-    assert not distribution.at_the_cut(logs, {"top_p": 0.5}).any()
-    first = distribution.processed(logs, {"top_p": 0.85})
-    tied, other = distribution.at_the_cut(logs, {"top_p": 0.85}), [0, 1, 2, 3, 4]
+
+    def cut(top_p):
+        first = distribution.processed(logs, {"top_p": top_p})
+        return first, distribution.at_the_cut(logs, first)
+
+    first, tied = cut(0.85)
+    assert tied.tolist() == [False, False, True, True, True]
+    assert not cut(0.95)[1].any()  # all of them are kept
+    assert not cut(0.5)[1].any()
+    other = [0, 1, 2, 3, 4]
     other[int(np.flatnonzero(tied & (first > 0))[0])] = int(np.flatnonzero(tied & (first <= 0))[0])
     known = distribution.joint(first, np.full((5, 5), 0.2))
     draw = np.random.default_rng(0)

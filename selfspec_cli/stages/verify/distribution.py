@@ -185,14 +185,12 @@ def processed(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.
     return found
 
 
-def at_the_cut(log_probabilities: Sequence[float], params: dict[str, Any]) -> np.ndarray:
-    """Tokens [V] as likely as each other of which top-k and top-p keep some: which ones is up to how vLLM sorts, and
-    its sort of one row differs from that of several. In 16 bits equal logits are common."""
-    kept = processed(log_probabilities, params) > 0
-    given = np.asarray(log_probabilities, dtype=np.float64)
-    last = given[kept].min()
-    among = given == last
-    return among if not kept[among].all() else np.zeros(len(given), bool)
+def at_the_cut(log_probabilities: Sequence[float], probabilities: np.ndarray) -> np.ndarray:
+    """Tokens [V] as likely as each other of which `processed` has kept some alone: vLLM may keep others of them, as its
+    sort puts them. In 16 bits equal logits are common."""
+    given, kept = np.asarray(log_probabilities), probabilities > 0
+    among = given == given[kept].min()
+    return among & ~kept[among].all()
 
 
 def joint(first: np.ndarray, second: np.ndarray, third: np.ndarray | None = None) -> np.ndarray:

@@ -67,9 +67,9 @@ def exact(engine: Engine, prompt: list[int], name: str) -> tuple[np.ndarray, np.
     size = engine.vocab_size
 
     def after(prefixes: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        found = asking.next_distribution(engine, prefixes)
-        return (np.array([distribution.processed(one, params) for one in found]),
-                np.array([distribution.at_the_cut(one, params) for one in found]))  # fmt: skip
+        given = asking.next_distribution(engine, prefixes)
+        found = [distribution.processed(one, params) for one in given]
+        return np.array(found), np.array(list(map(distribution.at_the_cut, given, found)))
 
     (first,), (tied,) = after([prompt])
     second, tied_second = after([[*prompt, one] for one in range(size)])

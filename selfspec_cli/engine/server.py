@@ -26,7 +26,7 @@ from selfspec_cli.engine.deployment import Deployment, deployment, has_rust_fron
 from selfspec_cli.terminal import last_lines
 
 START_SECONDS = 1800.0
-STOP_SECONDS = 120.0
+STOP_SECONDS, GIVE_UP_SECONDS = 120.0, 5.0  # for a server that has answered, and for one that still starts
 POLL_SECONDS = 0.25
 ANSWER_SECONDS = 60.0  # for anything but a completion
 MIB = 2**20
@@ -201,13 +201,14 @@ def started(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
         process = children.start([*command, "--host", "127.0.0.1", "--port", str(port), *more], out, environment)
-    server = Server(f"http://127.0.0.1:{port}", "", cfg, process, log)
+    server, patience = Server(f"http://127.0.0.1:{port}", "", cfg, process, log), GIVE_UP_SECONDS
     try:
         _wait(server)
+        patience = STOP_SECONDS  # until here nothing is lost, and vLLM drops a signal while it waits for its engine
         server.model = str(json.loads(ask(f"{server.url}/v1/models"))["data"][0]["id"])
         yield server
     finally:
-        children.end(process, signal.SIGINT, STOP_SECONDS)
+        children.end(process, signal.SIGINT, patience)
 
 
 def free_port() -> int:

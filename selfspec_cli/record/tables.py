@@ -10,6 +10,7 @@ from selfspec_cli.config.keys import run_key
 from selfspec_cli.config.schema import EARLY_EXIT, SPECULATIVE, RunConfig, gate_threshold, head_spec
 from selfspec_cli.config.speculative import in_words
 from selfspec_cli.early_exit import counters
+from selfspec_cli.early_exit.contexts import context_of
 from selfspec_cli.early_exit.cost_model import Costs, efficiency
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.early_exit.view import DraftView
@@ -204,6 +205,7 @@ def _with_prediction(record: Record, read: dict[str, float] | None) -> Record:
     if record.free_drafts:  # the model knows no drafts that cost nothing
         return record
     assert record.input_len is not None and record.output_len is not None and record.batch is not None
-    tokens = record.batch * (record.input_len + record.output_len / 2)  # of context, on average over the generation
-    predicted = Costs.from_bytes(read, tokens).speedup(record.mean_accepted_len, record.drafted_per_round)
+    tokens = record.input_len + record.output_len / 2  # of a request's context, on average over the generation
+    costs = Costs.from_bytes(read, record.batch * tokens, record.batch * context_of(record).attended(tokens))
+    predicted = costs.speedup(record.mean_accepted_len, record.drafted_per_round)
     return replace(record, predicted=predicted, efficiency=efficiency(record.speedup, predicted))

@@ -164,7 +164,9 @@ class EarlyExitWorker:
         target = weight_bytes([runner.get_model()])
         if not hasattr(drafter, "head"):
             return {"target": target, "draft": 0}
-        both = weight_bytes([runner.get_model(), drafter.model], drafter.head.tensors)
+        head = drafter.head
+        copies = [] if head.copied is None else [head.copied[0]]
+        both = weight_bytes([runner.get_model(), drafter.model, *copies], head.tensors)
         return {"target": target, "draft": both - target}
 
     def early_exit_step_bytes(self) -> dict[str, float] | None:

@@ -25,7 +25,8 @@ from selfspec_cli.vllm_plugin.fused_step.layout import (
     share,
 )
 from selfspec_cli.vllm_plugin.weights import copied as copied_weights
-from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight, drop_plain
+from selfspec_cli.vllm_plugin.weights import step_bytes
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 from selfspec_cli.vllm_plugin.weights.renewed import refill
 
 QWEN = Shape(28, 1536, 8960, 12, 2, 128, 16, 1e-6, bias=True)
@@ -167,8 +168,10 @@ def kind(name: str, module: str, *bases: type) -> type:
 def linear(rows: int, columns: int, bias: bool = False, bits: int = 4) -> Any:
     copy: Any = CopiedWeight.__new__(CopiedWeight)
     nn.Module.__init__(copy)
-    copy.plain = {"words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
-                  "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
+    tensors = {"words": torch.zeros(rows, columns * bits // 32, dtype=torch.int32),
+               "scales": torch.zeros(rows, columns // 64, dtype=torch.float16)}  # fmt: skip
+    for name, tensor in tensors.items():
+        copy.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return SimpleNamespace(copy_of_weight=copy, bias=torch.zeros(rows) if bias else None)
 
 
@@ -299,7 +302,7 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     before = {name: tensor.clone() for name, tensor in step._tensors.items() if tensor is not None}
     for layer in layers:
         for linear_ in models.linears_of(layer).values():
-            linear_.copy_of_weight.plain["words"].random_(-(2**31), 2**31 - 1)
+            linear_.copy_of_weight.words.random_(-(2**31), 2**31 - 1)
         layer.input_layernorm.weight += 1
         layer.self_attn.qkv_proj.bias += 2
     step.renew(trunk)
@@ -311,40 +314,41 @@ def test_weights_that_are_replaced_reach_the_tensors_that_graphs_read():
     assert set(addresses) == {"norms", "bias", "stream"}
 
 
-# ---- engines whose other kernels read another layout -----------------------------------------------------------------
+# ---- engines whose other kernels read another layout too -------------------------------------------------------------
 
 
-class Repacked:
-    """Kernels that keep another layout than copies are made in, as Marlin's do."""
+class InTwoLayouts:
+    """Kernels that keep another layout beside the one that copies are made in, as Marlin's."""
 
-    COMPILE_SIZES = ()
+    COMPILE_SIZES, SECOND_LAYOUT = (), ("other",)
 
     def prepare(self, tensors: Any) -> dict[str, torch.Tensor]:
-        return {"marlin": tensors["words"].flip(0), "scales": tensors["scales"].bfloat16()}
+        return {**tensors, "other": tensors["words"].flip(0).clone()}
 
 
 def copied_layer(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, shared: bool = True) -> Any:
-    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: Repacked())
+    monkeypatch.setattr(copied_weights, "kernels_of", lambda *_: InTwoLayouts())
     layer: Any = nn.Module()
     layer.copy_of_weight = CopiedWeight(WEIGHTS, weight, shared)
     return layer
 
 
-def test_a_copy_is_there_as_it_was_made_until_every_kernel_has_its_layout(monkeypatch):
+def test_a_copy_in_two_layouts_is_read_once_and_held_twice(monkeypatch):
     weight = torch.randn(32, 128)
     layer = copied_layer(monkeypatch, weight)
-    assert all(tensor.equal(WEIGHTS.quantise(weight)[name]) for name, tensor in models.plain_copy(layer).items())
-    assert [name for name, _ in layer.named_parameters()] == ["copy_of_weight.marlin", "copy_of_weight.scales"]
-    drop_plain([layer])
-    assert models.plain_copy(layer) == {}
+    made, found = WEIGHTS.quantise(weight), models.copy_of(layer)
+    assert set(found) == set(made) and all(tensor.equal(made[name]) for name, tensor in found.items())
+    words, scales = made["words"].nbytes, made["scales"].nbytes
+    assert step_bytes.read_bytes([layer]) == words + scales
+    assert step_bytes.weight_bytes([layer]) == 2 * words + scales
 
 
-def test_new_weights_bring_the_copy_as_it_was_made_again(monkeypatch):
+def test_new_weights_reach_both_layouts(monkeypatch):
     old, new = (copied_layer(monkeypatch, torch.randn(32, 128)) for _ in range(2))
-    drop_plain([old])
+    assert not old.copy_of_weight.other.equal(new.copy_of_weight.other)
     refill(old, new)
-    assert models.plain_copy(old)["words"].equal(models.plain_copy(new)["words"])
-    assert old.copy_of_weight.marlin.equal(new.copy_of_weight.marlin)
+    assert models.copy_of(old)["words"].equal(models.copy_of(new)["words"])
+    assert old.copy_of_weight.other.equal(new.copy_of_weight.other)
 
 
 def test_what_was_unpacked_of_a_quantised_target_is_not_kept(monkeypatch):

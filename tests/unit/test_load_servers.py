@@ -65,6 +65,21 @@ def test_without_locust_no_server_starts(toys, tmp_path, monkeypatch, command):
     assert not toys
 
 
+def test_only_a_server_that_has_answered_is_given_time_to_end(tmp_path, monkeypatch):
+    """vLLM drops a signal while it waits for its engine, and would be waited for until its start is over."""
+    given, end = [], children.end
+    monkeypatch.setattr(children, "end", lambda process, wish, seconds: given.append(seconds) or end(process, wish, 0))
+    rest = [], None, tmp_path / "log", dict(os.environ)
+    with server.started([sys.executable, str(TOY)], *rest) as answering:
+        pass
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    monkeypatch.setattr(server.interrupts, "check", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), server.started([sys.executable, "-c", deaf], *rest):
+        pass
+    assert given == [server.STOP_SECONDS, server.GIVE_UP_SECONDS] and server.GIVE_UP_SECONDS < 15
+    assert answering.process.poll() is not None and not processes("time.sleep(600)")
+
+
 @pytest.mark.skipif(find_spec("locust") is None, reason="pip install 'selfspec[load]'")
 def test_each_arm_has_one_server_for_all_loads_and_none_is_left(toys, tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "LEAST_SECONDS", 0.01)  # these loads are short

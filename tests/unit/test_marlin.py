@@ -1,4 +1,4 @@
-"""Copies as Marlin reads them, as far as no GPU is needed: its repacking and its products are vLLM's."""
+"""Copies as Marlin reads them, and when it does, as far as no GPU is needed: its kernels are vLLM's."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
-marlin = pytest.importorskip("selfspec_cli.vllm_plugin.weights.marlin", reason="vLLM is not installed")
+lowbit = pytest.importorskip("selfspec_cli.vllm_plugin.weights.lowbit", reason="Triton or vLLM is not installed")
+marlin = lowbit.marlin
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -31,11 +32,43 @@ def test_shapes_that_would_have_to_be_padded_are_not_served(bits, rows, columns,
     assert marlin.serves(bits, rows, columns) is served
 
 
-def test_more_tokens_than_pay_are_multiplied_by_the_targets_own_weight(monkeypatch):
-    seen = []
-    monkeypatch.setattr(marlin, "product", lambda x, *copy: seen.append(len(x)) or x.new_zeros(len(x), 64))
-    weight, tensors = torch.randn(64, 128), {"marlin": torch.zeros(8, 128).int(), "scales": torch.zeros(2, 64)}
-    assert not marlin.linear(torch.randn(marlin.MOST, 128), tensors, None, weight).any()
+def in_two_layouts(monkeypatch, rows=64):
+    """A copy that engines for many requests keep, where Marlin is a stand-in that says how many tokens it was given."""
+    asked = []
+    monkeypatch.setattr(lowbit, "_many_requests_at_a_time", lambda: True)
+    monkeypatch.setattr(lowbit, "none_arrived", lambda device: None)
+    monkeypatch.setattr(marlin, "repacked", lambda copy, bits: (copy["words"].clone(), copy["scales"].clone()))
+    monkeypatch.setattr(marlin, "product", lambda x, *copy: asked.append(len(x)) or x.new_zeros(len(x), rows))
+    weight = torch.randn(rows, 2 * GROUP)
+    return asked, weight, lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(weight))
+
+
+def test_an_engine_for_many_requests_keeps_the_first_layout_and_marlins(monkeypatch):
+    _, weight, copy = in_two_layouts(monkeypatch)
+    assert set(copy) == {"words", "scales", *lowbit.SECOND_LAYOUT}
+    monkeypatch.setattr(lowbit, "_many_requests_at_a_time", lambda: False)
+    assert set(lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(weight))) == {"words", "scales"}
+    monkeypatch.setattr(lowbit, "_many_requests_at_a_time", lambda: True)
+    assert set(lowbit.prepare(DRAFT_WEIGHTS["int4"].quantise(weight[:, :GROUP]))) == {"words", "scales"}
+
+
+def test_how_many_tokens_a_step_has_chooses_the_kernel_when_it_runs(monkeypatch):
+    asked, weight, copy = in_two_layouts(monkeypatch)
+    few = []
+    monkeypatch.setattr(lowbit, "_product", lambda tokens, *others: few.append(tokens) or torch.ones(tokens, 64))
+    monkeypatch.setattr(lowbit.rounding, "round_tokens", lambda x, bits: (x, x))
+    monkeypatch.setattr(lowbit.kernel_choice, "current", lambda: None)
+    for tokens in (1, 8, lowbit.rounding.MOST):
+        assert lowbit.linear(torch.randn(tokens, 128), copy, None, weight).all()
+    for tokens in (lowbit.rounding.MOST + 1, marlin.MOST):
+        assert not lowbit.linear(torch.randn(tokens, 128), copy, None, weight).any()
+    assert (few, asked) == ([1, 8, 32], [33, 64])
+
+
+def test_more_tokens_than_marlin_pays_for_are_multiplied_by_the_targets_own_weight(monkeypatch):
+    asked, weight, copy = in_two_layouts(monkeypatch)
     x = torch.randn(marlin.MOST + 1, 128)
-    assert marlin.linear(x, tensors, None, weight).equal(F.linear(x, weight))
-    assert seen == [marlin.MOST]
+    assert lowbit.linear(x, copy, None, weight).equal(F.linear(x, weight))
+    assert asked == []
+    assert not lowbit.linear(x, copy, None, None).any()  # the target holds its weight in another form
+    assert asked == [65]

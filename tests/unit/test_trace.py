@@ -81,6 +81,22 @@ def test_the_kernels_of_a_draft_step_are_learnt_where_they_are_launched_one_by_o
     ]  # fmt: skip
 
 
+def test_a_kernel_whose_launch_the_profiler_does_not_record_is_known_by_its_name():
+    whole = [event for event in EAGER if event.get("name") != "norm"]
+    whole = [event | {"name": "draft_trunk"} if event.get("args", {}).get("correlation", 0) % 10 == 2
+             and event["cat"] == "kernel" else event for event in whole]  # fmt: skip
+    unseen = [event for event in whole if event["cat"] != "cuda_runtime" or event["args"]["correlation"] % 10 != 2]
+    assert draft_step(unseen) == draft_step(whole) == [
+        ("_slots", "draft"), ("draft_trunk", "trunk"), ("nvjet_a", "head"), ("_end_step", "gate"),
+    ]  # fmt: skip
+
+
+def test_a_loop_of_which_no_step_is_known_is_doubted():
+    events = [event for number in range(2) for event in round_with_one_pass_of_a_loop(number, "last", False)]
+    assert any("not known" in doubt for doubt in breakdown(events, [], 600e-6, step=[], steps=4).doubts)
+    assert not breakdown(events, [], 600e-6, step=[], steps=None).doubts
+
+
 def looped(correlation, unknown=False):
     """Two steps of a loop inside a graph, whose launch the profiler may know nothing of."""
     names = [("_slots", 2), ("nvjet_a", 20), ("norm", 5), ("nvjet_a", 9), ("_end_step", 1), ("set_condition", 3)]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from selfspec_cli.vllm_plugin.fused_step.layout import Plan, Shape, Stream, gate_and_up, planned, records
 from selfspec_cli.vllm_plugin.fused_step.models import (
     WARPS,
+    copy_of,
     head_norms_of,
     layers_of,
     linears_of,
-    plain_copy,
     reason_against,
     shape_of,
 )
@@ -195,7 +195,7 @@ def stream_of(layers: list[Any], shape: Shape, plan: Plan, device: torch.device)
     """The copies of all layers as the kernel reads them."""
     stream = Stream(shape, plan, AT_ONCE, device)
     for number, layer in enumerate(layers):
-        copies = {name: plain_copy(linear) for name, linear in linears_of(layer).items()}
+        copies = {name: copy_of(linear) for name, linear in linears_of(layer).items()}
         copies["gate_up"] = gate_and_up(copies["gate_up"])
         stream.put(number, {name: records(copy) for name, copy in copies.items()})
     return stream

@@ -61,7 +61,7 @@ def _difference(layer: Any) -> str | None:
     linears = linears_of(layer)
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms_of(attention)]
     checks = {
-        "the copies are not of 4 bits": not all(map(plain_copy, linears.values())),
+        "the copies are not of 4 bits": not all(map(copy_of, linears.values())),
         "the attention is not one to the whole context on a KV cache of bfloat16":
             not isinstance(attention.attn, OneQueryAttention),
         "a product other than that of queries, keys and values has a bias":
@@ -82,12 +82,14 @@ def head_norms_of(attention: Any) -> list[Any]:
     return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
-def plain_copy(linear: Any) -> dict[str, Tensor]:
+def copy_of(linear: Any) -> dict[str, Tensor]:
     """The copy of 4 bits of a linear layer, as `draft_weights.integers` has it; empty where there is none."""
     copy = getattr(linear, "copy_of_weight", None)
-    plain = (copy.plain if type(copy) is CopiedWeight else None) or {}
-    four = set(plain) == {"words", "scales"} and plain["words"].shape[1] * 8 == plain["scales"].shape[1] * GROUP
-    return plain if four else {}
+    parameters = copy._parameters if type(copy) is CopiedWeight else {}
+    words, scales = parameters.get("words"), parameters.get("scales")
+    if words is None or scales is None or words.shape[1] * 8 != scales.shape[1] * GROUP:
+        return {}
+    return {"words": words, "scales": scales}
 
 
 def _is_plain_norm(norm: Any) -> bool:
@@ -119,7 +121,7 @@ def _unlike(layers: list[Any]) -> str | None:
 
 def scales_of(linear: Any) -> Tensor:
     """[out, in / GROUP]."""
-    return plain_copy(linear)["scales"]
+    return copy_of(linear)["scales"]
 
 
 def shape_of(trunk: Any, page: int) -> Shape:

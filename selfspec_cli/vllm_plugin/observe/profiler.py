@@ -16,7 +16,7 @@ from torch import nn
 from selfspec_cli.early_exit.errors import SettingsError
 from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of, output_projection
 from selfspec_cli.vllm_plugin.vllm_names import LinearBase
-from selfspec_cli.vllm_plugin.weights.step_bytes import weight_bytes
+from selfspec_cli.vllm_plugin.weights.step_bytes import read_bytes
 
 
 class Profiler:
@@ -70,18 +70,18 @@ def weights_in_order(target: nn.Module, drafter: Any) -> dict[str, list[int]] | 
     if any(map(has_experts, layers)):
         return None
     names = [name for name, part in layers[0].named_modules() if isinstance(part, LinearBase)]
-    found = {"full": [*_linears(layers, names), weight_bytes([output_projection(target)])]}
+    found = {"full": [*_linears(layers, names), read_bytes([output_projection(target)])]}
     head = getattr(drafter, "head", None)
     if head is not None and hasattr(head, "reads_lm_head"):
         trunk = drafter.model
-        rows = weight_bytes([output_projection(target)] if head.reads_lm_head else [], head.tensors)
+        rows = read_bytes([output_projection(target)] if head.reads_lm_head else [], head.tensors)
         found["draft"] = [*_linears(trunk.drafting_layers, names), rows]
     return found
 
 
 def _linears(layers: Iterable[nn.Module], names: Sequence[str]) -> list[int]:
     """A layer that drafts on copies has them under the names of what they were made of."""
-    return [weight_bytes([layer.get_submodule(name)]) for layer in layers for name in names]
+    return [read_bytes([layer.get_submodule(name)]) for layer in layers for name in names]
 
 
 def memory_rate(device: torch.device) -> float | None:

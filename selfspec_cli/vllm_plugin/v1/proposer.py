@@ -42,7 +42,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
     set_forward_context,
 )
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
-from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
@@ -114,7 +113,6 @@ class _EarlyExit(DraftModelProposer):
         self.model = first_layers(
             target_model, wanted.layer, self.vllm_config, wanted.draft_weights, wanted.skipped, fitted
         )
-        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._layer_names = attention_names(self.model, self.vllm_config)
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         self._weights = Watch(self.runner.get_model())
@@ -122,7 +120,6 @@ class _EarlyExit(DraftModelProposer):
     def renew(self) -> None:
         """The target has other weights: make what was made of the old ones anew."""
         renew(self.model, self.head, self.settings, self.vllm_config)
-        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._weights.stale = False
 
     def initialize_attn_backend(

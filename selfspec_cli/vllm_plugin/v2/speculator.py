@@ -48,7 +48,6 @@ from selfspec_cli.vllm_plugin.vllm_names import (
 )
 from selfspec_cli.vllm_plugin.weights import compiled_ahead
 from selfspec_cli.vllm_plugin.weights.adapters import without_adapters
-from selfspec_cli.vllm_plugin.weights.copied import drop_plain
 from selfspec_cli.vllm_plugin.weights.fitted import fitted_for
 from selfspec_cli.vllm_plugin.weights.renewed import Watch, renew
 
@@ -142,7 +141,6 @@ class EarlyExitSpeculator(DraftLoop):
         self.head = load_exit_head(wanted, target_model, self.vllm_config, fitted)
         decoder: nn.Module = self.model.drafting_decoder  # type: ignore[assignment]
         self.fused_step = fused_step(decoder, self.vllm_config, self.device)
-        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         self._use_chosen_kernels()
         self._weights = Watch(target_model)
         self._layer_names = attention_names(self.model, self.vllm_config)
@@ -164,7 +162,6 @@ class EarlyExitSpeculator(DraftLoop):
         renew(self.model, self.head, self.settings, self.vllm_config)
         if self.fused_step is not None:
             self.fused_step.renew(self.model.drafting_decoder)
-        drop_plain(self.model.drafting_layers)  # type: ignore[arg-type]
         if self._weights is not None:
             self._weights.stale = False
 

@@ -8,7 +8,7 @@ renewed.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -27,9 +27,11 @@ class Kernels(Protocol):
 
     COMPILE_SIZES: numbers of tokens for which a compiled trunk needs a graph of its own, because `linear` takes another
     path for them.
+    SECOND_LAYOUT: names of tensors of `prepare` that hold the copy once more, for steps of other numbers of tokens.
     """
 
     COMPILE_SIZES: tuple[int, ...]
+    SECOND_LAYOUT: tuple[str, ...]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A copy (`DraftWeights.quantise`) as the kernels read it; called once a weight, at load, on the device."""
@@ -107,15 +109,12 @@ class CopiedWeight(nn.Module):
     which PyTorch multiplies by: that drafts the same tokens but for rounding, and saves no time.
 
     shared: the target holds `weight` itself, so keeping it takes no memory.
-    plain: the copy as `DraftWeights.quantise` makes it, of which fused_step/ makes a layout of its own at load; None
-    after that (`drop_plain`), and without kernels.
     """
 
     def __init__(self, kind: DraftWeights, weight: Tensor, shared: bool = True) -> None:
         super().__init__()
         copy = kind.quantise(weight)
         self._kernels = kernels_of(kind, weight.device)
-        self.plain = None if self._kernels is None else copy
         if self._kernels is None:
             tensors = {"weight": kind.dequantise(copy, weight.dtype)}
         else:
@@ -134,19 +133,16 @@ class CopiedWeight(nn.Module):
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._names}
 
+    def read_by_a_step(self) -> list[Tensor]:
+        """What one step multiplies by: of a copy in two layouts the first, which is as large as the second."""
+        second = () if self._kernels is None else self._kernels.SECOND_LAYOUT
+        return [tensor for name, tensor in self._tensors().items() if name not in second]
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x, tensors = x.reshape(-1, x.shape[-1]), self._tensors()
         if self._kernels is None:
             return F.linear(x, tensors["weight"], bias)
         return self._kernels.linear(x, tensors, bias, self._weight)
-
-
-def drop_plain(layers: Iterable[nn.Module]) -> None:
-    """Let go of the copies that no product reads, once every kernel has what it reads."""
-    for layer in layers:
-        for part in layer.modules():
-            if isinstance(part, CopiedWeight):
-                part.plain = None
 
 
 class CopiedLinear:
@@ -163,7 +159,6 @@ class CopiedProjection:
 
     def __init__(self, kind: DraftWeights, weight: Tensor, bias: Tensor | None = None) -> None:
         self._copy = CopiedWeight(kind, weight)
-        self._copy.plain = None
         self.bias = bias
 
     @property
@@ -174,7 +169,7 @@ class CopiedProjection:
     @property
     def tensors(self) -> list[Tensor]:
         """What a call reads, apart from the bias."""
-        return [*self._copy.parameters()]
+        return self._copy.read_by_a_step()
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, rows]."""

@@ -1,12 +1,13 @@
 """Products with integer copies of weights, 4 or 8 bits each, in groups along a row with one scale a group.
 
-An engine for up to 32 requests at a time keeps copies in the layout in which `early_exit.draft_weights.integers` writes
-them. One token is multiplied by the kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The
-tokens are rounded to 8 bits before (rounding.py), in a compiled layer by the norm or the activation in front
-(fused.py).
+Copies stay in the layout in which `early_exit.draft_weights.integers` writes them. One token is multiplied by the
+kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The tokens are rounded to 8 bits before
+(rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
-Engines for more requests keep copies as Marlin reads them (marlin.py), because for 32 to 64 tokens its kernels are
-faster than ours. Draft steps of a few tokens are one kernel in both (fused_step/), which has a layout of its own.
+Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), because for 33 to 64 tokens its
+kernels are faster than ours. Which of them multiplies is chosen when a step runs, so a step of eight requests takes as
+long on an engine for 256 requests as on one for eight. Draft steps of a few tokens are one kernel on every engine
+(fused_step/), which has a layout of its own.
 Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
@@ -15,10 +16,10 @@ Measured on an H100
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, Integers, integers
@@ -27,30 +28,22 @@ from selfspec_cli.vllm_plugin.weights import fused, lowbit_few_tokens, lowbit_on
 from selfspec_cli.vllm_plugin.weights.lowbit_one_token import width_of
 from selfspec_cli.vllm_plugin.weights.one_token import none_arrived
 
-if TYPE_CHECKING:
-    from selfspec_cli.vllm_plugin.vllm_names import InductorPass
-
 COMPILE_SIZES = ()  # the operator chooses when it runs
+SECOND_LAYOUT = ("marlin_words", "marlin_scales")
 
 
 def prepare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies as they were made, or as Marlin reads them (module docstring)."""
+    """Copies as they were made, and on engines for many requests as Marlin reads them too (module docstring)."""
     rows, groups = tensors["scales"].shape
     bits = width_of(tensors["words"], groups * GROUP)
-    if marlin.serves(bits, rows, groups * GROUP) and _many_requests_at_a_time():
-        return marlin.repacked(tensors, bits)
     none_arrived(tensors["words"].device)  # not for the first time while a CUDA graph is captured
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    found = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if marlin.serves(bits, rows, groups * GROUP) and _many_requests_at_a_time():
+        found |= zip(SECOND_LAYOUT, marlin.repacked(tensors, bits), strict=True)
+    return found
 
 
-def activation(module: nn.Module, name: str) -> nn.Module | None:
-    """An activation that can round its result, where copies are multiplied by kernels of ours."""
-    return None if _many_requests_at_a_time() else fused.activation(module, name)
-
-
-def graph_pass() -> InductorPass | None:
-    """Lets norms and activations round for the products behind them, where these are kernels of ours."""
-    return None if _many_requests_at_a_time() else fused.graph_pass()
+activation, graph_pass = fused.activation, fused.graph_pass
 
 
 def _many_requests_at_a_time() -> bool:
@@ -62,19 +55,19 @@ def _many_requests_at_a_time() -> bool:
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """x [n, in] bf16 times what `prepare` made of weight [out, in] -> [n, out], bias [out] included. CUDA only."""
-    if "marlin" in tensors:
-        return marlin.linear(x, tensors, bias, weight)
-    out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, tensors["words"], tensors["scales"], bias, weight)
+    copy, second = (tensors["words"], tensors["scales"]), [tensors.get(name) for name in SECOND_LAYOUT]
+    out: Tensor = torch.ops.selfspec.linear_integers(x, None, None, *copy, bias, weight, *second)
     return out
 
 
 # One operator for any number of tokens: what Dynamo traces once, with many, is also what one token runs through.
 # rounded, factors: the tokens as rounding.py gives them, where fused.py has them made in front; None: round them here.
+# marlin_words, marlin_scales: the same copy as marlin.py reads it, where it is kept.
 @torch.library.custom_op(
     "selfspec::linear_integers",
     mutates_args=(),
-    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor? weight) "
-    "-> Tensor",
+    schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor? weight, "
+    "Tensor? marlin_words=None, Tensor? marlin_scales=None) -> Tensor",
 )
 def _linear_integers(
     x: Tensor,
@@ -84,10 +77,14 @@ def _linear_integers(
     scales: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    marlin_words: Tensor | None = None,
+    marlin_scales: Tensor | None = None,
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
-    if tokens > rounding.MOST:  # no draft step of this engine; vLLM's dummy runs have as many
-        if weight is None:
+    if tokens > rounding.MOST:
+        if marlin_words is not None and marlin_scales is not None and (tokens <= marlin.MOST or weight is None):
+            return marlin.product(x.contiguous(), marlin_words, marlin_scales, bias)
+        if weight is None:  # of vLLM's dummy runs, or of a shape that Marlin has no kernel for
             weight = Integers(bits).dequantise({"words": words, "scales": scales}, x.dtype)
         return F.linear(x, weight, bias)
     if rounded is None or factors is None:
@@ -106,7 +103,7 @@ def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **sett
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
     """Compile what `linear` launches for so many tokens of `dtype`, and launch nothing."""
-    if "marlin" in tensors or tokens > rounding.MOST:
+    if tokens > rounding.MOST:
         return
     words, scales = tensors["words"], tensors["scales"]
     groups = scales.shape[1]

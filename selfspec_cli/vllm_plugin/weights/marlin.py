@@ -1,6 +1,6 @@
 """Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for up to 64 tokens. CUDA only.
 
-Which engines take this layout, and why: lowbit.py.
+Which engines keep this layout, and which steps read it: lowbit.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
@@ -25,8 +24,8 @@ def serves(bits: int, rows: int, columns: int) -> bool:
     return bits in (4, 8) and whole_tiles
 
 
-def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """A copy of `draft_weights.integers` on a CUDA device as Marlin reads it, with scales in bfloat16."""
+def repacked(copy: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
+    """A copy of `draft_weights.integers` on a CUDA device as Marlin reads it: words, and scales in bfloat16."""
     from selfspec_cli.vllm_plugin.vllm_names import _custom_ops as ops
     from selfspec_cli.vllm_plugin.vllm_names import marlin_permute_scales
 
@@ -34,7 +33,7 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
     words = ops.gptq_marlin_repack(along_columns(copy, bits), groups * GROUP, rows, bits)
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
     _beside(words.device)  # not first while a CUDA graph is captured
-    return {"marlin": words, "scales": marlin_permute_scales(scales, groups * GROUP, rows, GROUP)}
+    return words, marlin_permute_scales(scales, groups * GROUP, rows, GROUP)
 
 
 def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:
@@ -46,29 +45,6 @@ def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:
         fields = [unsigned[:, place] << (bits * place) for place in range(32 // bits)]
         parts.append(reduce(torch.bitwise_or, fields))
     return torch.cat(parts, dim=1).contiguous()
-
-
-def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight: Tensor | None) -> Tensor:
-    """x [n, in] bf16 times what `repacked` returned -> [n, out], bias [out] included; more than `MOST` tokens times
-    the target's own weight [out, in], where there is one."""
-    out: Tensor = torch.ops.selfspec.linear_marlin(x, tensors["marlin"], tensors["scales"], bias, weight)
-    return out
-
-
-@torch.library.custom_op(
-    "selfspec::linear_marlin",
-    mutates_args=(),
-    schema="(Tensor x, Tensor words, Tensor scales, Tensor? bias, Tensor? weight) -> Tensor",
-)
-def _linear_marlin(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
-    if x.shape[0] > MOST and weight is not None:
-        return F.linear(x, weight, bias)
-    return product(x.contiguous(), words, scales, bias)
-
-
-@_linear_marlin.register_fake
-def _(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], scales.shape[1])
 
 
 def product(x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from selfspec_cli.early_exit.resolved import ResolvedSettings
-from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.vllm_names import VllmConfig
@@ -104,8 +103,6 @@ def refill(old: nn.Module, new: nn.Module) -> None:
         other = made[name]
         if other is part:
             continue
-        if isinstance(part, CopiedWeight):
-            part.plain = other.plain
         for tensors, others in ((part._parameters, other._parameters), (part._buffers, other._buffers)):
             for key, tensor in others.items():
                 mine = tensors.get(key)

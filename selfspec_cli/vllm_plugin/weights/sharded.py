@@ -35,6 +35,8 @@ class ShardedProjection:
     @property
     def tensors(self) -> list[Tensor]:
         """What a call reads on this rank, apart from the bias."""
+        if self.copied is not None:
+            return self.copied[0].read_by_a_step()
         return [parameter.detach() for parameter in self._rows.parameters()]
 
     @property

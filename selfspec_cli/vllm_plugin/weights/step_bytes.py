@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from selfspec_cli.vllm_plugin.decoder import has_experts, layers_of, output_projection
+from selfspec_cli.vllm_plugin.weights.copied import CopiedWeight
 
 if TYPE_CHECKING:
     from selfspec_cli.vllm_plugin.exit_head import TargetHead
@@ -32,21 +33,39 @@ def step_bytes(
     groups = kv_cache.kv_cache_groups
     a_layer = groups[0].kv_cache_spec.page_size_bytes / groups[0].kv_cache_spec.block_size
     return {
-        "full": weight_bytes([*parts, lm_head]),
-        "draft": weight_bytes(exit_parts, head.tensors),
+        "full": read_bytes([*parts, lm_head]),
+        "draft": read_bytes(exit_parts, head.tensors),
         "full_kv_token": a_layer * len(parts),
         "draft_kv_token": a_layer * len(exit_layers),
     }
 
 
 def weight_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once.
+    """Bytes that the weights of `modules`, and loose `tensors`, occupy: each storage and each submodule once."""
+    return _bytes(modules, tensors, lambda part: part.parameters(recurse=False))
+
+
+def read_bytes(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor] = ()) -> int:
+    """Likewise what one step reads of them, which is one layout of a copy that is there in two."""
+
+    def read(part: nn.Module) -> Iterable[torch.Tensor]:
+        return part.read_by_a_step() if isinstance(part, CopiedWeight) else part.parameters(recurse=False)
+
+    return _bytes(modules, tensors, read)
+
+
+def _bytes(
+    modules: Iterable[nn.Module],
+    tensors: Iterable[torch.Tensor],
+    weights: Callable[[nn.Module], Iterable[torch.Tensor]],
+) -> int:
+    """weights: those of a module itself.
 
     vLLM packs linear weights on the CPU into an opaque oneDNN buffer and empties the parameter; such a layer counts
     with the size that it had.
     """
     parts = {id(part): part for module in modules for part in module.modules()}.values()
-    own = [tensor for part in parts for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
+    own = [tensor for part in parts for tensor in [*weights(part), *part.buffers(recurse=False)]]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in [*own, *tensors]

@@ -113,6 +113,7 @@ WRITTEN = (
     ("docs/measurements.md", "hosts", hosts),
     ("docs/measurements.md", "edits", lambda: by_load("gpu/qwen_1.5b_tuned_h100/edits")),
     ("docs/measurements.md", "long", lambda: by_load("gpu/qwen_1.5b_h200/long")),
+    ("docs/measurements.md", "blocks", lambda: by_load("gpu/qwen_1.5b_h200/blocks")),
     ("docs/measurements.md", "fp8", lambda: by_load("gpu/fp8_8b_h200")),
     ("docs/load.md", "served_coder", served_coder),
     ("docs/measurements.md", "milestones", milestones),

@@ -49,6 +49,7 @@ ABOUT = {
     "gpu/lowbit/int4_E8_one": "The same at one request, another run. Its engine runs up to eight, so its products are Marlin's.",
     "gpu/lowbit/widened_one_request": "The early-exit-trained model, widened, in an engine for one request, by the kernel for a whole step, with and without a gate, on a slow host with H200s; other work on its second card.",
     "gpu/lowbit/gate_long": "Eight layers in 4 bits over a window of 1,024 tokens at long contexts: the performance gate `experiments/gates/h100_8b.yaml` on that host.",
+    "gpu/lowbit/one_request_8b_k8": "Full depth with up to eight drafts by the kernel for a whole step, on an H200; other engines on the other card.",
     "gpu/lowbit/one_request_8b": "Both, full depth (0.95 a position) and eight layers (3.0 tokens a round), in an engine for one request, with the draft's attention in one kernel.",
     "gpu/qwen_1.5b_h100": "Qwen2.5-Coder-1.5B-Instruct, a pretrained chat coder, with its own acceptance: six drafts at every load, in two starts over one baseline.",
     "gpu/qwen_1.5b_table_h100": "The same with a table of lengths, on another host, whose plain decoding is slow ([both hosts](measurements.md#a-pretrained-coder-on-two-hosts)).",
@@ -63,6 +64,8 @@ ABOUT = {
     "gpu/qwen_1.5b_h200/rivals_eagle3": "Copies, vLLM's n-grams and an EAGLE-3 head trained for five minutes, at one request on another host, a slow one; other work on its second card. The loan ended before the model in 4 bits and the draft model.",
     "gpu/qwen_1.5b_h200/gate": "The performance gate of the same model there, `experiments/gates/h100_qwen.yaml`, its first two runs; the loan ended it in the third.",
     "gpu/qwen_1.5b_h200/windows": "Drafts over windows and over the blocks with the greatest attention of 16,384 tokens; eager engines on a card on which something else ran, so accepted tokens count and speeds do not.",
+    "gpu/qwen_1.5b_h200/blocks": "The same question at 16,384 and 32,512 tokens over blocks of 1,024 tokens, with CUDA graphs, on another host; other engines on its second card.",
+    "gpu/qwen_1.5b_h200/suffix": "Suffix decoding on coding tasks, chat questions and edits, and on the edits free drafts in front of copies and copies alone, on that host; other engines on its second card. The loan ended before the n-grams.",
     "gpu/qwen_1.5b_h200/starts_first": "Four prompts on an engine with copies, started with empty caches; what matters is `start_seconds`.",
     "gpu/qwen_1.5b_h200/starts_second": "The same, started again.",
     "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "

@@ -16,8 +16,9 @@ from selfspec_cli.commands import gating
 from selfspec_cli.config.compose import compose_runs
 from selfspec_cli.config.keys import Keys
 from selfspec_cli.config.schema import ConfigError
+from selfspec_cli.early_exit.contexts import context_of
 from selfspec_cli.early_exit.invariants import INVARIANTS
-from selfspec_cli.record import folder, gate_rows
+from selfspec_cli.record import folder, gate_rows, tables
 from selfspec_cli.record.point import Measurement
 from selfspec_cli.report import make
 from selfspec_cli.stages import gate, gate_file
@@ -94,6 +95,17 @@ def test_a_slower_kernel_is_red_by_speed_and_by_efficiency():
     slow = checked(asked, arm(110.0, 112.0, 108.0, base=points.baseline("0", 100.0, 101.0, 99.0)))
     assert slow["speedup"].outcome == slow["efficiency"].outcome == RED
     assert slow["mean_accepted_len"].outcome == GREEN
+
+
+@pytest.mark.parametrize("words", [{}, {"draft_window": 512}, {"draft_context": "blocks:512"}])
+def test_efficiency_counts_what_drafts_attend_to(words):
+    _, drafting = arm(150.0, arm={**points.ARM, "input_len": 4000, "output_len": 192, "batch": 2, **words})
+    read = BYTES | {"full_kv_token": 0.1, "draft_kv_token": 0.1}
+    row = tables.row(replace(drafting, engine={"step_bytes": read}))
+    attended = context_of(row).attended(4096)
+    assert attended == 4096 if not words else 512 <= attended < 600
+    plain, draft = 100 + 2 * 4096 * 0.1, 10 + 2 * attended * 0.1
+    assert row.predicted == pytest.approx(4 * plain / (plain + 5 * draft))
 
 
 def test_a_lost_draft_is_red_by_counts_alone():

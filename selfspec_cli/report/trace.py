@@ -56,10 +56,10 @@ PRODUCT = re.compile(
 NO_PRODUCT = re.compile(r"splitkreduce|flash|attn|attention|quant_|^triton_(?:poi|red|per)_", re.IGNORECASE)
 """Names among them that do not; Inductor names a kernel after what stands around it too."""
 DRAFTING = ("trunk", "head", "gate", "draft")
+"""The parts of a draft step."""
 UNSEEN_LAUNCHES = {"draft_trunk": "trunk"}
 """Kernels that are launched by a call that PyTorch's profiler does not record (cuLaunchCooperativeKernel), and their
 parts in a trace in which kernels were launched one by one."""
-"""The parts of a draft step."""
 
 PASSES = (("full", "full passes", ("verify",)), ("draft", "draft steps", ("trunk", "head")))
 """Which weights are read in which parts."""

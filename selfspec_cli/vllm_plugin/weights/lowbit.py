@@ -5,10 +5,9 @@ kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The 
 (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
 Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), because for 33 to 64 tokens its
-kernels are faster than ours. Which of them multiplies is chosen when a step runs, so a step of eight requests takes as
-long on an engine for 256 requests as on one for eight. Draft steps of a few tokens are one kernel on every engine
-(fused_step/), which has a layout of its own.
-Measured on an H100
+kernels are faster than ours. Which of them multiplies is chosen when a step runs, so a step of eight requests is
+multiplied by the same kernels on an engine for 256 requests as on one for eight. Draft steps of a few tokens are one
+kernel on every engine (fused_step/), which has a layout of its own. Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
 """

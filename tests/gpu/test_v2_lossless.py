@@ -344,8 +344,10 @@ def one_kernel(**engine: Any) -> Iterator[Case]:
         yield Case(model, LAYERS, 4, "few", engine={**engine, "max_num_seqs": 1}, spec=copies)
         yield Case(model, LAYERS, 4, engine={**engine}, spec=copies)
         yield Case(model, LAYERS, 4, engine={**engine}, spec={**copies, "gate": "maxp", "tau": 0.2})
-        many = {"max_num_seqs": 64}  # single products read copies in Marlin's layout
-        yield Case(model, LAYERS, 4, engine={**engine, **many}, spec=copies)
+        for more in ({}, COMPILED):  # copies in two layouts: how many tokens a step has chooses among three kernels
+            many = {**engine, **more, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+            for requests in ("plain", "crowd"):
+                yield Case(model, LAYERS, 4, requests, engine=many, spec=copies)
         yield Case(model, LAYERS, 4, "few", engine={**engine}, spec={**copies, "draft_window": 48})
 
 

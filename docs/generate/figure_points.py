@@ -49,7 +49,7 @@ ABOUT = {
     "gpu/lowbit/int4_E8_one": "The same at one request, another run. Its engine runs up to eight, so its products are Marlin's.",
     "gpu/lowbit/widened_one_request": "The early-exit-trained model, widened, in an engine for one request, by the kernel for a whole step, with and without a gate, on a slow host with H200s; other work on its second card.",
     "gpu/lowbit/gate_long": "Eight layers in 4 bits over a window of 1,024 tokens at long contexts: the performance gate `experiments/gates/h100_8b.yaml` on that host.",
-    "gpu/lowbit/one_request_8b_k8": "Full depth with up to eight drafts by the kernel for a whole step, on an H200; other engines on the other card.",
+    "gpu/lowbit/one_request_8b_k8": "Full depth with up to eight drafts, synthetic acceptance of 0.95 a position, in an engine for one request, by the kernel for a whole step, on an H200; other engines on the other card.",
     "gpu/lowbit/one_request_8b": "Both, full depth (0.95 a position) and eight layers (3.0 tokens a round), in an engine for one request, with the draft's attention in one kernel.",
     "gpu/qwen_1.5b_h100": "Qwen2.5-Coder-1.5B-Instruct, a pretrained chat coder, with its own acceptance: six drafts at every load, in two starts over one baseline.",
     "gpu/qwen_1.5b_table_h100": "The same with a table of lengths, on another host, whose plain decoding is slow ([both hosts](measurements.md#a-pretrained-coder-on-two-hosts)).",

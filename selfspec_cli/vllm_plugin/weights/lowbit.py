@@ -66,7 +66,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, weight
     "selfspec::linear_integers",
     mutates_args=(),
     schema="(Tensor x, Tensor? rounded, Tensor? factors, Tensor words, Tensor scales, Tensor? bias, Tensor? weight, "
-    "Tensor? marlin_words=None, Tensor? marlin_scales=None) -> Tensor",
+    "Tensor? marlin_words, Tensor? marlin_scales) -> Tensor",
 )
 def _linear_integers(
     x: Tensor,
@@ -76,8 +76,8 @@ def _linear_integers(
     scales: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
-    marlin_words: Tensor | None = None,
-    marlin_scales: Tensor | None = None,
+    marlin_words: Tensor | None,
+    marlin_scales: Tensor | None,
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
     if marlin_words is not None and marlin_scales is not None and marlin.takes(tokens, weight is not None):

@@ -79,7 +79,10 @@ GPU: dict[str, Any] = {
     "max_model_len": MAX_LEN,
     "gpu_memory_utilization": 0.1,  # several of these engines may share a GPU, one from each of several processes
 }
-COMPILED = {"compilation_config": {}}
+BY_TIMING: dict[str, Any] = {"compilation_config": {}}
+COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"deterministic": True}}}
+"""Otherwise Inductor times several kernels for a norm over fewer than 256 numbers, as Qwen3 has on each head, when an
+engine starts, and takes the fastest. They add up in different orders, so two starts of one plain engine can differ."""
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
 FP8_KEYS = {"kv_cache_dtype": "fp8"}
@@ -280,13 +283,19 @@ class Case:
         # Grammars keep vLLM's order, and without asynchronous scheduling tokens are always read first.
         one_order = several_ranks or self.engine.get("async_scheduling") is False or self.requests == "company"
         orders = one_order or self.read_first > 0
-        # Mixed prefill and decode batches are full graphs in compiled engines, but for pictures.
-        compiled = self.engine.get("compilation_config") == {} and not several_ranks
-        graphs = self.joined > 0 or self.requests == "pictures" or not compiled
+        # Mixed prefill and decode batches are full graphs in compiled engines, but for pictures, and a crowd has more
+        # tokens than the greatest graph.
+        compiled = is_compiled(self) and not several_ranks
+        graphs = self.joined > 0 or self.requests in ("pictures", "crowd") or not compiled
         one_kernel = bool(self.fused) or not self.model.endswith("+wide")
         free = self.free_accepted > 0 or "free_drafts" not in self.spec
         refused = self.accepted < self.drafted or self.engine.get("load_format") == "dummy"
         return self.accepted > 0 and refused and free and orders and graphs and one_kernel and not self.different
+
+
+def is_compiled(case: Case) -> bool:
+    """Whether vLLM compiles the model of an engine; else it runs in CUDA graphs alone, or eagerly."""
+    return case.engine.get("compilation_config") in [one["compilation_config"] for one in (BY_TIMING, COMPILED)]
 
 
 def cases(**engine: Any) -> Iterator[Case]:
@@ -553,7 +562,7 @@ _known: dict[str, list[Any]] = {}
 def baseline(case: Case) -> list[Any]:
     """What the plain engine gives: computed once for each model, engine and set of requests."""
     settings = {key: value for key, value in case.engine.items() if key in KEPT}
-    key = json.dumps([case.model, case.requests, settings, case.engine.get("compilation_config") == {}])
+    key = json.dumps([case.model, case.requests, settings, is_compiled(case)])
     if key not in _known:
         with engine(case, drafting=False) as it:
             _known[key] = generated(it, case)
@@ -606,6 +615,16 @@ def parting(got: list[int], want: list[int]) -> int:
 def first_difference(got: list[int], want: list[int]) -> str:
     at = parting(got, want)
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
+
+
+def compiled_controls(starts: int = 4) -> Iterator[dict[str, Any]]:
+    """Without any part of ours, compiled: outputs of starts of one plain engine that are not the first start's."""
+    for compiled in (BY_TIMING, COMPILED):
+        outputs = []
+        for _ in range(starts):
+            with live(model_dir("qwen3+wide"), **{**GPU, **compiled}) as it:
+                outputs.append(tokens(it.generate(*plain())))
+        yield {**compiled, "differ": [len(differing(one, outputs[0])) for one in outputs[1:]], "compared": len(PROMPTS)}
 
 
 def fp8_controls() -> Iterator[dict[str, Any]]:
@@ -884,16 +903,17 @@ def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, o
     whole = group in ("cases", "free_drafts") and not shared and not only
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
     controls: list[dict[str, Any]] = []
-    if group in ("reach", "fp8_keys") and not shared and not only:
+    of_group = {"one_kernel": compiled_controls, "reach": fp8_controls, "fp8_keys": fp8_controls}.get(group)
+    if of_group is not None and not shared and not only:
         try:
-            for control in fp8_controls():
+            for control in of_group():
                 controls.append(control)
-                print(f"    fp8 keys: {control}", flush=True)
-                save(out, {"fp8_controls": controls})
+                print(f"    {of_group.__name__}: {control}", flush=True)
+                save(out, {"controls": controls})
         except Exception as error:  # a control that fails takes no case with it
             controls.append({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
             traceback.print_exc()
-    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits, fp8_controls=controls)
+    return report_each(chosen, out, not (waits or {}).get("allocations"), propose=waits, controls=controls)
 
 
 def report_lengths(only: list[str], tensor_parallel: int, out: Path) -> int:

@@ -4,9 +4,11 @@ Copies stay in the layout in which `early_exit.draft_weights.integers` writes th
 kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The tokens are rounded to 8 bits before
 (rounding.py), in a compiled layer by the norm or the activation in front (fused.py).
 
-Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), whose kernels are as fast as ours
-for 17 to 32 tokens and faster for up to 64. Which of them multiplies is chosen when a step runs, so a step of eight
-requests is multiplied by the same kernels on an engine for 256 requests as on one for eight. Draft steps of a few
+Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), for 33 to 64 tokens. What
+multiplies is chosen when a step runs, so a step of eight or of 32 requests is multiplied by the same kernels on an
+engine for 256 requests as on one for so many. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens; in a step
+they are slower, because nothing in front of them rounds (results/LOG.md, "What does a server of a pretrained coder
+gain?"). Draft steps of a few
 tokens are one kernel on every engine (fused_step/), which has a layout of its own. Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.
@@ -80,9 +82,9 @@ def _linear_integers(
     marlin_scales: Tensor | None,
 ) -> Tensor:
     tokens, bits = x.shape[0], width_of(words, x.shape[1])
-    if marlin_words is not None and marlin_scales is not None and marlin.takes(tokens, weight is not None):
-        return marlin.product(x.contiguous(), marlin_words, marlin_scales, bias)
     if tokens > rounding.MOST:
+        if marlin_words is not None and marlin_scales is not None and (tokens <= marlin.MOST or weight is None):
+            return marlin.product(x.contiguous(), marlin_words, marlin_scales, bias)
         if weight is None:  # of vLLM's dummy runs, or of a shape that Marlin has no kernel for
             weight = Integers(bits).dequantise({"words": words, "scales": scales}, x.dtype)
         return F.linear(x, weight, bias)
@@ -102,7 +104,7 @@ def _product(tokens: int, rounded: Tensor, factors: Tensor, *others: Any, **sett
 
 def compile_for(tokens: int, tensors: Mapping[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
     """Compile what `linear` launches for so many tokens of `dtype`, and launch nothing."""
-    if tokens > rounding.MOST or (SECOND_LAYOUT[0] in tensors and tokens >= marlin.LEAST):
+    if tokens > rounding.MOST:
         return
     words, scales = tensors["words"], tensors["scales"]
     groups = scales.shape[1]

@@ -1,4 +1,4 @@
-"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 17 to 64 tokens. CUDA only.
+"""Products with copies of 4 and 8 bits by Marlin, vLLM's kernels for integer weights, for 33 to 64 tokens. CUDA only.
 
 Which engines keep this layout, and which steps read it: lowbit.py.
 """
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights.integers import GROUP, integers
 
-LEAST, MOST = 17, 64
-"""Tokens. With fewer our kernels are faster; with more, products are bound by arithmetic, and the target's own weight
-is as fast."""
+MOST = 64  # tokens; with more, products are bound by arithmetic, and the target's own weight is as fast
 ROWS = 8192  # unpacked at once, so that the integers of an lm_head take little memory beside it
 
 
@@ -36,11 +34,6 @@ def repacked(copy: Mapping[str, Tensor], bits: int) -> tuple[Tensor, Tensor]:
     scales = copy["scales"].t().to(torch.bfloat16).contiguous()
     _beside(words.device)  # not first while a CUDA graph is captured
     return words, marlin_permute_scales(scales, groups * GROUP, rows, GROUP)
-
-
-def takes(tokens: int, other: bool) -> bool:
-    """Whether a repacked copy is what multiplies so many tokens. other: the target's own weight is there too."""
-    return tokens >= LEAST and (tokens <= MOST or not other)
 
 
 def along_columns(copy: Mapping[str, Tensor], bits: int) -> Tensor:

@@ -128,6 +128,14 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+def loosest(gate: str) -> float | None:
+    """The threshold with which a gate closes least, for most gates never; None for a gate without one."""
+    rule = GATES[gate]
+    if rule.key is None:
+        return None
+    return rule.low if rule.direction == "at_least" else float(math.ceil(rule.statistic_range()[1]))
+
+
 def stricter_than(gate: str, threshold: float | None) -> float | None:
     """A threshold that stops drafts sooner: halfway to where the gate always closes; None where there is none."""
     rule = GATES[gate]

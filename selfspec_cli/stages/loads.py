@@ -15,7 +15,7 @@ from selfspec_cli.config.schema import RunConfig
 from selfspec_cli.early_exit.acceptance import Ladder
 from selfspec_cli.early_exit.length_table import LARGEST, Cell, LengthTable
 from selfspec_cli.early_exit.replay import Setting
-from selfspec_cli.early_exit.thresholds import stricter_than
+from selfspec_cli.early_exit.thresholds import loosest
 from selfspec_cli.engine.live import Engine
 from selfspec_cli.progress import Progress, ignore
 from selfspec_cli.record import latency
@@ -65,9 +65,12 @@ def every_width(k: int) -> str:
 
 
 def settings(chosen: Setting) -> list[Setting]:
-    """What is tried at each load: every length, behind the gate that was chosen and behind a stricter one."""
-    stricter = stricter_than(chosen.gate, chosen.threshold)
-    found = [chosen.threshold, *([] if stricter is None else [stricter])]
+    """What is tried at each load: every length, behind the gate that was chosen and where it stays open.
+
+    A request that closes drafts no more, while a batch drafts on as long as any of its requests does, so a gate that
+    gains at one request may only cost at several.
+    """
+    found = list(dict.fromkeys([chosen.threshold, loosest(chosen.gate)]))
     # Behind the first draft no gate is asked.
     return [Setting(chosen.gate, limit, k) for k in lengths(chosen.k) for limit in (found if k > 1 else found[:1])]
 

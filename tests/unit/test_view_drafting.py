@@ -20,7 +20,7 @@ LAYERS, LENGTH, PROMPT = 3, 24, 6
 def drafting_module(monkeypatch):
     monkeypatch.syspath_prepend(str(paths.experiments_dir() / "views"))
     yield importlib.import_module("drafting")
-    for name in ("drafting", "acceptance", "by_blocks"):
+    for name in ("drafting", "acceptance", "by_blocks", "gates_of_batches"):
         sys.modules.pop(name, None)
 
 
@@ -201,3 +201,36 @@ def test_the_first_block_the_last_tokens_and_the_heaviest_blocks_are_selected(dr
     assert blocks == [[0, 3, 5, 7, 10, 11, 12], [0, 5, 8, 10, 11, 12]]  # the last 16 begin in block 10, and at block 11
     (window,) = by_blocks.selection(weights[:1], 190, 200, 64, True)
     assert window.nonzero().flatten().tolist() == [*range(16), *range(7 * 16, 200)]
+
+
+def test_a_batch_drafts_as_long_as_the_rule_says(drafting_module):
+    gates = importlib.import_module("gates_of_batches")
+    sure, doubtful = torch.full((gates.LONGEST,), 0.9), torch.tensor([0.6] + [0.1] * (gates.LONGEST - 1))
+    survival = torch.stack([sure, doubtful])
+    assert gates.lengths("fixed", 5, survival).tolist() == [5, 5]
+    assert gates.lengths("each", 0.5, survival).tolist() == [12, 2]
+    assert gates.lengths("any", 0.5, survival).tolist() == [12, 12]
+    assert gates.lengths("mean", 0.6, survival).tolist() == [2, 2]  # 0.75, then 0.5
+
+
+def test_a_round_takes_as_long_as_its_longest_draft_and_yields_what_was_right(drafting_module):
+    gates = importlib.import_module("gates_of_batches")
+    right = [[1] * 3 + [0] * 9]
+    some = gates.Drafts.of({"right": right * 40, "confidence": [[0.9] * 12] * 40})
+    beside, step = gates.COSTS[8]
+    assert gates.speed([some], 8, "fixed", 5, 200) == pytest.approx(4 / (beside + 5 * step))
+    assert gates.speed([some], 8, "each", 0.5, 200) == pytest.approx(4 / (beside + 7 * step))  # 0.9 ** 7 is below
+
+
+def test_what_is_logged_of_a_draft_is_what_is_accepted(drafting_module):
+    gates = importlib.import_module("gates_of_batches")
+    model = tiny()
+    drafting = drafting_module.Drafting(model)
+    drafting.set_view("int4")
+    ids = torch.randint(64, (PROMPT + 30,), generator=torch.Generator().manual_seed(1)).tolist()
+    logged = gates.logged_drafts(drafting, ids, PROMPT)
+    answer = drafting_module.Answer.of(drafting, torch.tensor(ids), PROMPT, 0.0)
+    wanted = drafting_module.accepted(drafting, answer, gates.LONGEST)["most likely"]
+    drafts = gates.Drafts.of(logged)
+    assert drafts.right.float().equal(wanted) and drafts.survival.shape == wanted.shape == (30 - gates.LONGEST + 1, 12)
+    assert (drafts.survival[:, 1:] <= drafts.survival[:, :-1]).all()

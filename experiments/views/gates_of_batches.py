@@ -1,0 +1,143 @@
+"""What a confidence gate brings where several requests draft together, by drafts of a real model and no engine.
+
+    python experiments/views/gates_of_batches.py --model qwen2.5-coder-0.5b --log drafts.json --out FILE
+
+First every token of the model's own greedy answers begins a draft on copies of all layers (drafting.py), and how sure
+each step was and whether it was right is written to --log, which a second run reads. From that the rounds of any rule
+follow: each of some requests goes through answers of its own, and a round takes its fixed time and that of its longest
+draft, for a batch drafts as long as any of its requests does. Rules:
+
+    fixed   so many drafts in every round, 1 to 12
+    each    a request drafts while the product of its greatest probabilities (survival) is at least a threshold
+    any     all requests draft while that of one of them is
+    mean    all requests draft while the mean over them is
+
+What is printed is tokens a request and millisecond, and how much a rule at its best threshold gains over the best fixed
+length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from drafting import Answer, Drafting, answers, chat_prompts, load
+from torch import Tensor
+
+from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
+from selfspec_cli.scripts import among
+
+LONGEST = 12
+KINDS = ("chat", "coding")
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+COSTS = {1: (2.94, 0.514), 8: (2.93, 0.885), 32: (3.03, 1.66)}
+"""By requests, milliseconds of a round without its draft steps and of a draft step: the coder of 1.5 B on 4-bit copies
+on an H200 (results/LOG.md: the profile at 1 and 8 requests, "Why is a draft step of 16 to 32 tokens slow?")."""
+
+
+@dataclass
+class Drafts:
+    """Of every token of an answer that can begin a draft: survival and whether all drafts so far are right, [n, 12]."""
+
+    survival: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, logged: dict[str, Any]) -> Drafts:
+        """From what `logged_drafts` gave."""
+        right = torch.tensor(logged["right"]).cumprod(1)
+        return cls(torch.tensor(logged["confidence"]).cumprod(1), right)
+
+
+def logged_drafts(drafting: Drafting, ids: list[int], first: int) -> dict[str, Any]:
+    """Of each round that may begin in an answer and each step, given that the steps before were right: whether it is,
+    and its greatest probability."""
+    answer = Answer.of(drafting, torch.tensor(ids), first, 0.0)
+    following, count = answer.ids[first:], len(ids) - first - LONGEST + 1
+    drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
+    right, confidence = [], []
+    with torch.no_grad():
+        for position in range(1, LONGEST + 1):
+            logits = drafting.draft(answer.ids.unsqueeze(0), position, first - 1)[0, :-1].float()
+            right.append((logits.argmax(-1) == following).int())
+            confidence.append(logits.softmax(-1).amax(-1))
+    steps = {"right": right, "confidence": confidence}
+    return {name: torch.stack([each[j][j : j + count] for j in range(LONGEST)], 1).tolist()
+            for name, each in steps.items()}  # fmt: skip
+
+
+def lengths(rule: str, threshold: float, survival: Tensor) -> Tensor:
+    """How long each request drafts in a round, int64 [requests]; survival [requests, 12]."""
+    if rule == "fixed":
+        return torch.full((len(survival),), int(threshold))
+    open_ = {"each": survival, "any": survival.amax(0, keepdim=True), "mean": survival.mean(0, keepdim=True)}[rule]
+    steps = 1 + (open_[:, : LONGEST - 1] >= threshold).int().cumprod(1).sum(1)
+    return steps.expand(len(survival))
+
+
+def speed(drafts: list[Drafts], requests: int, rule: str, threshold: float, rounds: int) -> float:
+    """Tokens a request and millisecond."""
+    draw, (beside, step) = random.Random(0), COSTS[requests]
+    places = [(each, draw.randrange(len(each.survival))) for each in draw.choices(drafts, k=requests)]
+    tokens = time = 0.0
+    for _ in range(rounds):
+        drafted = lengths(rule, threshold, torch.stack([each.survival[at] for each, at in places]))
+        accepted = [
+            int(each.right[at, :length].sum()) for (each, at), length in zip(places, drafted.tolist(), strict=True)
+        ]
+        time += beside + step * int(drafted.max())
+        tokens += sum(accepted) + requests
+        for number, (each, at) in enumerate(places):
+            place = at + accepted[number] + 1
+            places[number] = (each, place) if place < len(each.survival) else (draw.choice(drafts), 0)
+    return tokens / requests / time
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--model", required=True, help="a folder or a Hugging Face id")
+    options.add_argument("--weights", type=among(DRAFT_WEIGHTS, "kind of copies"), default="int4")
+    options.add_argument("--answers", type=int, default=16, help="of each kind")
+    options.add_argument("--length", type=int, default=128, help="tokens of an answer")
+    options.add_argument("--rounds", type=int, default=1500, help="of each rule")
+    options.add_argument("--log", type=Path, required=True)
+    options.add_argument("--out", type=Path, required=True)
+    chosen = options.parse_args()
+    if not chosen.log.exists():
+        model, tokenizer = load(chosen.model, "cpu", torch.float32)
+        made = {}
+        for kind in KINDS:
+            prompts = chat_prompts(tokenizer, chosen.answers, 0, kind, 96)
+            made[kind] = answers(model, tokenizer, prompts, chosen.length, 0.0, 0)
+        drafting = Drafting(model)
+        drafting.set_view(chosen.weights)
+        log = {kind: [logged_drafts(drafting, ids, first) for ids, first in some if len(ids) - first > LONGEST]
+               for kind, some in made.items()}  # fmt: skip
+        chosen.log.write_text(json.dumps(log), encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for kind, logged in json.loads(chosen.log.read_text(encoding="utf-8")).items():
+        drafts = [Drafts.of(each) for each in logged]
+        for requests in COSTS:
+            fixed = 0.0
+            for rule in ("fixed", "each", "any", "mean"):
+                tried = range(1, LONGEST + 1) if rule == "fixed" else THRESHOLDS
+                best, at = max((speed(drafts, requests, rule, one, chosen.rounds), one) for one in tried)
+                fixed = fixed or best
+                rows.append({"workload": kind, "requests": requests, "rule": rule, "at": at,
+                             "tokens_ms": round(best, 4), "over_fixed": round(best / fixed, 3)})  # fmt: skip
+                print(rows[-1], flush=True)
+    document = {"model": Path(chosen.model).name, "weights": chosen.weights, "length": chosen.length,
+                "answers": chosen.answers, "rounds": chosen.rounds, "rows": rows}  # fmt: skip
+    chosen.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ from selfspec_cli.scripts import among
 LONGEST = 12
 KINDS = ("chat", "coding")
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-COSTS = {1: (2.94, 0.514), 8: (2.93, 0.885), 32: (3.03, 1.66)}
+COSTS = {1: (2.03, 0.56), 8: (2.19, 1.06), 32: (3.03, 1.66)}
 """By requests, milliseconds of a round without its draft steps and of a draft step: the coder of 1.5 B on 4-bit copies
 on an H200 (results/LOG.md: the profile at 1 and 8 requests, "Why is a draft step of 16 to 32 tokens slow?")."""
 

@@ -6,9 +6,8 @@ kernel of lowbit_one_token.py, and 2 to 32 by that of lowbit_few_tokens.py. The 
 
 Engines for more than 32 requests also keep copies as Marlin reads them (marlin.py), for 33 to 64 tokens. What
 multiplies is chosen when a step runs, so a step of eight or of 32 requests is multiplied by the same kernels on an
-engine for 256 requests as on one for so many. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens; in a step
-they are slower, because nothing in front of them rounds (results/LOG.md, "What does a server of a pretrained coder
-gain?"). Draft steps of a few
+engine for 256 requests as on one for so many. Alone Marlin's kernels are as fast as ours at 17 to 32 tokens, but steps
+of 32 took longer with them (results/LOG.md, "What does a server of a pretrained coder gain?"). Draft steps of a few
 tokens are one kernel on every engine (fused_step/), which has a layout of its own. Measured on an H100
 (gpu/lowbit.jsonl.xz/products_h100.json), ours over Marlin's in the products of two shapes of layer: one token
 0.35 to 0.9, 4 tokens 0.5 to 1.0, 16 tokens 0.6 to 1.1, 32 tokens 0.7 to 1.5, 64 tokens 0.7 to 1.7.

@@ -65,7 +65,7 @@ ABOUT = {
     "gpu/qwen_1.5b_h200/gate": "The performance gate of the same model there, `experiments/gates/h100_qwen.yaml`, its first two runs; the loan ended it in the third.",
     "gpu/qwen_1.5b_h200/windows": "Drafts over windows and over the blocks with the greatest attention of 16,384 tokens; eager engines on a card on which something else ran, so accepted tokens count and speeds do not.",
     "gpu/qwen_1.5b_h200/blocks": "The same question at 16,384 and 32,512 tokens over blocks of 1,024 tokens, with CUDA graphs, on another host; other engines on its second card.",
-    "gpu/qwen_1.5b_h200/suffix": "Suffix decoding on coding tasks, chat questions and edits, and on the edits free drafts in front of copies and copies alone, on that host; other engines on its second card. The loan ended before the n-grams.",
+    "gpu/qwen_1.5b_h200/suffix": "Suffix decoding on coding tasks, chat questions and edits, and on the edits free drafts in front of copies, copies alone and n-grams, on one of four H200s of a host; other engines and servers on the others.",
     "gpu/qwen_1.5b_h200/starts_first": "Four prompts on an engine with copies, started with empty caches; what matters is `start_seconds`.",
     "gpu/qwen_1.5b_h200/starts_second": "The same, started again.",
     "gpu/qwen_1.5b_h200/long": "Questions behind 4K to 32K tokens of files, over a window and over the whole context; 128 tokens out, prompts from the prefix cache. "

@@ -196,17 +196,24 @@ class Answer:
             return cls(ids, first, _log_probabilities(logits, temperature), drafting.kept)
 
 
-def accepted(drafting: Drafting, answer: Answer, k: int, temperature: float = 0.0) -> dict[str, Tensor]:
+def accepted(
+    drafting: Drafting, answer: Answer, k: int, temperature: float = 0.0, survival: bool = False
+) -> dict[str, Tensor]:
     """For every round that may begin in an answer, the probability that drafts 1..j are accepted: [rounds, k].
 
     "most likely": drafts are the view's most likely tokens, as vLLM makes them by default. One is accepted where the
     model's own choice is the same, so at any temperature its acceptance is how often it is the token that the model
     drew. "drawn", above temperature 0: drafts are drawn at the temperature too, and the model's token x is then drafted
-    and kept with probability min(1, q(x) / p(x)).
+    and kept with probability min(1, q(x) / p(x)). "survival", where asked for: not that probability but what the gate
+    of this name sees, the product of the view's greatest probabilities, the drafts before each being accepted.
     """
     ids, start = answer.ids, answer.first - 1
     following = ids[answer.first :]
-    steps: dict[str, list[Tensor]] = {"most likely": [], **({"drawn": []} if temperature else {})}
+    steps: dict[str, list[Tensor]] = {"most likely": []}
+    if temperature:
+        steps["drawn"] = []
+    if survival:
+        steps["survival"] = []
     drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
     with torch.no_grad():
         for position in range(1, k + 1):
@@ -218,6 +225,8 @@ def accepted(drafting: Drafting, answer: Answer, k: int, temperature: float = 0.
                     for each in (_log_probabilities(logits, temperature), answer.full)
                 )
                 steps["drawn"].append((ours - theirs).exp().clamp(max=1))
+            if survival:
+                steps["survival"].append(logits.softmax(-1).amax(-1))
     count = len(following) - k + 1
     return {
         name: torch.stack([made[j][j : j + count] for j in range(k)], dim=1).cumprod(1) for name, made in steps.items()

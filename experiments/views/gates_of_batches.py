@@ -22,14 +22,13 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from drafting import Answer, Drafting, answers, chat_prompts, load
+from drafting import Answer, Drafting, accepted, answers, chat_prompts, load
 from torch import Tensor
 
 from selfspec_cli.early_exit.draft_weights import DRAFT_WEIGHTS
@@ -40,38 +39,15 @@ KINDS = ("chat", "coding")
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 COSTS = {1: (2.03, 0.56), 8: (2.19, 1.06), 32: (3.03, 1.66)}
 """By requests, milliseconds of a round without its draft steps and of a draft step: the coder of 1.5 B on 4-bit copies
-on an H200 (results/LOG.md: the profile at 1 and 8 requests, "Why is a draft step of 16 to 32 tokens slow?")."""
+on H200s. In results/LOG.md 1 and 8 are the profile's on one host; at 32 the draft steps are of "Why is a draft step of
+16 to 32 tokens slow?", and their round, of 11.3 ms, of the first host's performance gate."""
 
 
-@dataclass
-class Drafts:
-    """Of every token of an answer that can begin a draft: survival and whether all drafts so far are right, [n, 12]."""
+class Drafts(NamedTuple):
+    """Of every token of an answer that can begin a draft, [n, 12]: survival, and whether all so far are right."""
 
     survival: Tensor
     right: Tensor
-
-    @classmethod
-    def of(cls, logged: dict[str, Any]) -> Drafts:
-        """From what `logged_drafts` gave."""
-        right = torch.tensor(logged["right"]).cumprod(1)
-        return cls(torch.tensor(logged["confidence"]).cumprod(1), right)
-
-
-def logged_drafts(drafting: Drafting, ids: list[int], first: int) -> dict[str, Any]:
-    """Of each round that may begin in an answer and each step, given that the steps before were right: whether it is,
-    and its greatest probability."""
-    answer = Answer.of(drafting, torch.tensor(ids), first, 0.0)
-    following, count = answer.ids[first:], len(ids) - first - LONGEST + 1
-    drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
-    right, confidence = [], []
-    with torch.no_grad():
-        for position in range(1, LONGEST + 1):
-            logits = drafting.draft(answer.ids.unsqueeze(0), position, first - 1)[0, :-1].float()
-            right.append((logits.argmax(-1) == following).int())
-            confidence.append(logits.softmax(-1).amax(-1))
-    steps = {"right": right, "confidence": confidence}
-    return {name: torch.stack([each[j][j : j + count] for j in range(LONGEST)], 1).tolist()
-            for name, each in steps.items()}  # fmt: skip
 
 
 def lengths(rule: str, threshold: float, survival: Tensor) -> Tensor:
@@ -90,13 +66,13 @@ def speed(drafts: list[Drafts], requests: int, rule: str, threshold: float, roun
     tokens = time = 0.0
     for _ in range(rounds):
         drafted = lengths(rule, threshold, torch.stack([each.survival[at] for each, at in places]))
-        accepted = [
+        gained = [
             int(each.right[at, :length].sum()) for (each, at), length in zip(places, drafted.tolist(), strict=True)
         ]
         time += beside + step * int(drafted.max())
-        tokens += sum(accepted) + requests
+        tokens += sum(gained) + requests
         for number, (each, at) in enumerate(places):
-            place = at + accepted[number] + 1
+            place = at + gained[number] + 1
             places[number] = (each, place) if place < len(each.survival) else (draw.choice(drafts), 0)
     return tokens / requests / time
 
@@ -119,12 +95,16 @@ def main() -> None:
             made[kind] = answers(model, tokenizer, prompts, chosen.length, 0.0, 0)
         drafting = Drafting(model)
         drafting.set_view(chosen.weights)
-        log = {kind: [logged_drafts(drafting, ids, first) for ids, first in some if len(ids) - first > LONGEST]
-               for kind, some in made.items()}  # fmt: skip
+        log: dict[str, list[dict[str, Any]]] = {kind: [] for kind in made}
+        for kind, (ids, first) in ((kind, one) for kind, some in made.items() for one in some):
+            if len(ids) - first > LONGEST:
+                answer = Answer.of(drafting, torch.tensor(ids), first, 0.0)
+                found = accepted(drafting, answer, LONGEST, survival=True)
+                log[kind].append({"survival": found["survival"].tolist(), "right": found["most likely"].tolist()})
         chosen.log.write_text(json.dumps(log), encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for kind, logged in json.loads(chosen.log.read_text(encoding="utf-8")).items():
-        drafts = [Drafts.of(each) for each in logged]
+        drafts = [Drafts(torch.tensor(each["survival"]), torch.tensor(each["right"])) for each in logged]
         for requests in COSTS:
             fixed = 0.0
             for rule in ("fixed", "each", "any", "mean"):

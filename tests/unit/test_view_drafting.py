@@ -215,22 +215,23 @@ def test_a_batch_drafts_as_long_as_the_rule_says(drafting_module):
 
 def test_a_round_takes_as_long_as_its_longest_draft_and_yields_what_was_right(drafting_module):
     gates = importlib.import_module("gates_of_batches")
-    right = [[1] * 3 + [0] * 9]
-    some = gates.Drafts.of({"right": right * 40, "confidence": [[0.9] * 12] * 40})
+    right = torch.tensor([1.0] * 3 + [0.0] * 9).expand(40, -1)
+    some = gates.Drafts(torch.full((40, 12), 0.9).cumprod(1), right)
     beside, step = gates.COSTS[8]
     assert gates.speed([some], 8, "fixed", 5, 200) == pytest.approx(4 / (beside + 5 * step))
     assert gates.speed([some], 8, "each", 0.5, 200) == pytest.approx(4 / (beside + 7 * step))  # 0.9 ** 7 is below
 
 
-def test_what_is_logged_of_a_draft_is_what_is_accepted(drafting_module):
-    gates = importlib.import_module("gates_of_batches")
-    model = tiny()
-    drafting = drafting_module.Drafting(model)
+def test_survival_is_the_product_of_the_greatest_probabilities_of_a_rounds_drafts(drafting_module):
+    drafting = drafting_module.Drafting(tiny())
     drafting.set_view("int4")
-    ids = torch.randint(64, (PROMPT + 30,), generator=torch.Generator().manual_seed(1)).tolist()
-    logged = gates.logged_drafts(drafting, ids, PROMPT)
-    answer = drafting_module.Answer.of(drafting, torch.tensor(ids), PROMPT, 0.0)
-    wanted = drafting_module.accepted(drafting, answer, gates.LONGEST)["most likely"]
-    drafts = gates.Drafts.of(logged)
-    assert drafts.right.float().equal(wanted) and drafts.survival.shape == wanted.shape == (30 - gates.LONGEST + 1, 12)
-    assert (drafts.survival[:, 1:] <= drafts.survival[:, :-1]).all()
+    ids = torch.randint(64, (PROMPT + 30,), generator=torch.Generator().manual_seed(1))
+    answer = drafting_module.Answer.of(drafting, ids, PROMPT, 0.0)
+    found = drafting_module.accepted(drafting, answer, 3, survival=True)
+    drafting.kept = {index: kept[:1] for index, kept in answer.kept.items()}
+    first, second, third = (
+        drafting.draft(ids.unsqueeze(0), position, PROMPT - 1)[0, :-1].softmax(-1).amax(-1) for position in (1, 2, 3)
+    )
+    torch.testing.assert_close(found["survival"], torch.stack(
+        [first[:28], first[:28] * second[1:29], first[:28] * second[1:29] * third[2:30]], 1))  # fmt: skip
+    assert found["most likely"].equal(drafting_module.accepted(drafting, answer, 3)["most likely"])

@@ -14,13 +14,16 @@ As a script: a line a case, and all of it as JSON in FILE, written after each ca
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -617,14 +620,41 @@ def first_difference(got: list[int], want: list[int]) -> str:
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
-def compiled_controls(starts: int = 4) -> Iterator[dict[str, Any]]:
-    """Without any part of ours, compiled: outputs of starts of one plain engine that are not the first start's."""
+def compiled_controls(starts: int = 3, at_once: int = 3) -> Iterator[dict[str, Any]]:
+    """Starts of a compiled engine, plain ones and drafting ones, each in a process with caches of its own: outputs that
+    are not the first plain start's, and kernels of Inductor's with another configuration than there."""
     for compiled in ({"compilation_config": {}}, COMPILED):
-        outputs = []
-        for _ in range(starts):
-            with live(model_dir("qwen3+wide"), **{**GPU, **MANY, **compiled}) as it:
-                outputs.append(tokens(it.generate(*plain())))
-        yield {**compiled, "differ": [len(differing(one, outputs[0])) for one in outputs[1:]], "compared": len(PROMPTS)}
+        case = Case("qwen3+wide", LAYERS, 4, engine={**MANY, **compiled}, spec={"draft_weights": "int4"})
+        kinds = [False] * starts + [True] * starts
+        with ThreadPoolExecutor(at_once) as pool:
+            found = list(pool.map(started_alone, [case] * len(kinds), kinds))
+        for number, (drafting, start) in enumerate(zip(kinds, found, strict=True)):
+            differ = len(differing(start["outputs"], found[0]["outputs"]))
+            kernels = sorted(set(start["kernels"]) ^ set(found[0]["kernels"]))
+            yield {**compiled, "start": number, "drafting": drafting, "differ": differ, "kernels": kernels}
+
+
+def started_alone(case: Case, drafting: bool) -> dict[str, Any]:
+    """`outputs` and `kernels` of an engine that another process starts, which finds nothing compiled."""
+    with tempfile.TemporaryDirectory(prefix="selfspec-start-") as folder:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, __file__, "--start", json.dumps(asdict(case)), "--out", str(found)]
+        caches = {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        subprocess.run(command + ["--drafting"] * drafting, env={**os.environ, **caches}, check=True, timeout=400)
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def start(case: Case, drafting: bool, out: Path) -> int:
+    """What `started_alone` reads: the tokens of each output, and each of Inductor's kernels as it is launched."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with engine(case, drafting) as it:
+        outputs = tokens(generated(it, case))
+        gc.unfreeze()  # vLLM hides what it made at its start from the collector
+        tuned = [each for each in gc.get_objects() if isinstance(each, CachingAutotuner) and len(each.launchers) == 1]
+        kernels = sorted(f"{each.fn.__name__}: {each.launchers[0].config}" for each in tuned)
+    save(out, {"outputs": outputs, "kernels": kernels})
+    return 0
 
 
 def fp8_controls() -> Iterator[dict[str, Any]]:
@@ -866,8 +896,12 @@ def main() -> int:
     options.add_argument("--near-ties", action="store_true")
     options.add_argument("--gates", action="store_true")
     options.add_argument("--lengths", action="store_true", help="only draft lengths by load, request and acceptance")
+    options.add_argument("--start", metavar="CASE", help="only start one engine: what a control asks of a process")
+    options.add_argument("--drafting", action="store_true", help="with --start: with drafts")
     options.add_argument("--out", type=Path, default=Path("lossless.json"))
     chosen = options.parse_args()
+    if chosen.start:
+        return start(Case(**json.loads(chosen.start)), chosen.drafting, chosen.out)
     if chosen.near_ties:
         save(chosen.out, {model: near_ties(model) for model in chosen.only or ("llama", "qwen3")})
         return 0
@@ -904,7 +938,7 @@ def report_cases(group: str, only: list[str], part: str, tensor_parallel: int, o
     waits = watched(Case("llama", *MIDDLE, spec=spec)) if whole and part.startswith("1/") else None
     controls: list[dict[str, Any]] = []
     of_group = {"one_kernel": compiled_controls, "reach": fp8_controls, "fp8_keys": fp8_controls}.get(group)
-    if of_group is not None and not shared and not only:
+    if of_group is not None and not shared and not only and part.startswith("1/"):
         try:
             for control in of_group():
                 controls.append(control)

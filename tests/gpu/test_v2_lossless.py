@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -84,7 +85,8 @@ GPU: dict[str, Any] = {
 }
 COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"deterministic": True}}}
 """Otherwise Inductor times several kernels for a norm over fewer than 256 numbers, as Qwen3 has on each head, when an
-engine starts, and takes the fastest. They add up in different orders, so two starts of one plain engine can differ."""
+engine starts, and takes the fastest. They add up in different orders, so two starts of one plain engine can differ
+(pytorch/pytorch#174711)."""
 MANY = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
@@ -481,6 +483,9 @@ def free_drafts(**engine: Any) -> Iterator[Case]:
 
 @cache
 def model_dir(model: str) -> Path:
+    """The folder of a model, which is made if it is not there yet: that keeps all of a machine's processors busy."""
+    if Path(model).is_dir():
+        return Path(model)
     model, _, made = model.partition("+")
     if made:
         base = model_dir(model) if model in ARCHITECTURES else Path()
@@ -620,28 +625,43 @@ def first_difference(got: list[int], want: list[int]) -> str:
     return f"first differs at token {at} of {len(want)}: {got[at : at + 4]}, not {want[at : at + 4]}"
 
 
-def compiled_controls(starts: int = 3, at_once: int = 3) -> Iterator[dict[str, Any]]:
-    """Starts of a compiled engine, plain ones and drafting ones, each in a process with caches of its own: outputs that
-    are not the first plain start's, and kernels of Inductor's with another configuration than there."""
+STARTS = {"plain": False, "plain again": False, "drafting": True}
+"""One after the other, on what the ones before have compiled."""
+
+
+def compiled_controls(machines: int = 3) -> Iterator[dict[str, Any]]:
+    """STARTS of a compiled engine, each a process of its own, in several folders of caches at once: outputs that are
+    not those of the first folder's first start, and how often each kernel of Inductor's is there more or less often
+    than in it."""
     for compiled in ({"compilation_config": {}}, COMPILED):
-        case = Case("qwen3+wide", LAYERS, 4, engine={**MANY, **compiled}, spec={"draft_weights": "int4"})
-        kinds = [False] * starts + [True] * starts
-        with ThreadPoolExecutor(at_once) as pool:
-            found = list(pool.map(started_alone, [case] * len(kinds), kinds))
-        for number, (drafting, start) in enumerate(zip(kinds, found, strict=True)):
-            differ = len(differing(start["outputs"], found[0]["outputs"]))
-            kernels = sorted(set(start["kernels"]) ^ set(found[0]["kernels"]))
-            yield {**compiled, "start": number, "drafting": drafting, "differ": differ, "kernels": kernels}
+        case = Case(
+            str(model_dir("qwen3+wide")), LAYERS, 4, engine={**MANY, **compiled}, spec={"draft_weights": "int4"}
+        )
+        with ThreadPoolExecutor(machines) as pool:
+            found = list(pool.map(started_alone, [case] * machines))
+        first = found[0]["plain"]
+        for machine, starts in enumerate(found):
+            for name, start in starts.items():
+                differ = len(differing(start["outputs"], first["outputs"]))
+                kernels = Counter(start["kernels"])
+                kernels.subtract(first["kernels"])
+                yield {
+                    **compiled, "machine": machine, "start": name, "differ": differ, "compared": len(start["outputs"]),
+                    "kernels": {kernel: count for kernel, count in kernels.items() if count},
+                }  # fmt: skip
 
 
-def started_alone(case: Case, drafting: bool) -> dict[str, Any]:
-    """`outputs` and `kernels` of an engine that another process starts, which finds nothing compiled."""
-    with tempfile.TemporaryDirectory(prefix="selfspec-start-") as folder:
-        found = Path(folder) / "found.json"
-        command = [sys.executable, __file__, "--start", json.dumps(asdict(case)), "--out", str(found)]
+def started_alone(case: Case) -> dict[str, dict[str, Any]]:
+    """`outputs` and `kernels` of each of STARTS, in caches that are empty before the first."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="selfspec-starts-") as folder:
         caches = {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        subprocess.run(command + ["--drafting"] * drafting, env={**os.environ, **caches}, check=True, timeout=400)
-        return json.loads(found.read_text(encoding="utf-8"))
+        for name, drafting in STARTS.items():
+            out = Path(folder) / "found.json"
+            command = [sys.executable, __file__, "--start", json.dumps(asdict(case)), "--out", str(out)]
+            subprocess.run(command + ["--drafting"] * drafting, env={**os.environ, **caches}, check=True, timeout=400)
+            found[name] = json.loads(out.read_text(encoding="utf-8"))
+    return found
 
 
 def start(case: Case, drafting: bool, out: Path) -> int:

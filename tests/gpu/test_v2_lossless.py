@@ -671,8 +671,10 @@ def start(case: Case, drafting: bool, out: Path) -> int:
     with engine(case, drafting) as it:
         outputs = tokens(generated(it, case))
         gc.unfreeze()  # vLLM hides what it made at its start from the collector
-        tuned = [each for each in gc.get_objects() if isinstance(each, CachingAutotuner) and len(each.launchers) == 1]
-        kernels = sorted(f"{each.fn.__name__}: {each.launchers[0].config}" for each in tuned)
+        # By type(): a proxy says that it is of another class, and raises where that is gone.
+        found = [each for each in gc.get_objects() if issubclass(type(each), CachingAutotuner)]
+        tuned = [(each.inductor_meta["kernel_name"], each.launchers) for each in found]
+        kernels = sorted(f"{name}: {launchers[0].config}" for name, launchers in tuned if len(launchers) == 1)
     save(out, {"outputs": outputs, "kernels": kernels})
     return 0
 

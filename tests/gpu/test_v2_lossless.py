@@ -641,12 +641,12 @@ def compiled_controls(machines: int = 3) -> Iterator[dict[str, Any]]:
             found = list(pool.map(started_alone, [case] * machines))
         first = found[0]["plain"]
         for machine, starts in enumerate(found):
-            for name, start in starts.items():
-                differ = len(differing(start["outputs"], first["outputs"]))
-                kernels = Counter(start["kernels"])
+            for name, one in starts.items():
+                differ = len(differing(one["outputs"], first["outputs"]))
+                kernels = Counter(one["kernels"])
                 kernels.subtract(first["kernels"])
                 yield {
-                    **compiled, "machine": machine, "start": name, "differ": differ, "compared": len(start["outputs"]),
+                    **compiled, "machine": machine, "start": name, "differ": differ, "compared": len(one["outputs"]),
                     "kernels": {kernel: count for kernel, count in kernels.items() if count},
                 }  # fmt: skip
 

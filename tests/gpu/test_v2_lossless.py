@@ -629,26 +629,24 @@ STARTS = {"plain": False, "plain again": False, "drafting": True}
 """One after the other, on what the ones before have compiled."""
 
 
-def compiled_controls(machines: int = 3) -> Iterator[dict[str, Any]]:
+def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
     """STARTS of a compiled engine, each a process of its own, in several folders of caches at once: outputs that are
     not those of the first folder's first start, and how often each kernel of Inductor's is there more or less often
     than in it."""
+    model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
     for compiled in ({"compilation_config": {}}, COMPILED):
-        case = Case(
-            str(model_dir("qwen3+wide")), LAYERS, 4, engine={**MANY, **compiled}, spec={"draft_weights": "int4"}
-        )
-        with ThreadPoolExecutor(machines) as pool:
-            found = list(pool.map(started_alone, [case] * machines))
-        first = found[0]["plain"]
-        for machine, starts in enumerate(found):
-            for name, one in starts.items():
-                differ = len(differing(one["outputs"], first["outputs"]))
-                kernels = Counter(one["kernels"])
-                kernels.subtract(first["kernels"])
-                yield {
-                    **compiled, "machine": machine, "start": name, "differ": differ, "compared": len(one["outputs"]),
-                    "kernels": {kernel: count for kernel, count in kernels.items() if count},
-                }  # fmt: skip
+        case, first = Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies), None
+        with ThreadPoolExecutor(folders) as pool:
+            for folder, starts in enumerate(pool.map(started_alone, [case] * folders)):
+                first = first or starts["plain"]
+                for name, one in starts.items():
+                    kernels = Counter(one["kernels"])
+                    kernels.subtract(first["kernels"])
+                    yield {
+                        **compiled, "folder": folder, "start": name, "compared": len(one["outputs"]),
+                        "differ": len(differing(one["outputs"], first["outputs"])),
+                        "kernels": {kernel: count for kernel, count in kernels.items() if count},
+                    }  # fmt: skip
 
 
 def started_alone(case: Case) -> dict[str, dict[str, Any]]:

@@ -630,14 +630,17 @@ STARTS = {"plain": False, "plain again": False, "drafting": True}
 
 
 def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
-    """STARTS of a compiled engine, each a process of its own, in several folders of caches at once: outputs that are
-    not those of the first folder's first start, and how often each kernel of Inductor's is there more or less often
-    than in it."""
+    """STARTS of a compiled engine, each a process of its own, in several folders of caches, with Inductor's choice by
+    timing and without it, all folders at once: outputs that are not those of the setting's first start, and how often
+    each kernel of Inductor's is there more or less often than in it."""
     model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
-    for compiled in ({"compilation_config": {}}, COMPILED):
-        case, first = Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies), None
-        with ThreadPoolExecutor(folders) as pool:
-            for folder, starts in enumerate(pool.map(started_alone, [case] * folders)):
+    settings = ({"compilation_config": {}}, COMPILED)
+    cases = [Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies) for compiled in settings]
+    with ThreadPoolExecutor(len(settings) * folders) as pool:
+        started = [pool.map(started_alone, [case] * folders) for case in cases]
+        for compiled, of_setting in zip(settings, started, strict=True):
+            first = None
+            for folder, starts in enumerate(of_setting):
                 first = first or starts["plain"]
                 for name, one in starts.items():
                     kernels = Counter(one["kernels"])

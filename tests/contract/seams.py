@@ -224,7 +224,8 @@ FIELDS = {
     "vllm.config:ParallelConfig": "worker_extension_cls tensor_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size",
     "vllm.config:ModelConfig": "quantization dtype skip_tokenizer_init",
-    "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops cudagraph_mode",
+    "vllm.config:CompilationConfig": "static_forward_context compile_sizes splitting_ops cudagraph_mode "
+    "inductor_compile_config",
     "vllm.config:VllmConfig": "additional_config speculative_config kv_transfer_config",
     "vllm.config:SpeculativeConfig": "method model num_speculative_tokens quantization draft_sample_method "
     "rejection_sample_method disable_padded_drafter_batch draft_model_config synthetic_acceptance_rates "

@@ -20,6 +20,7 @@ import pytest
 import torch
 from seams import ATTRIBUTES, FIELDS, LINEAR, V1_RUNNER, V2_RUNNER, V2_SPECULATOR, signatures
 
+from selfspec_cli.stages.verify import run as verifying
 from selfspec_cli.vllm_plugin import compat, versions, vllm_names
 from selfspec_cli.vllm_plugin.described import LOADING, RUNNERS
 
@@ -74,6 +75,13 @@ def test_a_handshake_of_nixl_has_nothing_of_ours_to_compare():
     assert _get_speculative_compatibility_factors(plain) == _get_speculative_compatibility_factors(ours) is None
     eagle = inspect.getsource(module("vllm.config").SpeculativeConfig.use_eagle)
     assert "draft_model" not in eagle
+
+
+def test_inductor_has_the_setting_of_batch_invariant_engines():
+    from torch._inductor import config
+
+    (compiled,) = verifying.deterministic(None).values()
+    assert all(type(getattr(config, name)) is type(value) for name, value in compiled.items())
 
 
 def test_v1_runner_calls_the_proposer_as_we_expect():

@@ -84,9 +84,9 @@ GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,  # several of these engines may share a GPU, one from each of several processes
 }
 COMPILED: dict[str, Any] = {"compilation_config": {"inductor_compile_config": {"deterministic": True}}}
-"""Otherwise Inductor times several kernels for a norm over fewer than 256 numbers, as Qwen3 has on each head, when an
-engine starts, and takes the fastest. They add up in different orders, so two starts of one plain engine can differ
-(pytorch/pytorch#174711)."""
+"""Otherwise Inductor times several kernels for the norms on Qwen3's heads when an engine starts, and takes the fastest
+for each layer. They add up in different orders, so the first start of a plain engine differs from the later ones, which
+take what was stored (`compiled_controls`, pytorch/pytorch#174711)."""
 MANY = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
 NO_PICTURES, ONE_PICTURE = ({"limit_mm_per_prompt": {"image": count, "video": 0}} for count in (0, 1))
 FITTED = "fitted"  # in the place of a path: copies that were fitted to what the model makes of the prompts
@@ -631,8 +631,8 @@ STARTS = {"plain": False, "plain again": False, "drafting": True}
 
 def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
     """STARTS of a compiled engine, each a process of its own, in several folders of caches, with Inductor's choice by
-    timing and without it, all folders at once: outputs that are not those of the setting's first start, and how often
-    each kernel of Inductor's is there more or less often than in it."""
+    timing and without it, all folders at once: outputs that are not those of the setting's first start, and how much
+    more or less often than in it each kernel of Inductor's is there that adds numbers up."""
     model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
     settings = ({"compilation_config": {}}, COMPILED)
     cases = [Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies) for compiled in settings]
@@ -666,7 +666,8 @@ def started_alone(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def start(case: Case, drafting: bool, out: Path) -> int:
-    """What `started_alone` reads: the tokens of each output, and each of Inductor's kernels as it is launched."""
+    """What `started_alone` reads: the tokens of each output, and as it is launched each kernel of Inductor's that adds
+    numbers up."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     with engine(case, drafting) as it:
@@ -675,7 +676,8 @@ def start(case: Case, drafting: bool, out: Path) -> int:
         # By type(): a proxy says that it is of another class, and raises where that is gone.
         found = [each for each in gc.get_objects() if issubclass(type(each), CachingAutotuner)]
         tuned = [(each.inductor_meta["kernel_name"], each.launchers) for each in found]
-        kernels = sorted(f"{name}: {launchers[0].config}" for name, launchers in tuned if len(launchers) == 1)
+        adding = [one for one in tuned if one[0].startswith(("triton_red", "triton_per")) and len(one[1]) == 1]
+        kernels = sorted(f"{name}: {launchers[0].config}" for name, launchers in adding)
     save(out, {"outputs": outputs, "kernels": kernels})
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from selfspec_cli.config.schema import ConfigError, EngineConfig, Method, ModelConfig, RunConfig, resolved
 from selfspec_cli.early_exit.counters import VerifyCounts
 from selfspec_cli.engine.requests import Answer, Request
 from selfspec_cli.stages.verify import greedy, run, verdict
@@ -171,8 +172,6 @@ def test_several_runs_have_the_verdict_of_the_worst():
 
 
 def test_what_cannot_be_verified_is_refused():
-    from selfspec_cli.config.schema import ConfigError, Method, ModelConfig, RunConfig, resolved
-
     wanted = run.Wanted()
     for changes, words in (
         ({"method": Method.baseline}, "drafts nothing"),
@@ -185,3 +184,28 @@ def test_what_cannot_be_verified_is_refused():
             run.check(cfg, wanted)
     with pytest.raises(ConfigError, match="CUDA only"):
         run.check(resolved(RunConfig()), run.Wanted(batch_invariant=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (None, {"inductor_compile_config": {"deterministic": True}}),
+        (3, {"mode": 3, "inductor_compile_config": {"deterministic": True}}),
+        (
+            {"cudagraph_mode": "NONE", "inductor_compile_config": {"max_autotune": False}},
+            {
+                "cudagraph_mode": "NONE",
+                "inductor_compile_config": {"deterministic": True, "max_autotune": False},
+            },
+        ),
+        (
+            {"inductor_compile_config": {"deterministic": False}},
+            {"inductor_compile_config": {"deterministic": False}},
+        ),
+    ],
+)
+def test_batch_invariant_engines_choose_no_kernel_by_timing(given, wanted):
+    extra = {} if given is None else {run.COMPILATION: given}
+    cfg = resolved(RunConfig(engine=EngineConfig(extra=extra)))
+    assert run.engine_config(cfg, run.Wanted(batch_invariant=True)).engine.extra[run.COMPILATION] == wanted
+    assert run.engine_config(cfg, run.Wanted()).engine.extra.get(run.COMPILATION) == given

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from selfspec_cli.whole import written
 
 FAULTY_WORKER = "selfspec_cli.vllm_plugin.planted.worker.FaultyWorker"
 SAMPLE_METHOD, PROBABILISTIC = "draft_sample_method", "probabilistic"
+COMPILATION = "compilation_config"
 CONTEXT, THOROUGH_CONTEXT, BUDGET = 512, 1024, 256  # tokens, where the user names no context
 TELLING = ("preempted", "gate")  # with mixed and cache: the cases by which faults are told apart
 OpenEngine = Callable[..., AbstractContextManager[Engine]]
@@ -70,11 +71,21 @@ def engine_config(cfg: RunConfig, wanted: Wanted) -> RunConfig:
     # Blocks of the prefix cache are long on a CPU: few would be filled by what was drafted, and looked at again.
     blocks = {"block_size": 32} if device_of(cfg) == "cpu" else {}
     extra = {"max_logprobs": sampling.EXACT_VOCABULARY} | blocks | dict(engine.extra)
+    if wanted.batch_invariant:
+        extra[COMPILATION] = deterministic(extra.get(COMPILATION))
     return replace(
         cfg,
         engine=replace(engine, enable_prefix_caching=True, max_num_batched_tokens=budget, extra=extra),
         model=replace(model, max_model_len=context),
     )
+
+
+def deterministic(compilation: int | Mapping[str, Any] | None) -> dict[str, Any]:
+    """vLLM's `compilation_config` (a mode, a mapping or None), with Inductor's kernels chosen by rules unless it says
+    otherwise. Chosen by timing they can add up in another order at each start of an engine, and in batch-invariant mode
+    plain vLLM then differs from itself (pytorch/pytorch#174711, `tests/gpu/test_v2_lossless.py`)."""
+    given: dict[str, Any] = {"mode": compilation} if isinstance(compilation, int) else dict(compilation or {})
+    return given | {"inductor_compile_config": {"deterministic": True, **given.get("inductor_compile_config", {})}}
 
 
 def as_wanted(cfg: RunConfig, wanted: Wanted) -> RunConfig:

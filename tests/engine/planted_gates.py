@@ -41,13 +41,16 @@ class Kept:
 
 @contextmanager
 def gates(path: Path, results: Path, words: Sequence[str] = ()) -> Iterator[Callable[..., dict[str, Any]]]:
-    """A function that runs the gates of a file, with a fault planted or none; the first run has to have none."""
+    """A function that runs the gates of a file once, with a fault planted or none; the first run has to have none.
+
+    Once, whatever the clock leaves open: another run would start a plain engine beside the one that is kept, and
+    vLLM's engines of one process share their metrics and their worker class."""
     with ExitStack() as stack:
         opener = Kept(stack)
 
-        def run(fault: str | None = None, other: Path = path, first: int = 0, **instead: Any) -> dict[str, Any]:
+        def run(fault: str | None = None, other: Path = path, first: int = 0) -> dict[str, Any]:
             file = gate_file.with_words(gate_file.read(other), [*words, f"results_dir={results}"])
-            file = replace(file, after=(), gates=file.gates[first:], **instead)
+            file = replace(file, after=(), runs=1, gates=file.gates[first:])
             cfgs = [compose_runs(None, [*one.words], sweep=False)[0] for one in file.gates]
             return gate.run(file, cfgs, open_engine=opener, bench=bench.run, plant=fault,
                             reuse_baseline=bool(opener.engines))  # fmt: skip

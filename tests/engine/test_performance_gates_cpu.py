@@ -50,7 +50,7 @@ def test_the_shipped_gate_is_green_but_for_what_a_clock_measures(run, report):
 
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_a_planted_fault_turns_it_red(run, fault):
-    found = run(fault, first=1, runs=1)
+    found = run(fault, first=1)
     assert found["outcome"] == "red" and found["planted"] == fault
     assert CAUGHT[fault] <= red(found), found["checks"]
     # Greedy outputs stay the model's own, so these faults cost speed alone.
@@ -68,4 +68,4 @@ def test_a_stale_tuned_file_turns_it_red(run, tmp_path, monkeypatch):
     assert file.read_text() != text
     tuned.write(tmp_path / "conf", cfg, ["layer=3", "k=4", "gate=margin", "threshold=0.95"], "a test")
     assert "mean_accepted_len" not in red(run.clean)
-    assert "mean_accepted_len" in red(run(other=file, first=1, runs=1))
+    assert "mean_accepted_len" in red(run(other=file, first=1))

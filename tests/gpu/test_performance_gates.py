@@ -56,7 +56,7 @@ def faults(file: Path, words: list[str], caught: dict[str, str]) -> dict[str, An
     with tempfile.TemporaryDirectory() as results, gates(file, Path(results), words) as run:
         for fault in (None, *caught):
             start = time.perf_counter()
-            verdict = run(fault, runs=1)
+            verdict = run(fault)
             if fault is None:
                 fine = "red" not in of_counts(verdict).values() and "speedup" not in red(verdict)
             else:

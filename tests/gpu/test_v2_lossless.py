@@ -631,8 +631,7 @@ STARTS = {"plain": False, "plain again": False, "drafting": True}
 
 def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
     """STARTS of a compiled engine, each a process of its own, in several folders of caches, with Inductor's choice by
-    timing and without it, all folders at once: outputs that are not those of the setting's first start, and how much
-    more or less often than in it each kernel of Inductor's is there that adds numbers up."""
+    timing and without it, all folders at once, each `beside` its setting's first start."""
     model, copies = str(model_dir("qwen3+wide")), {"draft_weights": "int4"}
     settings = ({"compilation_config": {}}, COMPILED)
     cases = [Case(model, LAYERS, 4, engine={**MANY, **compiled}, spec=copies) for compiled in settings]
@@ -643,13 +642,17 @@ def compiled_controls(folders: int = 3) -> Iterator[dict[str, Any]]:
             for folder, starts in enumerate(of_setting):
                 first = first or starts["plain"]
                 for name, one in starts.items():
-                    kernels = Counter(one["kernels"])
-                    kernels.subtract(first["kernels"])
-                    yield {
-                        **compiled, "folder": folder, "start": name, "compared": len(one["outputs"]),
-                        "differ": len(differing(one["outputs"], first["outputs"])),
-                        "kernels": {kernel: count for kernel, count in kernels.items() if count},
-                    }  # fmt: skip
+                    yield {**compiled, "folder": folder, "start": name, **beside(one, first)}
+
+
+def beside(one: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """How many outputs of a start are not the first one's, and how much more or less often than in that each kernel of
+    Inductor's is there that adds numbers up."""
+    kernels = Counter(one["kernels"])
+    kernels.subtract(first["kernels"])
+    differ = len(differing(one["outputs"], first["outputs"]))
+    changed = {kernel: count for kernel, count in kernels.items() if count}
+    return {"compared": len(one["outputs"]), "differ": differ, "kernels": changed}
 
 
 def started_alone(case: Case) -> dict[str, dict[str, Any]]:
